@@ -1,0 +1,283 @@
+"""Checkpoint to bundle, all or nothing: written beside its destination, then renamed."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from sinkprune.budgets import UNPRUNED, Budget, parse_budget
+from sinkprune.bundle import (
+    CHAT_TEMPLATE,
+    EMBEDDING,
+    FORMAT_VERSION,
+    MANIFEST,
+    TOKENIZER,
+    Checkpoint,
+    GraphSpec,
+    Manifest,
+    Plan,
+    Tokens,
+    file_specs,
+    write_manifest,
+)
+from sinkprune.errors import BudgetError, BundleError, CheckpointError
+from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
+from sinkprune.export.dialects import onnx24
+from sinkprune.export.families import Family, read_family
+from sinkprune.export.graph import WeightedGraph, Weights
+from sinkprune.export.methods import PlanFacts, load_method
+from sinkprune.export.precision import PRECISIONS, Precision
+from sinkprune.export.presets import PRESETS
+from sinkprune.export.text import Text, read_text, small_text
+
+DIALECTS = {onnx24.NAME: onnx24}
+
+# What graphs, tokenizer and manifest take beside the weights, generously.
+_SMALL_FILES_BYTES = 64 << 20
+
+Progress = Callable[[str, int], None]
+"""Told what is being done and how many weights it advanced by."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export."""
+
+    source: str
+    """A local folder, a hub name, or with `random_weights` a config.json, a folder holding one, or a preset."""
+    budgets: tuple[str, ...] | None = None
+    """Budget names; None is every budget of the family."""
+    methods: tuple[str, ...] = ("sinkpruner",)
+    precision: str = "fp32"
+    dialect: str = onnx24.NAME
+    random_weights: bool = False
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint, opened and checked."""
+
+    family: Family
+    weights: Weights
+    text: Text
+    processor: dict[str, Any]
+    checkpoint: Checkpoint
+
+
+def export_bundle(
+    request: Request, output: Path, *, force: bool = False, progress: Progress = lambda what, weights: None
+) -> Manifest:
+    """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
+
+    Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
+    `output` is left as it was.
+    """
+    precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
+    _check_output(output, force)
+    source = _open_source(request, dialect)
+    try:
+        budgets = _budgets(source.family.name, request.budgets)
+        modules = {name: load_method(name) for name in request.methods}
+        layers = source.family.language_model.num_layers
+        cut_after = tuple(sorted({layer for module in modules.values() for layer in module.layers(layers)}))
+        with _staging(output, source.family.parameters * precision.numpy.itemsize) as root:
+            writer = _Writer(root, source, precision, progress)
+            segments = _segments(cut_after, layers)
+            graphs = writer.weight_graphs(segments)
+            plans = writer.plans(modules, budgets, graphs)
+            writer.text_files()
+            progress("checking sums", 0)
+            files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+            manifest = Manifest(
+                format_version=FORMAT_VERSION,
+                sinkprune_version=version("sinkprune"),
+                family=source.family.name,
+                precision=precision.name,
+                dialect=request.dialect,  # type: ignore[arg-type]
+                checkpoint=source.checkpoint,
+                language_model=source.family.language_model,
+                vision=source.family.vision,
+                processor=source.processor,
+                tokens=Tokens(source.family.image_token, source.text.stop),
+                cut_after=cut_after,
+                budgets=budgets,
+                plans=plans,
+                graphs=graphs,
+                files=file_specs(root, files),
+            )
+            write_manifest(root, manifest)
+            _install(root, output)
+        return manifest
+    finally:
+        source.weights.close()  # type: ignore[attr-defined]
+
+
+class _Writer:
+    """Writes the parts of a bundle below `root`."""
+
+    def __init__(self, root: Path, source: _Source, precision: Precision, progress: Progress) -> None:
+        self._root, self._source, self._precision, self._progress = root, source, precision, progress
+
+    def weight_graphs(self, segments: Sequence[range]) -> dict[str, GraphSpec]:
+        """Every graph that holds weights, one after the other."""
+        family = self._source.family
+        (self._root / "graphs" / "weights").mkdir(parents=True)
+        specs = {}
+        for name in family.graphs(segments):
+            weights = _Reported(self._source.weights, name, self._progress)
+            location = f"weights/{name}.bin"
+            with (self._root / "graphs" / location).open("wb") as data:
+                graph = WeightedGraph(name, self._precision, weights, data, location)
+                family.build(name, graph, segments, weights)
+            specs[name] = graph.save(self._root, f"graphs/{name}.onnx")
+        return specs
+
+    def plans(
+        self, modules: Mapping[str, Any], budgets: Mapping[str, Budget], graphs: dict[str, GraphSpec]
+    ) -> dict[str, dict[str, Plan]]:
+        """The weightless graphs of every method and budget; their interfaces are added to `graphs`."""
+        family = self._source.family
+        facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, self._precision)
+        plans: dict[str, dict[str, Plan]] = {}
+        for method, module in modules.items():
+            plans[method] = {}
+            for name, budget in budgets.items():
+                built = module.build(facts, budget)
+                folder = f"{method}/{name}"
+                select_after = {}
+                for layer, graph in built.select_after.items():
+                    select_after[str(layer)] = f"{folder}/{graph.name}"
+                for graph in filter(None, [built.sanitizer, *built.select_after.values()]):
+                    graphs[f"{folder}/{graph.name}"] = graph.save(
+                        self._root, f"graphs/{folder}/{graph.name}.onnx"
+                    )
+                sanitizer = f"{folder}/sanitizer" if built.sanitizer else None
+                counts = budget.resolve(family.visual_tokens)
+                plans[method][name] = Plan(sanitizer, select_after, budget.positions, counts)
+        return plans
+
+    def text_files(self) -> None:
+        """Embedding table, tokenizer and chat template."""
+        family, text = self._source.family, self._source.text
+        for name in (EMBEDDING, TOKENIZER, CHAT_TEMPLATE):
+            (self._root / name).parent.mkdir(exist_ok=True)
+        lm = family.language_model
+        weights = _Reported(self._source.weights, "embedding", self._progress)
+        table = weights.tensor(family.embedding, [lm.vocab_size, lm.hidden_size])
+        save_file({"weight": np.ascontiguousarray(table, self._precision.numpy)}, self._root / EMBEDDING)
+        # safetensors writes through a private temporary file
+        (self._root / EMBEDDING).chmod(0o644)
+        (self._root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
+        (self._root / CHAT_TEMPLATE).write_text(text.chat_template, encoding="utf-8")
+
+
+class _Reported:
+    """Weights that tell `progress` of every tensor read."""
+
+    def __init__(self, weights: Weights, what: str, progress: Progress) -> None:
+        self._weights, self._what, self._progress = weights, what, progress
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def tensor(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        array = self._weights.tensor(name, shape)
+        self._progress(self._what, array.size)
+        return array
+
+
+def _open_source(request: Request, dialect: Any) -> _Source:
+    if request.random_weights:
+        config = _random_config(request.source)
+        family = read_family(request.source, config, dialect)
+        text = small_text(family.language_model.vocab_size, family.image_token, family.chat_template)
+        checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
+        return _Source(family, RandomWeights(), text, family.processor({}), checkpoint)
+    if request.source in PRESETS:
+        raise CheckpointError(
+            f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
+            "checkpoint folder or hub name."
+        )
+    folder = locate(request.source)
+    config = read_json(folder / "config.json")
+    family = read_family(request.source, config, dialect)
+    nested = folder / "processor_config.json"
+    single = folder / "preprocessor_config.json"
+    settings = read_json(single if single.exists() or not nested.exists() else nested)
+    processor = family.processor(settings)
+    text = read_text(folder, family.chat_template)
+    checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
+    return _Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+
+
+def _random_config(source: str) -> dict[str, Any]:
+    if source in PRESETS:
+        return PRESETS[source]
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
+        )
+    return read_json(path)
+
+
+def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
+    from sinkprune.budgets import BUDGETS
+
+    names = tuple(BUDGETS[family]) if names is None else names
+    if UNPRUNED in names:
+        raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")
+    return {name: parse_budget(family, name) for name in names}
+
+
+def _segments(cut_after: Sequence[int], layers: int) -> list[range]:
+    starts = [0, *(layer + 1 for layer in cut_after)]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True)]
+
+
+def _check_output(output: Path, force: bool) -> None:
+    if not output.exists():
+        return
+    if not (output / MANIFEST).is_file():
+        raise BundleError(f"'{output}' exists and is not a bundle. Choose another place; it is left as it is.")
+    if not force:
+        raise BundleError(f"'{output}' is a bundle already. Add --force to replace it, or choose another place.")
+
+
+@contextmanager
+def _staging(output: Path, weights_bytes: int) -> Iterator[Path]:
+    """A temporary folder on the file system of `output`, with room for the bundle; removed whatever happens."""
+    parent = next(folder for folder in output.absolute().parents if folder.exists())
+    needed, free = weights_bytes + _SMALL_FILES_BYTES, shutil.disk_usage(parent).free
+    if free < needed:
+        raise BundleError(
+            f"no room for the bundle: it needs {needed / 1e9:.1f} GB, '{parent}' has {free / 1e9:.1f} GB free. "
+            "Free space, choose another place, or export with --precision fp16."
+        )
+    root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _install(root: Path, output: Path) -> None:
+    """Rename the finished bundle into place; a bundle that stands there is removed only after."""
+    root.chmod(0o755)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    old = root.with_suffix(".old")
+    if output.exists():
+        output.rename(old)
+    root.rename(output)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,95 @@
+"""`sinkprune-export`: a checkpoint in, a bundle out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sinkprune.command import run_command
+from sinkprune.errors import SinkpruneError
+
+_EXAMPLES = """\
+examples:
+  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
+  sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
+  sinkprune-export llava-1.1b --random-weights -o sizing      # true shapes, no download
+
+Every bundle also runs unpruned. Options may follow a budget's name: retain-64+raster+visual-keys.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_export, arguments)
+
+
+def _export(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    # Before the first import of transformers and its hub client, which read them once.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        from sinkprune.export.bundle_writer import Request, export_bundle
+    except ImportError as error:
+        raise SinkpruneError(
+            f"exporting needs the package '{error.name}', which is not installed. "
+            "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
+        ) from error
+    from sinkprune.export.progress import ExportProgress
+
+    request = Request(
+        source=options.checkpoint,
+        budgets=options.budgets,
+        methods=options.methods,
+        precision=options.precision,
+        dialect=options.dialect,
+        random_weights=options.random_weights,
+    )
+    with ExportProgress() as progress:
+        manifest = export_bundle(request, options.output, force=options.force, progress=progress)
+    size = sum(spec.size for spec in manifest.files.values())
+    if options.json:
+        summary = {
+            "bundle": str(options.output),
+            "bytes": size,
+            "budgets": list(manifest.budgets),
+            "methods": list(manifest.plans),
+            "cut_after": list(manifest.cut_after),
+            "precision": manifest.precision,
+        }
+        sys.stdout.write(json.dumps(summary) + "\n")
+    else:
+        budgets = ", ".join(["none", *manifest.budgets])
+        sys.stdout.write(f"{options.output}: {size / 1e9:.2f} GB, {manifest.precision}, budgets {budgets}\n")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinkprune-export",
+        description="Cut a multimodal LLM into ONNX graphs where visual tokens are dropped.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="local folder or hub name in Hugging Face format")
+    add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
+    add("--budgets", type=_names, help="comma-separated budget names (default: all of the family)")
+    add("--methods", type=_names, default=("sinkpruner",), help="comma-separated methods (default: sinkpruner)")
+    add("--precision", choices=["fp32", "fp16"], default="fp32", help="weights and states (default: fp32)")
+    add("--dialect", choices=["onnx24"], default="onnx24", help="operators of the graphs (default: onnx24)")
+    add(
+        "--random-weights",
+        action="store_true",
+        help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
+    )
+    add("--force", action="store_true", help="replace an existing bundle")
+    add("--json", action="store_true", help="print the summary as JSON")
+    return parser

@@ -1,0 +1,60 @@
+"""Model families: one module each. A module reads a configuration and writes the weight graphs.
+
+To add a family, add its module and its name below, and its counterpart in `sinkprune.runtime.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from sinkprune.bundle import LanguageModel
+from sinkprune.errors import CheckpointError
+from sinkprune.export.graph import WeightedGraph, Weights
+
+
+class Family(Protocol):
+    """A checkpoint's configuration, understood."""
+
+    name: str
+    language_model: LanguageModel
+    vision: dict[str, Any]
+    """Facts for the runtime's module of the same name."""
+    visual_tokens: int
+    visual_width: int
+    image_token: int
+    chat_template: str
+    """The template of checkpoints that bring none."""
+    default_processor: dict[str, Any]
+    """The image processor of configurations without a checkpoint."""
+    embedding: str
+    """The name of the embedding table."""
+    parameters: int
+    """How many weights the graphs hold, for progress and disk space."""
+
+    def graphs(self, segments: Sequence[range]) -> Sequence[str]:
+        """The names of the weight graphs."""
+        ...
+
+    def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
+        """Write the weight graph `name`."""
+        ...
+
+    def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`."""
+        ...
+
+
+def read_family(source: str, config: Mapping[str, Any], dialect: Any) -> Family:
+    """The family of a parsed config.json; raises `CheckpointError` with the supported architectures."""
+    from sinkprune.export.families.llava import Llava
+
+    families = {Llava.model_type: Llava}
+    model_type = config.get("model_type")
+    if model_type not in families:
+        found = ", ".join(config.get("architectures") or [str(model_type)])
+        supported = ", ".join(family.architecture for family in families.values())
+        raise CheckpointError(
+            f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
+        )
+    return families[model_type](source, config, dialect)

@@ -1,0 +1,176 @@
+"""LLaVA-1.5: a CLIP tower, a two-layer projector and a Llama decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from types import ModuleType
+from typing import Any
+
+from sinkprune.bundle import LanguageModel
+from sinkprune.errors import CheckpointError
+from sinkprune.export.clip import ACTIVATIONS, Clip, activation, build_vision
+from sinkprune.export.graph import WeightedGraph, Weights
+from sinkprune.export.llama import Llama, build_head, build_segment
+
+
+class Llava:
+    """A `LlavaForConditionalGeneration` configuration."""
+
+    name = "llava"
+    model_type = "llava"
+    architecture = "LlavaForConditionalGeneration"
+    embedding = "language_model.embed_tokens.weight"
+    chat_template = (
+        "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+        "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
+        "{% endfor %}"
+        "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+        "{{ content['text'] + ' ' }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+    )
+
+    def __init__(self, source: str, config: Mapping[str, Any], dialect: ModuleType) -> None:
+        from transformers import LlavaConfig
+
+        self._source, self._dialect = source, dialect
+        self._config: Any = LlavaConfig.from_dict(dict(config))
+        self._check()
+        self._llama = _read_llama(self._config.text_config)
+        self._clip = _read_clip(self._config)
+        self.language_model = self._llama.facts
+        self.visual_tokens, self.visual_width = self._clip.tokens, self._clip.hidden_size
+        self.vision = {**asdict(self._clip), "tokens": self._clip.tokens}
+        self.image_token: int = self._config.image_token_id
+
+    @property
+    def default_processor(self) -> dict[str, Any]:
+        """CLIP's processor, at the tower's image size."""
+        size = self._clip.image_size
+        return {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "size": {"shortest_edge": size},
+            "resample": 3,
+            "do_center_crop": True,
+            "crop_size": {"height": size, "width": size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": [0.48145466, 0.4578275, 0.40821073],
+            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            "do_pad": False,
+        }
+
+    @property
+    def parameters(self) -> int:
+        """Weights of tower, projector, decoder, head and embedding table."""
+        lm, d = self.language_model, self.language_model.hidden_size
+        projector = self.visual_width * d + d * d + 2 * d
+        return self._clip.parameters + projector + lm.decoder_parameters + 2 * lm.vocab_size * d + d
+
+    def graphs(self, segments: Sequence[range]) -> list[str]:
+        """vision, projector, decoder_0, ..., head."""
+        return ["vision", "projector", *(f"decoder_{s}" for s in range(len(segments))), "head"]
+
+    def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
+        """Write the weight graph `name`."""
+        if name == "vision":
+            build_vision(graph, self._dialect, self._clip)
+        elif name == "projector":
+            self._build_projector(graph)
+        elif name == "head":
+            build_head(graph, self._dialect, self._llama, self._lm_head(weights))
+        else:
+            build_segment(graph, self._dialect, self._llama, segments[int(name.removeprefix("decoder_"))])
+
+    def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """CLIPImageProcessor's or LlavaImageProcessor's settings, gaps filled with their defaults."""
+        # processor_config.json nests what preprocessor_config.json holds at the top
+        settings = settings.get("image_processor", settings)
+        known = {key: settings.get(key, value) for key, value in self.default_processor.items()}
+        size, crop = known["size"], known["crop_size"]
+        known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
+        known["crop_size"] = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
+        kind = str(known["image_processor_type"])
+        if not kind.startswith(("CLIPImageProcessor", "LlavaImageProcessor")):
+            raise CheckpointError(
+                f"checkpoint '{self._source}' has image processor '{kind}', expected CLIPImageProcessor or "
+                "LlavaImageProcessor."
+            )
+        return known
+
+    def _lm_head(self, weights: Weights) -> str:
+        tied = self._config.tie_word_embeddings and "lm_head.weight" not in weights
+        return self.embedding.removesuffix(".weight") if tied else "lm_head"
+
+    def _build_projector(self, graph: WeightedGraph) -> None:
+        """`projector` of the graph contract: linear, activation, linear."""
+        config, d, width = self._config, self.visual_width, self.language_model.hidden_size
+        bias = config.multimodal_projector_bias
+        x = graph.input("tokens", ["G", "n", d])
+        x = graph.linear(x, "multi_modal_projector.linear_1", d, width, bias=bias)
+        x = activation(graph, config.projector_hidden_act, x)
+        x = graph.linear(x, "multi_modal_projector.linear_2", width, width, bias=bias)
+        graph.output("embeddings", x, ["G", "n", width])
+
+    def _check(self) -> None:
+        """Refuse what these graphs do not compute, setting by setting."""
+        config, text = self._config, self._config.text_config
+        rope = (text.rope_parameters or {}).get("rope_type", "default")
+        settings = [
+            ("text_config.model_type", text.model_type, ("llama",)),
+            ("vision_config.model_type", config.vision_config.model_type, ("clip_vision_model",)),
+            ("text_config.hidden_act", text.hidden_act, ("silu",)),
+            ("text_config.rope_parameters.rope_type", rope, ("default",)),
+            ("vision_config.hidden_act", config.vision_config.hidden_act, ACTIVATIONS),
+            ("projector_hidden_act", config.projector_hidden_act, ACTIVATIONS),
+            ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),
+            ("quantization_config", getattr(config, "quantization_config", None), (None,)),
+        ]
+        for name, found, supported in settings:
+            if found not in supported:
+                expected = " or ".join(map(str, supported))
+                raise CheckpointError(
+                    f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
+                    f"Other variants of {self.architecture} are not supported yet."
+                )
+        if not isinstance(config.vision_feature_layer, int):
+            raise CheckpointError(
+                f"checkpoint '{self._source}': vision_feature_layer is {config.vision_feature_layer}, expected one "
+                "layer. Features joined from several layers are not supported yet."
+            )
+
+
+def _read_llama(text: Any) -> Llama:
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    facts = LanguageModel(
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=head_dim,
+        vocab_size=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+        rope_theta=float(text.rope_parameters["rope_theta"]),
+    )
+    return Llama(facts, text.rms_norm_eps, text.attention_bias, text.mlp_bias)
+
+
+def _read_clip(config: Any) -> Clip:
+    vision = config.vision_config
+    # Hidden state 0 is the embedding, hidden state i the output of block i-1.
+    blocks = config.vision_feature_layer
+    blocks = blocks if blocks >= 0 else vision.num_hidden_layers + 1 + blocks
+    return Clip(
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.intermediate_size,
+        num_heads=vision.num_attention_heads,
+        num_blocks=blocks,
+        image_size=vision.image_size,
+        patch_size=vision.patch_size,
+        layer_norm_eps=vision.layer_norm_eps,
+        activation=vision.hidden_act,
+    )

@@ -1,0 +1,115 @@
+"""The custom operations of domain `sinkprune`: `TopRho` and `DiversitySelect`, as ONNX function bodies.
+
+Each is one node in a sanitizer graph. Its body below is standard operators, so a runtime without our plugin still
+computes it; it is also the oracle that plugin kernels are tested against. Ties go to the lower index, as ONNX TopK
+breaks them. Arithmetic is fp32, whatever the type of the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+from onnxscript import build_function
+
+from sinkprune.export.graph import OPSET
+
+DOMAIN = "sinkprune"
+
+_FLOAT = ir.DataType.FLOAT
+_INT64 = ir.DataType.INT64
+_BOOL = ir.DataType.BOOL
+_LOWEST = float("-inf")
+
+
+def top_rho() -> ir.Function:
+    """`TopRho`: the mean of each group's tokens of largest norm, and which those are (method.md section 1, 1-2).
+
+    Inputs: norms [G,N] fp32, tokens [G,N,D] float. Attribute `per_mille`: rho; the count is its share of N rounded
+    up, at least 1. Outputs: sink [G,1,D] in the type of `tokens`, outlier [G,N] bool.
+    """
+
+    def body(op: Any, norms: ir.Value, tokens: ir.Value) -> list[ir.Value]:
+        share = op.Mul(op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
+        count = op.Max(op.Div(op.Add(share, [999]), [1000]), [1])
+        _, top = op.TopK(norms, count, axis=-1, largest=1, sorted=1, _outputs=2)
+        members = op.GatherND(op.Cast(tokens, to=_FLOAT), op.Unsqueeze(top, [-1]), batch_dims=1)
+        sink = op.CastLike(op.ReduceMean(members, [1], keepdims=1), tokens)
+        nowhere, ones = op.Expand(0, op.Shape(norms)), op.Expand(1, op.Shape(top))
+        return [sink, op.Cast(op.ScatterElements(nowhere, top, ones, axis=1), to=_BOOL)]
+
+    return _function("TopRho", body, ["norms", "tokens"], ["per_mille"])
+
+
+def diversity_select(rounds: int) -> ir.Function:
+    """`DiversitySelect`: the candidates least similar to what is kept, `batch` a round (method.md section 1, 4).
+
+    Each round takes the candidates whose largest cosine similarity to the kept set is smallest; members of one
+    round are not compared with each other. With nothing reserved every similarity starts at -inf; the cosine with
+    a zero row is 0.
+
+    Inputs: tokens [G,N,D] float, candidate [G,N] bool (at least `count` in each group), reserved [G,R] int64,
+    count [1] int64. Attribute `batch`. Output: chosen [G,count] int64, ascending.
+
+    The body holds `rounds` rounds, enough for count <= rounds * batch. They are written out, not looped: no
+    TensorRT we could try compiles a Loop inside a function.
+    """
+
+    def body(op: Any, tokens: ir.Value, candidate: ir.Value, reserved: ir.Value, count: ir.Value) -> ir.Value:
+        unit = _unit_rows(op, op.Cast(tokens, to=_FLOAT))
+        # A column of -inf defines the maximum when nothing is reserved.
+        floor = op.Expand(_LOWEST, op.Concat(op.Shape(candidate), [1], axis=0))
+        similarity = op.Concat(floor, _similarity(op, unit, reserved), axis=-1)
+        closeness = op.ReduceMax(similarity, [-1], keepdims=0)
+
+        n = op.Shape(candidate, start=1, end=2)
+        width = op.Min(_attribute(op, "batch"), n)
+        place = op.Range(0, op.Squeeze(width), 1)
+        nowhere = op.Expand(0, op.Shape(candidate))
+        available, left = candidate, count
+        for _ in range(rounds):
+            open_to_choice = op.Where(available, closeness, float("inf"))
+            _, index = op.TopK(open_to_choice, width, axis=-1, largest=0, sorted=1, _outputs=2)
+            # The last round may take fewer than it ranks.
+            fresh = op.Less(place, left)
+            similarity = op.Where(fresh, _similarity(op, unit, index), _LOWEST)
+            closeness = op.Max(closeness, op.ReduceMax(similarity, [-1], keepdims=0))
+            mark = op.Expand(op.Cast(fresh, to=_INT64), op.Shape(index))
+            taken = op.Cast(op.ScatterElements(nowhere, index, mark, axis=1), to=_BOOL)
+            available = op.And(available, op.Not(taken))
+            left = op.Sub(left, width)
+
+        chosen = op.And(candidate, op.Not(available))
+        column = op.Cast(op.Range(0, op.Squeeze(n), 1), to=_FLOAT)
+        order = op.Where(chosen, column, op.Cast(n, to=_FLOAT))
+        ascending, _ = op.TopK(order, count, axis=-1, largest=0, sorted=1, _outputs=2)
+        return op.Cast(ascending, to=_INT64)
+
+    return _function("DiversitySelect", body, ["tokens", "candidate", "reserved", "count"], ["batch"])
+
+
+def _unit_rows(op: Any, x: ir.Value) -> ir.Value:
+    """Rows of length 1; zero rows stay zero. Scaled by its largest element first, no row can overflow or vanish."""
+    largest = op.ReduceMax(op.Abs(x), [-1], keepdims=1)
+    scaled = op.Div(x, op.Where(op.Greater(largest, 0.0), largest, 1.0))
+    length = op.ReduceL2(scaled, [-1], keepdims=1)
+    return op.Div(scaled, op.Where(op.Greater(length, 0.0), length, 1.0))
+
+
+def _similarity(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
+    """[G,N,K]: cosine of every row of `unit` [G,N,D] with the rows `index` [G,K] names."""
+    rows = op.GatherND(unit, op.Unsqueeze(index, [-1]), batch_dims=1)
+    return op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1]))  # type: ignore[no-any-return]
+
+
+def _attribute(op: Any, name: str) -> ir.Value:
+    """The function's integer attribute `name`, as a [1] tensor."""
+    return op.Unsqueeze(op.Constant(value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT)), [0])  # type: ignore[no-any-return]
+
+
+def _function(name: str, body: Any, inputs: list[str], attributes: list[str]) -> ir.Function:
+    declared = [ir.Attr(attribute, ir.AttributeType.INT, None) for attribute in attributes]
+    values = [ir.Value(name=value) for value in inputs]
+    return build_function(
+        body, values, domain=DOMAIN, name=name, attributes=declared, opset_imports={"": OPSET}
+    )

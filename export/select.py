@@ -1,0 +1,99 @@
+"""`select_after_<layer>` of the graph contract: the text-guided stage between two decoder segments.
+
+method.md section 2. Scoring reads the L text rows only, so no [S,T] matrix exists anywhere.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from sinkprune.budgets import Budget
+from sinkprune.bundle import LanguageModel
+from sinkprune.export.graph import Graph
+
+_FLOAT = ir.DataType.FLOAT
+_INT64 = ir.DataType.INT64
+
+
+def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget) -> None:
+    """Keep the `kept` visual rows of largest text attention and every other row, in their order."""
+    op, h = graph.op, model.head_dim
+    table = [1, "S", h // 2]
+    hidden = graph.input("hidden", [1, "S", model.hidden_size])
+    cos, sin = graph.input("cos", table), graph.input("sin", table)
+    query = graph.input("query", [1, model.num_heads, "S", h])
+    key = graph.input("key", [1, model.num_kv_heads, "T", h])
+    visual = graph.input("visual_index", ["V"], _INT64)
+    text = graph.input("text_index", ["L"], _INT64)
+
+    scores = _text_attention(graph, model, query, key, visual, text, budget)
+    # K_s >= V: every visual row survives
+    count = op.Min(op.Shape(visual), [kept])
+    _, best = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
+
+    rows = op.Shape(hidden, start=1, end=2)
+    survivors = op.Gather(visual, best, axis=0)
+    dropped = op.ScatterElements(op.Expand(1, rows), visual, op.Expand(0, op.Shape(visual)), axis=0)
+    survives = op.ScatterElements(dropped, survivors, op.Expand(1, op.Shape(survivors)), axis=0)
+    place = op.Sub(op.CumSum(survives, 0), 1)
+    new_rows = op.Add(op.Sub(rows, op.Shape(visual)), count)
+    keep = _where_alive(graph, op.Range(0, op.Squeeze(rows), 1), survives, new_rows)
+    visual_out = _where_alive(graph, op.Gather(place, visual, axis=0), op.Gather(survives, visual, axis=0), count)
+
+    def kept_rows(x: ir.Value) -> ir.Value:
+        return op.Gather(x, keep, axis=1)
+
+    def positions(x: ir.Value) -> ir.Value:
+        return kept_rows(x) if budget.positions == "keep" else op.Slice(x, [0], new_rows, [1])
+
+    graph.output("hidden_out", kept_rows(hidden), [1, "S2", model.hidden_size])
+    graph.output("cos_out", positions(cos), [1, "S2", h // 2])
+    graph.output("sin_out", positions(sin), [1, "S2", h // 2])
+    graph.output("visual_index_out", visual_out, ["V2"], _INT64)
+    graph.output("text_index_out", op.Gather(place, text, axis=0), ["L"], _INT64)
+    graph.output("keep_index", keep, ["S2"], _INT64)
+
+
+def _text_attention(
+    graph: Graph,
+    model: LanguageModel,
+    query: ir.Value,
+    key: ir.Value,
+    visual: ir.Value,
+    text: ir.Value,
+    budget: Budget,
+) -> ir.Value:
+    """p [V] fp32: the attention each visual row receives from the text rows, mean over rows and heads."""
+    op, h = graph.op, model.head_dim
+    repeats = model.num_heads // model.num_kv_heads
+    new = op.Shape(query, start=2, end=3)
+    total = op.Shape(key, start=2, end=3)
+    past = op.Sub(total, new)
+    # L = 0: the last row asks instead
+    asked = op.Concat(text, op.Sub(new, [1]), axis=0)
+    asked = op.Slice(asked, [0], op.Max(op.Shape(text), [1]), [0])
+
+    q = op.Cast(op.Gather(query, asked, axis=2), to=_FLOAT)
+    # The query heads of a group stand together, so that keys need not be repeated.
+    q = op.Reshape(q, [1, model.num_kv_heads, -1, h])
+    k = op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2])
+    logits = op.MatMul(op.Mul(q, h**-0.5), k)
+    visual_keys = op.Add(visual, past)
+    seen = op.LessOrEqual(
+        op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0]), op.Unsqueeze(op.Add(asked, past), [1])
+    )
+    if budget.scores_over == "visual_keys":
+        logits, seen = op.Gather(logits, visual_keys, axis=3), op.Gather(seen, visual_keys, axis=1)
+    hidden_keys = op.Where(op.Tile(seen, [repeats, 1]), 0.0, -3.4028234663852886e38)
+    weights = op.Softmax(op.Add(logits, hidden_keys), axis=-1)
+    received = op.ReduceMean(weights, [0, 1, 2], keepdims=0)
+    return received if budget.scores_over == "visual_keys" else op.Gather(received, visual_keys, axis=0)
+
+
+def _where_alive(graph: Graph, values: ir.Value, alive: ir.Value, count: ir.Value) -> ir.Value:
+    """The `count` values whose `alive` is 1, in their order, without sorting and without a data-dependent shape."""
+    op = graph.op
+    # The dead are all scattered to one slot behind the last survivor, which the slice cuts off.
+    slot = op.Where(op.Equal(alive, 1), op.Sub(op.CumSum(alive, 0), 1), count)
+    gathered = op.ScatterElements(op.Expand(0, op.Add(count, [1])), slot, values, axis=0)
+    return op.Slice(gathered, [0], count, [0])

@@ -1,0 +1,86 @@
+"""Tokenizer and chat template of a checkpoint, as the files the runtime reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from sinkprune.errors import CheckpointError
+from sinkprune.export.checkpoint import read_json
+
+
+@dataclass(frozen=True)
+class Text:
+    """What turns a conversation into token ids."""
+
+    tokenizer_json: str
+    chat_template: str
+    stop: tuple[int, ...]
+
+
+def read_text(folder: Path, default_template: str) -> Text:
+    """Tokenizer, chat template (`default_template` where the checkpoint has none) and stop tokens of `folder`."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        serialised = tokenizer.backend_tokenizer.to_str()
+    except (OSError, ValueError, ImportError, AttributeError, KeyError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"checkpoint '{folder}': its tokenizer cannot be read ({reason}). Expected tokenizer.json, or "
+            "tokenizer.model with tokenizer_config.json; download them again."
+        ) from error
+    template = _chat_template(folder) or default_template
+    return Text(serialised, template, _stop_tokens(folder, tokenizer.eos_token_id))
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The first template found where transformers looks for one."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.exists():
+        return jinja.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        if (folder / name).exists():
+            template = read_json(folder / name).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
+
+
+def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else the tokenizer's."""
+    path = folder / "generation_config.json"
+    stop = read_json(path).get("eos_token_id") if path.exists() else None
+    stop = eos if stop is None else stop
+    if stop is None:
+        return ()
+    return (stop,) if isinstance(stop, int) else tuple(stop)
+
+
+def small_text(vocab_size: int, image_token: int, template: str) -> Text:
+    """A tokenizer for random weights: bytes first, then made-up syllables, so that every id reads as something.
+
+    Ids 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>`` as in Llama; `image_token` is ``<image>``.
+    """
+    specials = {0: "<unk>", 1: "<s>", 2: "</s>", image_token: "<image>"}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    syllables = (a + b + c + d for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in "lmnrst" for d in "aeiou ghkp")
+    words = iter([*alphabet, *dict.fromkeys("Ġ" + syllable.strip() for syllable in syllables)])
+    vocabulary = {}
+    for token in range(vocab_size):
+        word = specials.get(token) or next(words, f"Ġ{token}")
+        vocabulary[word] = token
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.values()])
+    return Text(tokenizer.to_str(), template, (2,))
+
+

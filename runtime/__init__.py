@@ -1,0 +1,5 @@
+"""Runs a bundle: loads its engines, chains them, generates and measures. Needs no torch, transformers or onnx."""
+
+from sinkprune.runtime.pipeline import Answer, Pipeline
+
+__all__ = ["Answer", "Pipeline"]

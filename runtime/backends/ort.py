@@ -1,0 +1,97 @@
+"""ONNX Runtime, on a CPU or a CUDA GPU. Tensors are OrtValues and never leave the device between graphs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkprune.bundle import GraphSpec
+from sinkprune.errors import BackendError
+
+_DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+
+class OrtBackend:
+    """ONNX Runtime with one execution provider."""
+
+    def __init__(self, name: str, provider: str, threads: int | None) -> None:
+        ort = _import_onnxruntime(name)
+        if provider not in ort.get_available_providers():
+            raise BackendError(
+                f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
+                " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
+            )
+        self._ort = ort
+        self._provider = provider
+        self._device = _DEVICES[provider]
+        self.name = name
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self.versions = {"onnxruntime": ort.__version__}
+
+    def load(self, path: Path, spec: GraphSpec) -> _OrtEngine:
+        """Load one graph; raises `BackendError`."""
+        options = self._ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        # Every engine has its own threads; they must not spin while another engine's work.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        # Shapes change from call to call: a recorded memory pattern would never fit.
+        options.enable_mem_pattern = False
+        options.log_severity_level = 3
+        try:
+            session = self._ort.InferenceSession(path, options, providers=[self._provider])
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            raise BackendError(f"backend '{self.name}' cannot load '{path}': {error}") from error
+        if self._provider not in session.get_providers():
+            raise BackendError(
+                f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
+                f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
+            )
+        return _OrtEngine(session, self._device)
+
+    def tensor(self, array: np.ndarray[Any, Any]) -> Any:
+        """A host array on the device."""
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
+
+    def numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
+        """A tensor on the host."""
+        array: np.ndarray[Any, Any] = tensor.numpy()
+        return array
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: a call of an engine returns when its outputs are there."""
+
+
+class _OrtEngine:
+    """One session, its inputs and outputs bound to OrtValues."""
+
+    def __init__(self, session: Any, device: str) -> None:
+        self._session = session
+        self._device = device
+        self._inputs = [value.name for value in session.get_inputs()]
+        self._outputs = [value.name for value in session.get_outputs()]
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """All outputs by name; they stay on the device."""
+        binding = self._session.io_binding()
+        for name in self._inputs:
+            binding.bind_ortvalue_input(name, inputs[name])
+        for name in self._outputs:
+            binding.bind_output(name, self._device)
+        self._session.run_with_iobinding(binding)
+        return dict(zip(self._outputs, binding.get_outputs(), strict=True))
+
+
+def _import_onnxruntime(name: str) -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(
+            f"backend '{name}' needs onnxruntime, which is not installed. "
+            "Install it with: pip install 'sinkprune[cpu]', or 'sinkprune[cuda]' for an NVIDIA GPU."
+        ) from error
+    return onnxruntime

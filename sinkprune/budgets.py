@@ -1,0 +1,153 @@
+"""Budgets: how many visual tokens each step of the method keeps.
+
+A budget is a row of the table below, named on the command line, optionally followed by options:
+``retain-64``, ``retain-64+compact``, ``retain-32+raster+visual-keys``. Every count is an exact share of the number
+of visual tokens, in integers, so that a row measured on a 24x24 grid holds on any other (method.md section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sinkprune.errors import BudgetError
+
+UNPRUNED = "none"
+
+
+@dataclass(frozen=True)
+class Share:
+    """`numerator` of every `denominator` tokens, rounded down, at least one unless the numerator is zero."""
+
+    numerator: int
+    denominator: int
+
+    def of(self, tokens: int) -> int:
+        """The share of `tokens`, as a count."""
+        if self.numerator == 0:
+            return 0
+        return max(1, tokens * self.numerator // self.denominator)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A budget resolved for a number of visual tokens. All values are token counts."""
+
+    outliers: int
+    """|H| of each group: the high-norm tokens that are taken out."""
+    sink: int
+    """1 if their mean takes the first place of each group's kept tokens, else 0."""
+    reserve: int
+    """k_res of each group."""
+    diverse: int
+    """k_div of each group."""
+    stages: tuple[int, ...]
+    """The K_s visual tokens, over all groups, that survive each text-guided stage."""
+
+    @property
+    def kept(self) -> int:
+        """n0: the tokens each group sends to the LLM."""
+        return self.sink + self.reserve + self.diverse
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is kept, and the options of method.md sections 1 and 2. The defaults are the method itself."""
+
+    reserve: Share
+    diverse: Share
+    stages: tuple[Share, ...]
+    outlier_per_mille: int = 10
+    batch: int = 16
+    sanitizer: bool = True
+    remove_outliers: bool = True
+    aggregate: bool = True
+    order: Literal["grouped", "raster"] = "grouped"
+    scores_over: Literal["all_keys", "visual_keys"] = "all_keys"
+    positions: Literal["keep", "compact"] = "keep"
+
+    def resolve(self, tokens: int, groups: int = 1) -> Counts:
+        """The counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
+        # Stages take shares of what the image had, whatever the sanitizer left of it.
+        stages = tuple(stage.of(tokens * groups) for stage in self.stages)
+        if not self.sanitizer:
+            return Counts(outliers=0, sink=0, reserve=tokens, diverse=0, stages=stages)
+        outliers = max(1, -(-tokens * self.outlier_per_mille // 1000)) if self.remove_outliers else 0
+        low = tokens - outliers
+        reserve = min(self.reserve.of(tokens), low)
+        diverse = min(self.diverse.of(tokens), low - reserve)
+        sink = int(self.remove_outliers and self.aggregate)
+        return Counts(outliers, sink, reserve, diverse, stages)
+
+
+def _llava_row(reserve: int, diverse: int, *stages: int) -> Budget:
+    """A row of counts for the 576 tokens of LLaVA-1.5's 24x24 grid."""
+    return Budget(Share(reserve, 576), Share(diverse, 576), tuple(Share(stage, 576) for stage in stages))
+
+
+BUDGETS: dict[str, dict[str, Budget]] = {
+    "llava": {
+        "retain-192": _llava_row(192, 192, 345, 195, 138),
+        "retain-128": _llava_row(128, 128, 230, 130, 92),
+        "retain-64": _llava_row(64, 64, 110, 74, 42),
+        "retain-32": _llava_row(32, 32, 54, 36, 22),
+    },
+}
+"""The budgets of each family by name (method.md section 3)."""
+
+OPTIONS: dict[str, Callable[[Budget], Budget]] = {
+    "raster": lambda budget: replace(budget, order="raster"),
+    "drop-sink": lambda budget: replace(budget, aggregate=False),
+    "keep-outliers": lambda budget: replace(budget, remove_outliers=False),
+    "no-diversity": lambda budget: replace(budget, diverse=Share(0, 1)),
+    "no-sanitizer": lambda budget: replace(budget, sanitizer=False),
+    "serial": lambda budget: replace(budget, batch=1),
+    "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
+    "compact": lambda budget: replace(budget, positions="compact"),
+}
+"""The options of method.md sections 1 and 2, by the name they have behind a budget's ``+``.
+
+raster: all kept tokens in raster order behind the sink. drop-sink: outliers are dropped, not averaged.
+keep-outliers: no outlier removal. no-diversity: salient tokens only. no-sanitizer: every token goes to the LLM.
+serial: the farthest-point rule one token at a time (b = 1). visual-keys: the stage scores' softmax runs over
+visual keys only. compact: positions are renumbered after each stage.
+"""
+
+
+def parse_budget(family: str, name: str) -> Budget:
+    """The budget that `name` means for `family`; raises `BudgetError` with the known names."""
+    base, *options = name.split("+")
+    rows = BUDGETS[family]
+    if base not in rows:
+        raise BudgetError(
+            f"unknown budget '{base}' (in '{name}'); family '{family}' has: {', '.join(rows)}. "
+            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}."
+        )
+    unknown = [option for option in options if option not in OPTIONS]
+    if unknown:
+        raise BudgetError(
+            f"unknown option '{unknown[0]}' in budget '{name}'; known options: {', '.join(OPTIONS)}."
+        )
+    budget = rows[base]
+    for option in options:
+        budget = OPTIONS[option](budget)
+    return budget
+
+
+def prune_layers(num_layers: int) -> tuple[int, int, int]:
+    """The 0-based decoder layers after which tokens are dropped: (2, 6, 15), or their scaling for shallow models.
+
+    From 28 layers on (7B, 13B and larger) the paper's layers stand; below, they scale by depth/32, rounded half
+    up (method.md section 3). Raises `BudgetError` for models too shallow to prune three times.
+    """
+    paper = (2, 6, 15)
+    if num_layers >= 28:
+        return paper
+    first, second, third = ((2 * layer * num_layers + 32) // 64 for layer in paper)
+    if not first < second < third < num_layers - 1:
+        raise BudgetError(
+            f"a decoder of {num_layers} layers is too shallow for three pruning stages (they would fall after "
+            f"layers {first}, {second}, {third}); at least 4 layers are needed."
+        )
+    return first, second, third

@@ -1,0 +1,257 @@
+"""The bundle: a folder of graphs, weights and `bundle.json`, their manifest.
+
+This module is the only reader and writer of `bundle.json`. Reading validates everything before anything is loaded:
+the format version, every field, and (`verify`) every file's size and sha256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sinkprune.budgets import UNPRUNED, Budget, Counts
+from sinkprune.errors import BudgetError, BundleError
+from sinkprune.schema import SchemaError, from_json, to_json
+
+FORMAT_VERSION = 1
+MANIFEST = "bundle.json"
+EMBEDDING = "weights/embedding.safetensors"
+TOKENIZER = "weights/tokenizer.json"
+CHAT_TEMPLATE = "weights/chat_template.jinja"
+
+Dtype = Literal["float32", "float16", "int64", "bool"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; a `str` dimension is dynamic."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """One ONNX graph of the bundle: its file (relative to the bundle) and its typed interface."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class FileSpec:
+    """What a file of the bundle must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The weightless graphs of one method at one budget, by their name under `graphs`."""
+
+    sanitizer: str | None
+    """The graph between `vision` and `projector`; None if every visual token goes to the LLM."""
+    select_after: dict[str, str]
+    """The graph behind each pruning layer, by the layer's 0-based number."""
+    positions: Literal["keep", "compact"]
+    """Whether survivors of a stage keep their position ids or are renumbered."""
+    counts: Counts
+    """The token counts its graphs realise on this bundle's visual tokens."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Facts of the decoder. Sizes are in elements."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+
+    @property
+    def decoder_parameters(self) -> int:
+        """Weights of all decoder layers, biases aside."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * q + 2 * kv + 3 * self.intermediate_size + 2
+        return self.num_layers * layer * self.hidden_size
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids the runtime must know."""
+
+    image: int
+    stop: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the weights came from."""
+
+    source: str
+    config_sha256: str
+    random_weights: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `bundle.json`."""
+
+    format_version: int
+    sinkprune_version: str
+    family: str
+    precision: Literal["fp32", "fp16"]
+    dialect: Literal["onnx24"]
+    checkpoint: Checkpoint
+    language_model: LanguageModel
+    vision: dict[str, Any]
+    """Facts of the vision tower, as the family's own files write and read them."""
+    processor: dict[str, Any]
+    """The image processor's settings, in the checkpoint's own words."""
+    tokens: Tokens
+    cut_after: tuple[int, ...]
+    """The 0-based decoder layers after which the decoder is cut into segments."""
+    budgets: dict[str, Budget]
+    plans: dict[str, dict[str, Plan]]
+    """Plans by method, then budget."""
+    graphs: dict[str, GraphSpec]
+    files: dict[str, FileSpec]
+
+    @property
+    def segments(self) -> tuple[range, ...]:
+        """The layers of `decoder_0`, `decoder_1`, ..."""
+        starts = [0, *(layer + 1 for layer in self.cut_after)]
+        ends = [*starts[1:], self.language_model.num_layers]
+        return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
+
+    def plan(self, method: str, budget: str) -> Plan | None:
+        """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""
+        if method not in self.plans:
+            raise BudgetError(
+                f"this bundle holds no method '{method}'; it holds: {', '.join(self.plans)}. "
+                f"Export it with --methods {method}."
+            )
+        if budget == UNPRUNED:
+            return None
+        if budget not in self.plans[method]:
+            held = ", ".join([UNPRUNED, *self.plans[method]])
+            raise BudgetError(
+                f"this bundle holds no budget '{budget}' for method '{method}'; it holds: {held}. "
+                f"Export it with --budgets {budget}."
+            )
+        return self.plans[method][budget]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """The path of a file named in the manifest."""
+        return self.path / name
+
+    def graph_path(self, graph: str) -> Path:
+        """The path of a graph's ONNX file."""
+        return self.path / self.manifest.graphs[graph].file
+
+
+def read_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """The bundle at `path`, its manifest validated and every file present at its size; raises `BundleError`."""
+    root = Path(path)
+    manifest = _read_manifest(root)
+    for name, spec in manifest.files.items():
+        found = (root / name).stat().st_size if (root / name).is_file() else None
+        if found is None:
+            raise BundleError(f"bundle '{root}': file '{name}' is missing. Export or copy the bundle again.")
+        if found != spec.size:
+            raise BundleError(
+                f"bundle '{root}': file '{name}' has {found} bytes (sha256 {_sha256(root / name)}), expected "
+                f"{spec.size} bytes (sha256 {spec.sha256}). Export or copy the bundle again."
+            )
+    return Bundle(root, manifest)
+
+
+def verify(bundle: Bundle, on_bytes: Callable[[int], None] = lambda count: None) -> None:
+    """Compare every file with its sha256; `on_bytes` is told of progress. Raises `BundleError`."""
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        paths = [bundle.file(name) for name in bundle.manifest.files]
+        found = pool.map(lambda path: _sha256(path, on_bytes), paths)
+        for (name, spec), sha256 in zip(bundle.manifest.files.items(), found, strict=True):
+            if sha256 != spec.sha256:
+                raise BundleError(
+                    f"bundle '{bundle.path}': file '{name}' was altered: its sha256 is {sha256}, expected "
+                    f"{spec.sha256}. Export or copy the bundle again."
+                )
+
+
+def write_manifest(root: Path, manifest: Manifest) -> None:
+    """Write `bundle.json` into the folder `root`."""
+    text = json.dumps(to_json(manifest), indent=1) + "\n"
+    (root / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def file_specs(root: Path, names: Iterable[str]) -> dict[str, FileSpec]:
+    """Size and sha256 of the files `names` below `root`."""
+    return {name: FileSpec((root / name).stat().st_size, _sha256(root / name)) for name in names}
+
+
+def _read_manifest(root: Path) -> Manifest:
+    path = root / MANIFEST
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise BundleError(
+            f"'{root}' is not a bundle: it holds no {MANIFEST}. Make one with: sinkprune-export CHECKPOINT -o {root}"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"'{path}' cannot be read: {error}.") from error
+    except json.JSONDecodeError as error:
+        raise BundleError(f"'{path}' is not JSON: {error}. Export or copy the bundle again.") from error
+    version = data.get("format_version") if isinstance(data, dict) else None
+    if version != FORMAT_VERSION:
+        raise BundleError(
+            f"'{path}' has format version {version!r}, this sinkprune reads {FORMAT_VERSION}. "
+            "Upgrade sinkprune, or export the checkpoint again with this one."
+        )
+    try:
+        manifest = from_json(Manifest, data)
+    except SchemaError as error:
+        raise BundleError(f"'{path}' is malformed at {error}. Export or copy the bundle again.") from error
+    _refuse_escapes(path, manifest)
+    return manifest
+
+
+def _refuse_escapes(path: Path, manifest: Manifest) -> None:
+    """A manifest is untrusted text: none of its files may lie outside the bundle."""
+    for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise BundleError(f"'{path}' names the file '{name}', which lies outside the bundle.")
+    unlisted = [graph.file for graph in manifest.graphs.values() if graph.file not in manifest.files]
+    if unlisted:
+        raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")
+
+
+def _sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+            on_bytes(len(block))
+    return digest.hexdigest()

@@ -1,0 +1,28 @@
+"""Matmul FLOPs of a decoder prefill, booked with the tokens each layer really ran (method.md section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sinkprune.bundle import LanguageModel
+
+
+def layer_flops(model: LanguageModel, tokens: int) -> int:
+    """FLOPs of one decoder layer on `tokens` tokens: projections, full n x n attention, gated MLP."""
+    d, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    q = model.num_heads * model.head_dim
+    projections = 2 * tokens * d * q + 2 * tokens * d * kv
+    attention = 2 * tokens**2 * q
+    mlp = 3 * tokens * d * model.intermediate_size
+    return 2 * (projections + attention + mlp)
+
+
+def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
+    """FLOPs of a prefill in which layer i ran on `tokens_per_layer[i]` tokens (visual and text)."""
+    return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)
+
+
+def decode_bytes(model: LanguageModel, bytes_per_weight: int, kv_bytes: int) -> int:
+    """Bytes one decode step must read: all decoder and head weights once, and the KV cache."""
+    head = model.hidden_size * (model.vocab_size + 1)
+    return (model.decoder_parameters + head) * bytes_per_weight + kv_bytes

@@ -1,0 +1,77 @@
+"""Dataclasses from JSON and back, strictly: what is unknown, missing or of the wrong type is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class SchemaError(ValueError):
+    """A JSON value does not fit its dataclass; the message names the place inside the document."""
+
+
+def to_json(value: Any) -> Any:
+    """`value` as what `json.dumps` takes: dataclasses become objects, tuples become arrays."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    return value
+
+
+def from_json(kind: type[T], data: Any, where: str = "$") -> T:
+    """An instance of the dataclass `kind` from parsed JSON.
+
+    Raises:
+        SchemaError: `data` has a field too many, a field too few, or a value of another type.
+    """
+    return typing.cast(T, _read(kind, data, where))
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (typing.Union, types.UnionType):
+        if data is None and type(None) in arguments:
+            return None
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return _read(inner, data, where)
+    if origin is typing.Literal:
+        if data not in arguments:
+            raise SchemaError(f"{where}: found {data!r}, expected one of {', '.join(map(repr, arguments))}")
+        return data
+    if dataclasses.is_dataclass(kind):
+        return _read_object(kind, data, where)
+    if origin is dict:
+        _expect(dict, data, where)
+        return {key: _read(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    if origin in (list, tuple):
+        _expect(list, data, where)
+        return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    _expect(kind, data, where)
+    return float(data) if kind is float else data
+
+
+def _read_object(kind: Any, data: Any, where: str) -> Any:
+    _expect(dict, data, where)
+    hints = typing.get_type_hints(kind)
+    missing = [name for name in hints if name not in data]
+    unknown = [name for name in data if name not in hints]
+    if missing:
+        raise SchemaError(f"{where}: missing field '{missing[0]}'")
+    if unknown:
+        raise SchemaError(f"{where}: unknown field '{unknown[0]}'")
+    return kind(**{name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _expect(kind: type, data: Any, where: str) -> None:
+    number = kind is float and isinstance(data, int)
+    if isinstance(data, bool) != (kind is bool) or not (isinstance(data, kind) or number):
+        raise SchemaError(f"{where}: found {data!r}, expected {kind.__name__}")

@@ -1,0 +1,92 @@
+"""The selection rules of method.md, slow and obvious, in numpy. The graphs are tested against these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+
+
+def largest(values: Array, count: int) -> list[int]:
+    """Indices of the `count` largest values, ties to the lower index."""
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
+
+
+def cosine(a: Array, b: Array) -> float:
+    """Cosine of two vectors; 0 with a zero vector."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    length = np.linalg.norm(a) * np.linalg.norm(b)
+    return float(a @ b / length) if length > 0 else 0.0
+
+
+def diversity(tokens: Array, candidates: list[int], kept: list[int], count: int, batch: int) -> list[int]:
+    """Rule 4: `count` candidates least similar to what is kept, `batch` at a time."""
+    kept, remaining, chosen = list(kept), list(candidates), []
+    while len(chosen) < count:
+        closeness = [
+            max((cosine(tokens[x], tokens[s]) for s in kept), default=-np.inf) for x in remaining
+        ]
+        # Similarities that differ by rounding only are ties: duplicates must not be told apart.
+        order = sorted(range(len(remaining)), key=lambda i: (round(closeness[i], 5), remaining[i]))
+        taken = [remaining[i] for i in order[: min(batch, count - len(chosen))]]
+        chosen += taken
+        kept += taken
+        remaining = [x for x in remaining if x not in taken]
+    return chosen
+
+
+def sanitize(
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    *,
+    reserve: int,
+    diverse: int,
+    per_mille: int = 10,
+    batch: int = 16,
+    remove_outliers: bool = True,
+    aggregate: bool = True,
+    raster: bool = False,
+) -> tuple[Array, list[int]]:
+    """Rules 1 to 5 for one group [N,D]: the kept tokens [n0,D] and their source indices."""
+    n = len(tokens)
+    outliers = largest(norms, max(1, -(-n * per_mille // 1000))) if remove_outliers else []
+    low = [i for i in range(n) if i not in outliers]
+    reserve = min(reserve, len(low))
+    diverse = min(diverse, len(low) - reserve)
+    res = [low[i] for i in largest(salience[low], reserve)]
+    div = diversity(tokens, [i for i in low if i not in res], res, diverse, batch)
+    index = sorted(res + div) if raster else sorted(res) + sorted(div)
+    kept = tokens[index]
+    if outliers and aggregate:
+        sink = tokens[outliers].astype(np.float64).mean(axis=0).astype(tokens.dtype)
+        kept, index = np.concatenate([sink[None], kept]), [outliers[0], *index]
+    return kept, index
+
+
+def text_attention(
+    query: Array, key: Array, visual: list[int], text: list[int], *, visual_keys: bool = False
+) -> Array:
+    """p [V] of section 2 from query [H,S,h] and key [Hkv,P+S,h]; indices are into the S new rows."""
+    query, key = query.astype(np.float64), key.astype(np.float64)
+    past = key.shape[1] - query.shape[1]
+    received = np.zeros(key.shape[1])
+    text = text or [query.shape[1] - 1]
+    for head in range(len(query)):
+        keys = key[head * len(key) // len(query)]
+        for row in text:
+            logits = keys @ query[head, row] / np.sqrt(query.shape[2])
+            visible = np.arange(len(keys)) <= past + row
+            if visual_keys:
+                visible &= np.isin(np.arange(len(keys)), past + np.array(visual))
+            weights = np.where(visible, np.exp(logits - logits[visible].max()), 0)
+            received += weights / weights.sum()
+    return received[past + np.array(visual, dtype=int)] / (len(query) * len(text))
+
+
+def keep_rows(scores: Array, rows: int, visual: list[int], kept: int) -> list[int]:
+    """The rows that survive a stage: all but the visual rows of smallest score."""
+    best = {visual[i] for i in largest(scores, min(kept, len(visual)))}
+    return [row for row in range(rows) if row not in visual or row in best]
