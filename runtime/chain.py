@@ -51,10 +51,10 @@ class Prefill:
 
     logits: Tensor
     cache: KVCache
-    tokens_per_layer: list[int]
+    tokens_per_layer: list[int] = field(default_factory=list)
     """The sequence length each layer ran on."""
-    stages: dict[int, Array] = field(default_factory=dict)
-    """After each pruning layer: which visual rows of the prefill's input survive, ascending."""
+    keep_index: dict[int, Tensor] = field(default_factory=dict)
+    """After each pruning layer: the rows that survived it, among those it was given."""
 
 
 class Chain:
@@ -112,6 +112,7 @@ def prefill(
     compact = plan is not None and plan.positions == "compact"
     # Loading an engine is no part of a prefill.
     engines = {int(layer): chain.plan_engine(graph) for layer, graph in selects.items()}
+    kept_after = dict(zip(engines, plan.counts.stages, strict=True)) if plan else {}
     with clock.measure("prefill"):
         cos, sin = chain.rotary.tables(np.arange(len(rows)))
         state = {
@@ -122,9 +123,8 @@ def prefill(
             "text_index": backend.tensor(text.astype(np.int64)),
         }
         cache = KVCache([], [], [])
-        result = Prefill(None, cache, [])
-        length = len(rows)
-        keep_indices: dict[int, Tensor] = {}
+        result = Prefill(None, cache)
+        length, visible = len(rows), len(visual)
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
             past = {name: chain.no_past for layer in layers for name in _past_names(layer)}
             outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **past})
@@ -140,14 +140,22 @@ def prefill(
                         {**state, "query": outputs["query"], "key": outputs[f"key_{last}"]}
                     )
                 state = {name: selected[f"{name}_out"] for name in state}
-                keep_indices[last] = selected["keep_index"]
-                length = selected["keep_index"].shape()[0]
+                result.keep_index[last] = selected["keep_index"]
+                # Known from the plan: asking the device for a shape would wait for it.
+                kept = min(kept_after[last], visible)
+                length, visible = length - (visible - kept), kept
         result.logits = chain.head({"hidden": state["hidden"]})["logits"]
-    alive = np.arange(len(rows))
-    for layer, keep in keep_indices.items():
-        alive = alive[backend.numpy(keep)]
-        result.stages[layer] = np.intersect1d(alive, visual)
     return result
+
+
+def surviving_rows(chain: Chain, result: Prefill) -> dict[int, Array]:
+    """After each pruning layer: the rows of the prefill's input that survived so far, ascending."""
+    rows = np.arange(result.tokens_per_layer[0])
+    survivors = {}
+    for layer, keep in result.keep_index.items():
+        rows = rows[chain.backend.numpy(keep)]
+        survivors[layer] = rows
+    return survivors
 
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:

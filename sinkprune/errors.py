@@ -41,3 +41,11 @@ class BackendError(SinkpruneError):
 
 class OutputError(SinkpruneError):
     """A file the command was asked for cannot be written."""
+
+
+class NumericsError(SinkpruneError):
+    """A model gave values that are not finite, so no selection or token can be trusted."""
+
+
+class UsageError(SinkpruneError):
+    """An argument is outside its range."""

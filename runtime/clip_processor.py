@@ -1,0 +1,95 @@
+"""CLIPImageProcessor and LlavaImageProcessor of transformers, on Pillow and numpy alone, number for number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.errors import ImageError
+
+# An image this large after resizing is a panorama whose crop shows next to nothing of it.
+_MAX_RESIZED_PIXELS = 100_000_000
+
+Size = tuple[int, int]
+"""Width and height in pixels, as Pillow orders them."""
+
+
+class ClipProcessor:
+    """`settings` are those of preprocessor_config.json."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._settings = settings
+
+    def __call__(self, image: Image.Image) -> np.ndarray[Any, Any]:
+        """[3,height,width] fp32 of an RGB image."""
+        settings = self._settings
+        if settings["do_pad"]:
+            image = self._padded(image)
+        if settings["do_resize"]:
+            image = image.resize(self._resized_size(image.size), Image.Resampling(settings["resample"]))
+        pixels = np.asarray(image)
+        if settings["do_center_crop"]:
+            pixels = self._cropped(pixels)
+        values = pixels.astype(np.float32)
+        if settings["do_rescale"]:
+            values = (pixels.astype(np.float64) * settings["rescale_factor"]).astype(np.float32)
+        if settings["do_normalize"]:
+            mean = np.asarray(settings["image_mean"], np.float32)
+            std = np.asarray(settings["image_std"], np.float32)
+            values = (values - mean) / std
+        return np.ascontiguousarray(values.transpose(2, 0, 1))
+
+    def source_box(self, size: Size) -> tuple[float, float, float, float]:
+        """Where the processed square lies in an image of `size`: left, top, right, bottom in its pixels."""
+        width, height = size
+        shift_x = shift_y = 0.0
+        if self._settings["do_pad"]:
+            side = max(size)
+            shift_x, shift_y = (side - width) // 2, (side - height) // 2
+            width = height = side
+        resized = self._resized_size((width, height)) if self._settings["do_resize"] else (width, height)
+        left, top, right, bottom = 0.0, 0.0, float(resized[0]), float(resized[1])
+        if self._settings["do_center_crop"]:
+            crop = self._settings["crop_size"]
+            left, top = (resized[0] - crop["width"]) // 2, (resized[1] - crop["height"]) // 2
+            right, bottom = left + crop["width"], top + crop["height"]
+        x, y = width / resized[0], height / resized[1]
+        return left * x - shift_x, top * y - shift_y, right * x - shift_x, bottom * y - shift_y
+
+    def _padded(self, image: Image.Image) -> Image.Image:
+        side = max(image.size)
+        background = tuple(int(value * 255) for value in self._settings["image_mean"])
+        square = Image.new("RGB", (side, side), background)
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return square
+
+    def _resized_size(self, size: Size) -> Size:
+        wanted = self._settings["size"]
+        if "shortest_edge" not in wanted:
+            return wanted["width"], wanted["height"]
+        width, height = size
+        edge = wanted["shortest_edge"]
+        short, long = min(size), max(size)
+        resized_long = int(edge * long / short)
+        if edge * resized_long > _MAX_RESIZED_PIXELS:
+            raise ImageError(
+                f"the image has {width}x{height} pixels; with its short side at {edge} as the model wants it, the "
+                f"long side would have {resized_long}. Crop it to an aspect ratio below "
+                f"{_MAX_RESIZED_PIXELS // edge**2}:1."
+            )
+        return (edge, resized_long) if width <= height else (resized_long, edge)
+
+    def _cropped(self, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The central crop; an image smaller than it is padded with zeros."""
+        crop = self._settings["crop_size"]
+        height, width = crop["height"], crop["width"]
+        padded = np.zeros((max(height, pixels.shape[0]), max(width, pixels.shape[1]), 3), pixels.dtype)
+        top = -(-(padded.shape[0] - pixels.shape[0]) // 2)
+        left = -(-(padded.shape[1] - pixels.shape[1]) // 2)
+        padded[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+        top += (pixels.shape[0] - height) // 2
+        left += (pixels.shape[1] - width) // 2
+        return padded[max(0, top) : max(0, top) + height, max(0, left) : max(0, left) + width]

@@ -1,0 +1,22 @@
+"""The LLM's embedding table, read row by row: the table itself stays in the file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+
+class Embedding:
+    """`weight` [vocab,d] of a safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self._rows = safe_open(path, framework="np").get_slice("weight")
+        self._width: int = self._rows.get_shape()[1]
+
+    def __call__(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+        """[len(ids),d] in the table's type."""
+        return np.concatenate([self._rows[0:0], *(self._rows[token : token + 1] for token in ids)])

@@ -1,0 +1,41 @@
+"""LLaVA-1.5: one square crop, one group of patch tokens in raster order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.bundle import Manifest
+from sinkprune.runtime.clip_processor import ClipProcessor
+
+
+class Llava:
+    """The image side of a LLaVA-1.5 bundle."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._vision = manifest.vision
+        self._width = manifest.language_model.hidden_size
+        self._processor = ClipProcessor(manifest.processor)
+        self.visual_tokens: int = manifest.vision["tokens"]
+
+    def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
+        """`pixel_values` [1,3,image_size,image_size] fp32."""
+        return {"pixel_values": self._processor(image)[None]}
+
+    def token_boxes(self, size: tuple[int, int]) -> np.ndarray[Any, Any]:
+        """[N,4]: left, top, right, bottom of each patch in pixels of the image."""
+        left, top, right, bottom = self._processor.source_box(size)
+        side = self._vision["image_size"] // self._vision["patch_size"]
+        xs, ys = np.linspace(left, right, side + 1), np.linspace(top, bottom, side + 1)
+        return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(side) for c in range(side)])
+
+    def encode_flops(self, kept: int) -> int:
+        """Matmul FLOPs of patches and computed CLIP blocks, and of the projector for `kept` tokens."""
+        vision = self._vision
+        n, d, m = vision["tokens"] + 1, vision["hidden_size"], vision["intermediate_size"]
+        patches = 2 * vision["tokens"] * 3 * vision["patch_size"] ** 2 * d
+        block = 2 * (4 * n * d * d + 2 * n * n * d + 2 * n * d * m)
+        projector = 2 * kept * (d * self._width + self._width**2)
+        return int(patches + vision["num_blocks"] * block + projector)

@@ -1,0 +1,145 @@
+"""A user's words to token ids: chat template and tokenizer, safe against special tokens typed by the user."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer
+
+from sinkprune.errors import BundleError, PromptError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation around one image."""
+
+    before: list[int]
+    """Token ids before the image."""
+    after: list[int]
+    """Token ids behind it."""
+
+
+@dataclass(frozen=True)
+class _Special:
+    """A special token, and the two marks that keep the template's apart from the user's."""
+
+    identity: int
+    token: AddedToken
+    stand_in: str
+    """What the tokenizer sees where the template wrote the token."""
+    quoted: str
+    """What the template sees where the user typed it."""
+
+
+class PromptEncoder:
+    """Renders and encodes prompts with a checkpoint's own template and tokenizer.
+
+    A template writes special tokens as text, and a user may type the same text. So each special token the template
+    writes is exchanged for a stand-in that nobody can type, and the tokenizer is told to read its own special
+    tokens as plain text: a typed ``<image>`` is letters in brackets, never a second image.
+    """
+
+    def __init__(self, tokenizer_json: Path, chat_template: Path, image_token: int) -> None:
+        self.tokenizer = Tokenizer.from_file(str(tokenizer_json))
+        self._template = _read_template(chat_template)
+        self._specials = _specials(self.tokenizer, image_token)
+        self._encoder = Tokenizer.from_str(self.tokenizer.to_str())
+        self._encoder.encode_special_tokens = True
+        self._encoder.add_tokens([_stand_in(special) for special in self._specials])
+        self._identities = {
+            self._encoder.token_to_id(special.stand_in): special.identity for special in self._specials
+        }
+        self._image = next(
+            self._encoder.token_to_id(special.stand_in)
+            for special in self._specials
+            if special.identity == image_token
+        )
+
+    def encode(self, text: str) -> Prompt:
+        """The conversation of one user turn, an image and `text`; raises `PromptError` if `text` is empty."""
+        if not text.strip():
+            raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+        encoded = self._encoder.encode(self._render(text)).ids
+        images = [place for place, token in enumerate(encoded) if token == self._image]
+        if len(images) != 1:
+            raise BundleError(
+                f"the bundle's chat template writes {len(images)} images into a prompt with one. "
+                "Mend the checkpoint's chat template and export it again."
+            )
+        ids = [self._identities.get(token, token) for token in encoded]
+        # A template that writes the first special token itself needs none from the tokenizer.
+        doubled = len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._identities.values()
+        return Prompt(ids[int(doubled) : images[0]], ids[images[0] + 1 :])
+
+    def _render(self, text: str) -> str:
+        for special in self._specials:
+            text = text.replace(special.token.content, special.quoted)
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        messages = [{"role": "user", "content": content}]
+        try:
+            rendered = self._template.render(
+                messages=messages,
+                add_generation_prompt=True,
+                **{name: self._content(name) for name in ("bos_token", "eos_token")},
+            )
+        except TemplateError as error:
+            raise BundleError(f"the bundle's chat template cannot take an image with a question: {error}.") from error
+        for special in self._specials:
+            rendered = rendered.replace(special.token.content, special.stand_in)
+        for special in self._specials:
+            rendered = rendered.replace(special.quoted, special.token.content)
+        return rendered
+
+    def _content(self, name: str) -> str:
+        """Templates may name the first and last special token; Llama-shaped tokenizers call them so."""
+        wanted = {"bos_token": "<s>", "eos_token": "</s>"}[name]
+        return wanted if any(special.token.content == wanted for special in self._specials) else ""
+
+
+def _read_template(path: Path) -> Any:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = _raise
+    try:
+        return environment.from_string(path.read_text(encoding="utf-8"))
+    except TemplateError as error:
+        raise BundleError(f"'{path}' is no valid chat template: {error}. Export the checkpoint again.") from error
+
+
+def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
+    """Longest first, so that no token is taken for a part of another."""
+    nonce = secrets.token_hex(8)
+    added = [
+        (identity, token)
+        for identity, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special or identity == image_token
+    ]
+    if image_token not in dict(added):
+        raise BundleError(f"the bundle's tokenizer has no image token {image_token}. Export the checkpoint again.")
+    return [
+        _Special(identity, token, f"\ue000{nonce}+{identity}\ue001", f"\ue000{nonce}-{identity}\ue001")
+        for identity, token in sorted(added, key=lambda item: -len(item[1].content))
+    ]
+
+
+def _stand_in(special: _Special) -> AddedToken:
+    """Splits the text as the special token does, but is none itself, so that it is always recognised."""
+    token = special.token
+    return AddedToken(
+        special.stand_in,
+        special=False,
+        normalized=False,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        single_word=token.single_word,
+    )
+
+
+def _raise(message: str) -> None:
+    raise TemplateError(message)
