@@ -1,0 +1,81 @@
+"""Checkpoints, bundles and photos, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import Shape, make_checkpoint
+from PIL import Image
+from skimage import data
+
+from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.runtime import Pipeline
+
+SHAPES = {
+    "mha-336": Shape(),
+    "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True),
+}
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a small checkpoint, by its name in `SHAPES`."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_checkpoint(tmp_path_factory.mktemp(name), SHAPES[name])
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def bundle(
+    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """The bundle of a small checkpoint, with all budgets or the given ones. Tests must not write into it."""
+    made: dict[tuple[object, ...], Path] = {}
+
+    def get(name: str, precision: str = "fp32", budgets: tuple[str, ...] | None = None) -> Path:
+        key = (name, precision, budgets)
+        if key not in made:
+            output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}"
+            export_bundle(Request(str(checkpoint(name)), budgets=budgets, precision=precision), output)
+            made[key] = output
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def pipeline(bundle: Callable[..., Path]) -> Callable[..., Pipeline]:
+    """A loaded small bundle."""
+    made: dict[Path, Pipeline] = {}
+
+    def get(*arguments: object, **options: object) -> Pipeline:
+        path = bundle(*arguments, **options)
+        if path not in made:
+            made[path] = Pipeline.load(path)
+        return made[path]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def photo() -> Image.Image:
+    """A real photo: a cup of coffee on a table, 600x400."""
+    return Image.fromarray(data.coffee())
+
+
+@pytest.fixture(scope="session")
+def photo_file(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The photo as a JPEG."""
+    path = tmp_path_factory.mktemp("photo") / "coffee.jpg"
+    photo.save(path, quality=95)
+    return path

@@ -1,0 +1,74 @@
+"""The unpruned chain of exported graphs computes what transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import SHAPES
+from PIL import Image
+from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
+
+from sinkprune.runtime import Pipeline
+
+PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]
+
+
+def reference_inputs(folder: Path, image: Image.Image, prompt: str) -> dict[str, Any]:
+    """What LlavaProcessor gives: the template's text, the image token repeated, pixel values."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model_tokens = (CLIPImageProcessorPil.from_pretrained(folder).crop_size["height"] // 14) ** 2
+    content = [{"type": "image"}, {"type": "text", "text": prompt}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    ids = tokenizer(text.replace("<image>", "<image>" * model_tokens), return_tensors="pt")
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)(image, return_tensors="pt")["pixel_values"]
+    return {"input_ids": ids["input_ids"], "attention_mask": ids["attention_mask"], "pixel_values": pixels}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_text_and_logits_equal_transformers(
+    name: str,
+    prompt: str,
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = checkpoint(name)
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = reference_inputs(folder, photo, prompt)
+    with torch.no_grad():
+        expected = model.generate(
+            **inputs,
+            max_new_tokens=32,
+            min_new_tokens=32,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    pipe = pipeline(name)
+    logits: list[np.ndarray[Any, Any]] = []
+    numpy = pipe.backend.numpy
+
+    def recorded(tensor: Any) -> np.ndarray[Any, Any]:
+        array = numpy(tensor)
+        if array.ndim == 2 and array.shape == (1, model.config.text_config.vocab_size):
+            logits.append(array)
+        return array
+
+    monkeypatch.setattr(pipe.backend, "numpy", recorded)
+    answer = pipe.generate(photo, prompt, max_new_tokens=32, min_new_tokens=32)
+    new = expected.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    wanted = torch.stack(expected.logits)[:, 0].numpy()
+    worst = max(np.abs(ours[0] - theirs).max() for ours, theirs in zip(logits, wanted, strict=True))
+    assert worst < 1e-3
+    assert answer.token_ids == new
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert answer.text == tokenizer.decode(new, skip_special_tokens=True)
