@@ -157,9 +157,7 @@ class _Writer:
                 for layer, graph in built.select_after.items():
                     select_after[str(layer)] = f"{folder}/{graph.name}"
                 for graph in filter(None, [built.sanitizer, *built.select_after.values()]):
-                    graphs[f"{folder}/{graph.name}"] = graph.save(
-                        self._root, f"graphs/{folder}/{graph.name}.onnx"
-                    )
+                    graphs[f"{folder}/{graph.name}"] = graph.save(self._root, f"graphs/{folder}/{graph.name}.onnx")
                 sanitizer = f"{folder}/sanitizer" if built.sanitizer else None
                 counts = budget.resolve(family.visual_tokens)
                 plans[method][name] = Plan(sanitizer, select_after, budget.positions, counts)

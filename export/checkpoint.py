@@ -43,7 +43,7 @@ def locate(source: str) -> Path:
             "such as llava-hf/llava-1.5-7b-hf, or a preset with --random-weights."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(snapshot_download(source, allow_patterns=_FILES))

@@ -82,7 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     add("checkpoint", metavar="CHECKPOINT", help="local folder or hub name in Hugging Face format")
     add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
     add("--budgets", type=_names, help="comma-separated budget names (default: all of the family)")
-    add("--methods", type=_names, default=("sinkpruner",), help="comma-separated methods (default: sinkpruner)")
+    add(
+        "--methods",
+        type=_names,
+        default=("sinkpruner",),
+        help="comma-separated methods (default: sinkpruner)",
+    )
     add("--precision", choices=["fp32", "fp16"], default="fp32", help="weights and states (default: fp32)")
     add("--dialect", choices=["onnx24"], default="onnx24", help="operators of the graphs (default: onnx24)")
     add(

@@ -99,17 +99,15 @@ def _unit_rows(op: Any, x: ir.Value) -> ir.Value:
 def _similarity(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
     """[G,N,K]: cosine of every row of `unit` [G,N,D] with the rows `index` [G,K] names."""
     rows = op.GatherND(unit, op.Unsqueeze(index, [-1]), batch_dims=1)
-    return op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1]))  # type: ignore[no-any-return]
+    return op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1]))
 
 
 def _attribute(op: Any, name: str) -> ir.Value:
     """The function's integer attribute `name`, as a [1] tensor."""
-    return op.Unsqueeze(op.Constant(value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT)), [0])  # type: ignore[no-any-return]
+    return op.Unsqueeze(op.Constant(value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT)), [0])
 
 
 def _function(name: str, body: Any, inputs: list[str], attributes: list[str]) -> ir.Function:
     declared = [ir.Attr(attribute, ir.AttributeType.INT, None) for attribute in attributes]
     values = [ir.Value(name=value) for value in inputs]
-    return build_function(
-        body, values, domain=DOMAIN, name=name, attributes=declared, opset_imports={"": OPSET}
-    )
+    return build_function(body, values, domain=DOMAIN, name=name, attributes=declared, opset_imports={"": OPSET})

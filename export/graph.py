@@ -60,9 +60,7 @@ class Graph:
         """Declare an input; `dtype` is the bundle's float type unless given."""
         return self.builder.input(name, dtype or self.float, list(shape))
 
-    def output(
-        self, name: str, value: ir.Value, shape: Sequence[Dim], dtype: ir.DataType | None = None
-    ) -> None:
+    def output(self, name: str, value: ir.Value, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> None:
         """Declare an output, with the type and shape the contract gives it."""
         value.type = ir.TensorType(dtype or self.float)
         value.shape = ir.Shape(list(shape))
@@ -89,9 +87,7 @@ class WeightedGraph(Graph):
     `location` is the file's path relative to the graph's, as the graph names it.
     """
 
-    def __init__(
-        self, name: str, precision: Precision, weights: Weights, data: BinaryIO, location: str
-    ) -> None:
+    def __init__(self, name: str, precision: Precision, weights: Weights, data: BinaryIO, location: str) -> None:
         super().__init__(name, precision)
         self._weights = weights
         self._data = data

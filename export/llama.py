@@ -8,7 +8,7 @@ from types import ModuleType
 import onnx_ir as ir
 
 from sinkprune.bundle import LanguageModel
-from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.graph import Dim, WeightedGraph
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def build_segment(graph: WeightedGraph, dialect: ModuleType, llama: Llama, layer
     """`decoder_s` of the graph contract: `layers` of the decoder, with their caches."""
     facts = llama.facts
     is_last = layers.stop == facts.num_layers
-    table = [1, "S", facts.head_dim // 2]
+    table: list[Dim] = [1, "S", facts.head_dim // 2]
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
     past = {
@@ -36,7 +36,7 @@ def build_segment(graph: WeightedGraph, dialect: ModuleType, llama: Llama, layer
         for layer in layers
     }
     mask = _causal_mask(graph, hidden, past[layers.start][0])
-    cache = [1, facts.num_kv_heads, "P + S", facts.head_dim]
+    cache: list[Dim] = [1, facts.num_kv_heads, "P + S", facts.head_dim]
     caches = []
     query = None
     for layer in layers:
@@ -46,7 +46,7 @@ def build_segment(graph: WeightedGraph, dialect: ModuleType, llama: Llama, layer
     for layer, key, value in caches:
         graph.output(f"key_{layer}", key, cache)
         graph.output(f"value_{layer}", value, cache)
-    if not is_last:
+    if query is not None and not is_last:
         graph.output("query", query, [1, facts.num_heads, "S", facts.head_dim])
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from sinkprune.budgets import Budget
 from sinkprune.bundle import LanguageModel
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import Dim, Graph
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -18,7 +18,7 @@ _INT64 = ir.DataType.INT64
 def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget) -> None:
     """Keep the `kept` visual rows of largest text attention and every other row, in their order."""
     op, h = graph.op, model.head_dim
-    table = [1, "S", h // 2]
+    table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
     query = graph.input("query", [1, model.num_heads, "S", h])

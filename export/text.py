@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sinkprune.errors import CheckpointError
@@ -82,5 +81,3 @@ def small_text(vocab_size: int, image_token: int, template: str) -> Text:
     )
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.values()])
     return Text(tokenizer.to_str(), template, (2,))
-
-

@@ -103,9 +103,7 @@ def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: 
     return Encoded(embeddings.reshape(-1, embeddings.shape[-1]), kept_index, norms, salience)
 
 
-def prefill(
-    chain: Chain, plan: Plan | None, rows: Array, visual: Array, text: Array, clock: Stopwatch
-) -> Prefill:
+def prefill(chain: Chain, plan: Plan | None, rows: Array, visual: Array, text: Array, clock: Stopwatch) -> Prefill:
     """The first pass over `rows` [S,d]; `visual` and `text` are the row numbers of visual and scoring text tokens."""
     backend = chain.backend
     selects = plan.select_after if plan else {}
@@ -136,9 +134,7 @@ def prefill(
             last = layers[-1]
             if last in engines:
                 with clock.measure("select"):
-                    selected = engines[last](
-                        {**state, "query": outputs["query"], "key": outputs[f"key_{last}"]}
-                    )
+                    selected = engines[last]({**state, "query": outputs["query"], "key": outputs[f"key_{last}"]})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
                 # Known from the plan: asking the device for a shape would wait for it.
@@ -180,9 +176,7 @@ def kv_bytes(chain: Chain, cache: KVCache) -> int:
     """Bytes of all keys and values in `cache`."""
     model = chain._bundle.manifest.language_model
     row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
-    return sum(
-        row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True)
-    )
+    return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))
 
 
 def _past_names(layer: int) -> Sequence[str]:
@@ -190,6 +184,4 @@ def _past_names(layer: int) -> Sequence[str]:
 
 
 def _grown(outputs: Mapping[str, Tensor], layers: range) -> dict[str, Tensor]:
-    return {
-        f"past_{which}_{layer}": outputs[f"{which}_{layer}"] for layer in layers for which in ("key", "value")
-    }
+    return {f"past_{which}_{layer}": outputs[f"{which}_{layer}"] for layer in layers for which in ("key", "value")}

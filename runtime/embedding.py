@@ -14,9 +14,14 @@ class Embedding:
     """`weight` [vocab,d] of a safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        self._rows = safe_open(path, framework="np").get_slice("weight")
+        self._rows = _open(path).get_slice("weight")
         self._width: int = self._rows.get_shape()[1]
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """[len(ids),d] in the table's type."""
         return np.concatenate([self._rows[0:0], *(self._rows[token : token + 1] for token in ids)])
+
+
+def _open(path: Path) -> Any:
+    # safetensors has no types
+    return safe_open(path, framework="np")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ from sinkprune.runtime.stopwatch import Stopwatch
 Array = np.ndarray[Any, Any]
 ImageLike = Image.Image | Array | str | os.PathLike[str]
 
-_DTYPES = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
+_DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,7 @@ class Pipeline:
         self.backend = load_backend(backend, threads)
         self._family = load_family(manifest)
         self._dtype = _DTYPES[manifest.precision]
-        self._prompts = PromptEncoder(
-            bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens.image
-        )
+        self._prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens.image)
         self._embedding = Embedding(bundle.file(EMBEDDING))
         self._chain = Chain(bundle, self.backend, self._dtype)
 
@@ -142,7 +139,7 @@ class Pipeline:
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
-    ) -> Iterator[str]:
+    ) -> Generator[str, None, Answer]:
         """The answer's text, piece by piece; the generator's return value is the `Answer`.
 
         `image` is a Pillow image, a uint8 [height,width,3] array or a file. Stop tokens are ignored before
@@ -159,9 +156,7 @@ class Pipeline:
         clock = Stopwatch(self.backend.synchronize)
         start = time.perf_counter()
         with clock.measure("preprocess"):
-            inputs = {
-                name: array.astype(self._dtype) for name, array in self._family.preprocess(decoded).items()
-            }
+            inputs = {name: array.astype(self._dtype) for name, array in self._family.preprocess(decoded).items()}
             question = self._prompts.encode(prompt)
         self._check_length(question, plan, max_new_tokens)
         encoded = encode(self._chain, plan, inputs, clock)
@@ -209,9 +204,7 @@ class Pipeline:
     ) -> tuple[Prefill, Array]:
         """[before ; image ; after] through the chain; also returns the rows of the image."""
         start, count = len(question.before), len(encoded.embeddings)
-        rows = np.concatenate(
-            [self._embedding(question.before), encoded.embeddings, self._embedding(question.after)]
-        )
+        rows = np.concatenate([self._embedding(question.before), encoded.embeddings, self._embedding(question.after)])
         visual = np.arange(start, start + count)
         text = np.arange(start + count, len(rows))
         result = prefill(self._chain, plan, rows, visual, text, clock)
@@ -251,9 +244,7 @@ class Pipeline:
 
     def _kept(self, encoded: Encoded, result: Prefill, visual: Array) -> Kept:
         survivors = surviving_rows(self._chain, result)
-        after_stage = {
-            layer: np.intersect1d(rows, visual) - visual[0] for layer, rows in survivors.items()
-        }
+        after_stage = {layer: np.intersect1d(rows, visual) - visual[0] for layer, rows in survivors.items()}
         return Kept(encoded.kept_index, encoded.norms, encoded.salience, after_stage)
 
 

@@ -126,9 +126,7 @@ def parse_budget(family: str, name: str) -> Budget:
         )
     unknown = [option for option in options if option not in OPTIONS]
     if unknown:
-        raise BudgetError(
-            f"unknown option '{unknown[0]}' in budget '{name}'; known options: {', '.join(OPTIONS)}."
-        )
+        raise BudgetError(f"unknown option '{unknown[0]}' in budget '{name}'; known options: {', '.join(OPTIONS)}.")
     budget = rows[base]
     for option in options:
         budget = OPTIONS[option](budget)

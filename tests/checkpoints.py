@@ -7,8 +7,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
-from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedTokenizerFast,
+)
 
 VOCAB = 384
 IMAGE_TOKEN = 380
@@ -72,9 +76,9 @@ def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
     tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     size = shape.image_size
-    CLIPImageProcessorPil(
-        size={"shortest_edge": size}, crop_size={"height": size, "width": size}
-    ).save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
+        folder
+    )
     return folder
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Shape, make_checkpoint
 from PIL import Image
 from skimage import data
 
+from checkpoints import Shape, make_checkpoint
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime import Pipeline
 
@@ -36,9 +36,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 @pytest.fixture(scope="session")
-def bundle(
-    checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Path]:
+def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The bundle of a small checkpoint, with all budgets or the given ones. Tests must not write into it."""
     made: dict[tuple[object, ...], Path] = {}
 

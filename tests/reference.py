@@ -25,9 +25,7 @@ def diversity(tokens: Array, candidates: list[int], kept: list[int], count: int,
     """Rule 4: `count` candidates least similar to what is kept, `batch` at a time."""
     kept, remaining, chosen = list(kept), list(candidates), []
     while len(chosen) < count:
-        closeness = [
-            max((cosine(tokens[x], tokens[s]) for s in kept), default=-np.inf) for x in remaining
-        ]
+        closeness = [max((cosine(tokens[x], tokens[s]) for s in kept), default=-np.inf) for x in remaining]
         # Similarities that differ by rounding only are ties: duplicates must not be told apart.
         order = sorted(range(len(remaining)), key=lambda i: (round(closeness[i], 5), remaining[i]))
         taken = [remaining[i] for i in order[: min(batch, count - len(chosen))]]

@@ -25,12 +25,13 @@ class Family(Protocol):
     image_token: int
     chat_template: str
     """The template of checkpoints that bring none."""
-    default_processor: dict[str, Any]
-    """The image processor of configurations without a checkpoint."""
     embedding: str
     """The name of the embedding table."""
-    parameters: int
-    """How many weights the graphs hold, for progress and disk space."""
+
+    @property
+    def parameters(self) -> int:
+        """How many weights the bundle holds, for disk space."""
+        ...
 
     def graphs(self, segments: Sequence[range]) -> Sequence[str]:
         """The names of the weight graphs."""

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import SHAPES
 from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
+from conftest import SHAPES
 from sinkprune.runtime import Pipeline
 
 PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]

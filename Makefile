@@ -1,0 +1,44 @@
+# `make demo` and `make test` each work as the only command after a clone.
+
+PYTHON ?= python3
+BIN := .venv/bin
+SOURCES := pyproject.toml $(wildcard sinkprune/*.py runtime/*.py runtime/*/*.py export/*.py export/*/*.py \
+	engines/*.py calibration/*.py jetson/*.py demo/*.py)
+
+# The folder sinkprune/ here must not shadow the installed package, of which it is only a part.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test lint types pytest test-slow clean
+
+demo: .venv/.demo
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
+
+test: lint types pytest
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Run beside the sources: in their folder mypy would take sinkprune/ for the whole package.
+types: .venv/.dev
+	cd build && ../$(BIN)/mypy --config-file ../pyproject.toml -p sinkprune
+
+pytest: .venv/.dev
+	$(BIN)/pytest -m "not slow and not gpu"
+
+test-slow: .venv/.dev
+	$(BIN)/pytest -m slow
+
+clean:
+	rm -rf .venv build demo-output *.egg-info
+
+# Strict editable installs link file by file, which type checkers follow; new files need a new install.
+.venv/.demo .venv/.dev: .venv/.%: $(SOURCES) | $(BIN)/python
+	$(BIN)/pip install --quiet --editable ".[$*]" --config-settings editable_mode=strict
+	touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed here, $$($(PYTHON) --version) found; try: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv .venv

@@ -1,0 +1,11 @@
+"""Write scikit-image's photo of a cup of coffee to a file: `python photo.py coffee.jpg`."""
+
+from __future__ import annotations
+
+import sys
+
+from PIL import Image
+from skimage import data
+
+if __name__ == "__main__":
+    Image.fromarray(data.coffee()).save(sys.argv[1], quality=95)

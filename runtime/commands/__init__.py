@@ -1,0 +1,68 @@
+"""The runtime's commands, and what they share: arguments, and loading with something to look at."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from sinkprune.bundle import Bundle, read_bundle, verify
+from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.pipeline import Pipeline
+
+
+def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with the arguments every runtime command takes."""
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
+    add("--image", type=Path, required=True, help="the image file to ask about")
+    add("--prompt", required=True, help="the question")
+    add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
+    add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("--threads", type=int, help="CPU threads (default: all cores)")
+    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
+    return parser
+
+
+def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
+    """The bundle, with the budgets known to be in it: mistakes are told before anything slow begins."""
+    bundle = read_bundle(options.bundle)
+    for budget in budgets:
+        bundle.manifest.plan(options.method, budget)
+    return bundle
+
+
+def load_pipeline(options: argparse.Namespace, bundle: Bundle) -> Pipeline:
+    """Load `bundle` on the chosen backend."""
+    if not options.skip_sums:
+        with status("checking the bundle's sums"):
+            verify(bundle)
+    with status("loading the engines"):
+        return Pipeline(bundle, options.backend, options.threads)
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """A spinner on stderr while the block runs; nothing where stderr is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+def write_line(text: str) -> None:
+    """A line on stdout."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

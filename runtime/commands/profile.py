@@ -1,0 +1,135 @@
+"""`sinkprune-profile`: every budget against the unpruned engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sinkprune.budgets import UNPRUNED
+from sinkprune.command import run_command
+from sinkprune.errors import PromptError
+from sinkprune.files import check_writable, write_whole
+from sinkprune.report import Report, Spread
+from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle
+from sinkprune.runtime.images import read_image
+from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib, plot_report
+from sinkprune.runtime.profile import profile
+from sinkprune.schema import to_json
+
+_EXAMPLES = """\
+examples:
+  sinkprune-profile bundle --image photo.jpg --prompt "What is on the table?"
+  sinkprune-profile bundle --image photo.jpg --prompt "Is the door open?" --budgets none,retain-64 \\
+      --new-tokens 32 --repeat 10 --json profile.json --plot profile.png
+"""
+
+
+# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
+_TABLE_WIDTH = 132
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_profile, arguments)
+
+
+def _profile(arguments: Sequence[str] | None) -> None:
+    parser = new_parser(
+        "sinkprune-profile",
+        "Measure every budget against the unpruned engines, in turn, on one image and prompt.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--budgets", help="comma-separated, none included (default: all of the bundle)")
+    add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
+    add("--repeat", type=int, default=5, help="measured rounds (default: 5)")
+    add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
+    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    add("--plot", type=Path, metavar="FILE.png", help="draw where the time goes")
+    options = parser.parse_args(arguments)
+
+    if options.json:
+        check_writable(options.json, (".json",))
+    if options.plot:
+        check_writable(options.plot, PLOT_SUFFIXES)
+        import_matplotlib()
+    if not options.prompt.strip():
+        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+    budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
+    bundle = open_bundle(options, budgets)
+    budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
+    image = read_image(options.image)
+    pipeline = load_pipeline(options, bundle)
+
+    console = Console(stderr=True)
+    columns = [TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        runs = len({UNPRUNED, *budgets}) * (options.warmup + options.repeat)
+        task = progress.add_task("measuring", total=runs)
+        report = profile(
+            pipeline,
+            image,
+            options.prompt,
+            budgets,
+            method=options.method,
+            new_tokens=options.new_tokens,
+            repeat=options.repeat,
+            warmup=options.warmup,
+            on_run=lambda name: progress.update(task, advance=1, description=name),
+        )
+    _print_table(report)
+    if options.json:
+        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
+    if options.plot:
+        write_whole(options.plot, plot_report(report, options.plot.suffix))
+
+
+def _print_table(report: Report) -> None:
+    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    console.print(
+        f"{report.model}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
+        f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; milliseconds, median (p95) of "
+        f"{report.repeat} interleaved runs",
+        highlight=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    headings = ["budget", "visual", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
+    for heading in [*headings, "prefill x", "by FLOPs", "eff.", "TTFT x"]:
+        table.add_column(heading, justify="left" if heading == "budget" else "right", no_wrap=True)
+    for name, budget in report.budgets.items():
+        ms = budget.ms
+        table.add_row(
+            name,
+            f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
+            _with_p95(ms["ttft"]),
+            _median(ms["vision"]),
+            _with_p95(ms["prefill"]),
+            *(_median(ms[part]) for part in ("select", "per_token", "latency")),
+            f"{budget.kv_bytes / 1e6:.1f}",
+            f"{budget.speedup.prefill:.2f}",
+            f"{budget.flops_speedup.prefill:.2f}",
+            f"{budget.efficiency.prefill:.2f}",
+            f"{budget.speedup.ttft:.2f}",
+        )
+    console.print(table)
+    for name, budget in report.budgets.items():
+        if budget.decode_tokens_per_s is not None:
+            rates = f"{budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s"
+            console.print(f"decoding, {name}: {rates}", highlight=False)
+
+
+def _median(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{spread.median:.{_digits(spread)}f}"
+
+
+def _with_p95(spread: Spread | None) -> str:
+    return "-" if spread is None else f"{_median(spread)} ({spread.p95:.{_digits(spread)}f})"
+
+
+def _digits(spread: Spread) -> int:
+    return 0 if spread.median >= 100 else 1

@@ -1,0 +1,105 @@
+"""`sinkprune-run`: ask a bundle about an image."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sinkprune.budgets import UNPRUNED
+from sinkprune.command import run_command
+from sinkprune.errors import PromptError, UsageError
+from sinkprune.files import check_writable, write_whole
+from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, write_line
+from sinkprune.runtime.images import read_image
+from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes
+from sinkprune.runtime.pipeline import Answer, Pipeline
+
+_EXAMPLES = """\
+examples:
+  sinkprune-run bundle --image photo.jpg --prompt "What is on the table?" --budget retain-64
+  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --budget retain-64 --overlay kept.png
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_run, arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    parser = new_parser("sinkprune-run", "Ask a bundle about an image.", _EXAMPLES)
+    add = parser.add_argument
+    add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
+    add("--max-new-tokens", type=int, default=128, help="longest answer (default: 128)")
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens only (default: 1)")
+    add("--seed", type=int, help="makes sampling repeatable")
+    add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
+    add("--json", action="store_true", help="print the answer and its figures as JSON")
+    options = parser.parse_args(arguments)
+
+    if options.overlay:
+        check_writable(options.overlay, PICTURE_SUFFIXES)
+        if options.budget == UNPRUNED:
+            raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
+    if not options.prompt.strip():
+        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+    bundle = open_bundle(options, [options.budget])
+    image = read_image(options.image)
+    pipeline = load_pipeline(options, bundle)
+    answer = pipeline.generate(
+        image,
+        options.prompt,
+        budget=options.budget,
+        method=options.method,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        seed=options.seed,
+        on_text=None if options.json else _write_piece,
+    )
+    if options.json:
+        write_line(json.dumps(_summary(pipeline, answer)))
+    else:
+        write_line("\n" + _timings(answer))
+    if options.overlay:
+        plan = bundle.manifest.plan(options.method, options.budget)
+        picture = draw_overlay(image, pipeline.family.token_boxes(image.size), plan, answer.kept)
+        write_whole(options.overlay, picture_bytes(picture, options.overlay))
+
+
+def _write_piece(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _timings(answer: Answer) -> str:
+    per_token = answer.ms["per_token"]
+    return (
+        f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms (vision {answer.ms['vision']:.0f}, "
+        f"prefill {answer.ms['prefill']:.0f}), "
+        + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
+        + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
+        f"{answer.kept.index.size} -> {answer.tokens_per_layer[-1]}"
+    )
+
+
+def _summary(pipeline: Pipeline, answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish": answer.finish,
+        "method": answer.method,
+        "budget": answer.budget,
+        "backend": pipeline.backend.name,
+        "precision": pipeline.bundle.manifest.precision,
+        "prompt_tokens": answer.prompt_tokens,
+        "visual_tokens": answer.visual_tokens,
+        "kept_after_sanitizer": answer.kept.index.size,
+        "tokens_per_layer": answer.tokens_per_layer,
+        "kv_bytes": answer.kv_bytes,
+        "ms": answer.ms,
+    }

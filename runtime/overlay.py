@@ -1,0 +1,181 @@
+"""Draws what became of an image's visual tokens: sink members, kept tokens, and what each stage dropped."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from sinkprune.bundle import Plan
+from sinkprune.runtime.pipeline import Kept
+
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+
+Colour = tuple[int, int, int]
+Array = np.ndarray[Any, Any]
+
+_SINK: Colour = (213, 24, 40)
+_SALIENCE: Colour = (0, 140, 255)
+_DIVERSITY: Colour = (20, 200, 70)
+_DROPPED: Colour = (16, 16, 20)
+_OUTSIDE: Colour = (250, 250, 250)
+# From early to late: what fell first is palest.
+_STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
+
+_SHADE = 0.72
+_TINT = 0.55
+_LONG_SIDE = 1100
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What became of each of N tokens, as boolean masks and, for kept ones, the stage that dropped them."""
+
+    sink: Array
+    salience: Array
+    diversity: Array
+    dropped_after: dict[int, Array]
+    """By pruning layer: the tokens that stage dropped."""
+    sink_dropped_after: int | None
+    """The stage that dropped the sink token itself, if one did."""
+
+    @property
+    def kept(self) -> Array:
+        """Tokens the LLM received one by one."""
+        return self.salience | self.diversity
+
+    @property
+    def survived(self) -> Array:
+        """Tokens that reached the last layer."""
+        alive = self.kept.copy()
+        for dropped in self.dropped_after.values():
+            alive &= ~dropped
+        return alive
+
+
+def token_fates(plan: Plan, kept: Kept) -> Fates:
+    """The fates of all G*N tokens, from the selection the graphs reported."""
+    groups, n = kept.norms.shape
+    counts = plan.counts
+    sink, salience, alive = (np.zeros((groups, n), bool) for _ in range(3))
+    source = kept.index + np.arange(groups)[:, None] * n
+    for group in range(groups):
+        sink[group, np.argsort(-kept.norms[group], kind="stable")[: counts.outliers]] = True
+        ranked = np.argsort(np.where(sink[group], np.inf, -kept.salience[group]), kind="stable")
+        salience[group, ranked[: counts.reserve]] = True
+        alive[group, kept.index[group, counts.sink :]] = True
+    alive, salience = alive.ravel(), salience.ravel()
+    is_sink_row = np.zeros(kept.index.shape, bool)
+    is_sink_row[:, : counts.sink] = True
+    before, dropped_after, sink_dropped_after = alive, {}, None
+    for layer, places in kept.after_stage.items():
+        rows = np.zeros(source.size, bool)
+        rows[places] = True
+        after = np.zeros(groups * n, bool)
+        after[source.ravel()[rows & ~is_sink_row.ravel()]] = True
+        dropped_after[layer] = before & ~after
+        before = after
+        if counts.sink and sink_dropped_after is None and not rows[is_sink_row.ravel()].any():
+            sink_dropped_after = layer
+    return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
+
+
+def draw_overlay(image: Image.Image, boxes: Array, plan: Plan | None, kept: Kept) -> Image.Image:
+    """The image with every token's fate drawn on it, and a legend below. `boxes` [N,4] are in its pixels."""
+    if plan is None:
+        raise ValueError("an unpruned run has nothing to draw")
+    fates = token_fates(plan, kept)
+    scale = _LONG_SIDE / max(image.size)
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+    canvas = np.asarray(image.resize(size, Image.Resampling.LANCZOS), np.float32)
+    canvas = _tinted(canvas, np.rint(boxes * scale).astype(int), fates)
+    picture = Image.fromarray(canvas.astype(np.uint8))
+    _outline(picture, np.rint(boxes * scale).astype(int), fates)
+    return _with_legend(picture, _legend(fates))
+
+
+def picture_bytes(picture: Image.Image, path: Path) -> bytes:
+    """The bytes of a picture file of the type `path` names."""
+    buffer = io.BytesIO()
+    picture.save(buffer, format={".png": "PNG", ".webp": "WEBP"}.get(path.suffix.lower(), "JPEG"))
+    return buffer.getvalue()
+
+
+def _tinted(canvas: Array, boxes: Array, fates: Fates) -> Array:
+    """Fill every box by its token's fate; what lies outside the model's crop is paled."""
+    tinted = _mixed(canvas, _OUTSIDE, _SHADE)
+    layers = list(fates.dropped_after)
+    for token, (left, top, right, bottom) in enumerate(np.clip(boxes, 0, None)):
+        place = (slice(top, bottom), slice(left, right))
+        if fates.sink[token]:
+            tinted[place] = _mixed(canvas[place], _SINK, _TINT)
+        elif fates.kept[token]:
+            stage = next((s for s, layer in enumerate(layers) if fates.dropped_after[layer][token]), None)
+            colour = None if stage is None else _STAGES[min(stage, len(_STAGES) - 1)]
+            tinted[place] = canvas[place] if colour is None else _mixed(canvas[place], colour, _TINT)
+        else:
+            tinted[place] = _mixed(canvas[place], _DROPPED, _SHADE)
+    return tinted
+
+
+def _mixed(pixels: Array, colour: Colour, share: float) -> Array:
+    return pixels * (1 - share) + np.array(colour) * share
+
+
+def _outline(picture: Image.Image, boxes: Array, fates: Fates) -> None:
+    draw = ImageDraw.Draw(picture)
+    for token, box in enumerate(boxes):
+        outline = (
+            _SINK
+            if fates.sink[token]
+            else _SALIENCE
+            if fates.salience[token]
+            else _DIVERSITY
+            if fates.diversity[token]
+            else None
+        )
+        if outline:
+            left, top, right, bottom = box.tolist()
+            draw.rectangle((left + 1, top + 1, right - 2, bottom - 2), outline=outline, width=2)
+
+
+def _legend(fates: Fates) -> list[tuple[str, Colour, bool]]:
+    """Text, colour and whether the swatch is filled, one entry a line."""
+    sink_fate = (
+        f", the sink itself until layer {fates.sink_dropped_after}" if fates.sink_dropped_after is not None else ""
+    )
+    entries = []
+    if fates.sink.any():
+        entries.append((f"sink members: {fates.sink.sum()} high-norm tokens out{sink_fate}", _SINK, True))
+    entries.append((f"kept for salience: {fates.salience.sum()}", _SALIENCE, False))
+    if fates.diversity.any():
+        entries.append((f"kept for diversity: {fates.diversity.sum()}", _DIVERSITY, False))
+    dropped = len(fates.sink) - int(fates.sink.sum() + fates.kept.sum())
+    entries.append((f"dropped by the sanitizer: {dropped}", _DROPPED, True))
+    for stage, (layer, tokens) in enumerate(fates.dropped_after.items()):
+        colour = _STAGES[min(stage, len(_STAGES) - 1)]
+        entries.append((f"dropped after layer {layer}: {tokens.sum()}", colour, True))
+    entries.append((f"seen by the last layer: {fates.survived.sum()} (clear)", _OUTSIDE, False))
+    return entries
+
+
+def _with_legend(picture: Image.Image, entries: list[tuple[str, Colour, bool]]) -> Image.Image:
+    font = ImageFont.load_default(20)
+    columns = 2 if picture.width >= 760 else 1
+    line, swatch, margin = 32, 20, 14
+    lines = -(-len(entries) // columns)
+    width = max(picture.width, 420)
+    sheet = Image.new("RGB", (width, picture.height + lines * line + 2 * margin), (250, 250, 250))
+    sheet.paste(picture, (0, 0))
+    draw = ImageDraw.Draw(sheet)
+    for number, (text, colour, filled) in enumerate(entries):
+        x = margin + (number // lines) * (width // columns)
+        y = picture.height + margin + (number % lines) * line
+        outline = colour if colour != _OUTSIDE else (120, 120, 120)
+        draw.rectangle((x, y, x + swatch, y + swatch), fill=colour if filled else None, outline=outline, width=3)
+        draw.text((x + swatch + 10, y - 3), text, fill=(20, 20, 20), font=font)
+    return sheet

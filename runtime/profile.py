@@ -1,0 +1,147 @@
+"""Measures every budget against the unpruned engines, in turn, so that a drifting machine favours none."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from PIL import Image
+
+from sinkprune.budgets import UNPRUNED
+from sinkprune.errors import UsageError
+from sinkprune.flops import decode_bytes, prefill_flops
+from sinkprune.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
+from sinkprune.runtime.peak_memory import PeakMemory
+from sinkprune.runtime.pipeline import Answer, Pipeline
+
+_WEIGHT_BYTES = {"fp32": 4, "fp16": 2}
+
+
+def profile(
+    pipeline: Pipeline,
+    image: Image.Image,
+    prompt: str,
+    budgets: Sequence[str],
+    *,
+    method: str = "sinkpruner",
+    new_tokens: int = 16,
+    repeat: int = 5,
+    warmup: int = 1,
+    on_run: Callable[[str], None] = lambda budget: None,
+) -> Report:
+    """Run every budget `repeat` times, one after the other in each round, after `warmup` rounds that do not count.
+
+    The unpruned engines are always among them. Every answer is exactly `new_tokens` long: stop tokens are ignored.
+    `on_run` is told of each run before it starts.
+    """
+    if repeat < 1 or warmup < 0:
+        raise UsageError(f"repeat is {repeat}, expected at least 1; warm-up is {warmup}, expected at least 0.")
+    names = list(dict.fromkeys([UNPRUNED, *budgets]))
+    answers: dict[str, list[Answer]] = {name: [] for name in names}
+    memory = {name: PeakMemory() for name in names}
+    for turn in range(-warmup, repeat):
+        # Each round starts with another budget: being first after a pause is no budget's privilege.
+        shift = turn % len(names)
+        for name in [*names[shift:], *names[:shift]]:
+            on_run(name)
+            with memory[name].watch():
+                answer = pipeline.generate(
+                    image,
+                    prompt,
+                    budget=name,
+                    method=method,
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                )
+            if turn >= 0:
+                answers[name].append(answer)
+    manifest = pipeline.bundle.manifest
+    baseline = _measured(answers[UNPRUNED])
+    base_flops = _flops(pipeline, answers[UNPRUNED][0])
+    reports = {
+        name: _budget_report(pipeline, runs, base_flops, baseline, memory[name].bytes)
+        for name, runs in answers.items()
+    }
+    return Report(
+        model=manifest.checkpoint.source,
+        backend=pipeline.backend.name,
+        precision=manifest.precision,
+        method=method,
+        machine=machine_name(),
+        threads=pipeline.backend.threads,
+        prompt_tokens=answers[UNPRUNED][0].prompt_tokens,
+        new_tokens=new_tokens,
+        repeat=repeat,
+        versions={
+            "sinkprune": version("sinkprune"),
+            "python": platform.python_version(),
+            **pipeline.backend.versions,
+        },
+        budgets=reports,
+    )
+
+
+def machine_name() -> str:
+    """The processor's name, as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _measured(runs: Sequence[Answer]) -> dict[str, Spread | None]:
+    spreads: dict[str, Spread | None] = {}
+    for part in PARTS:
+        values = [run.ms[part] for run in runs]
+        known = [value for value in values if value is not None]
+        spreads[part] = Spread.of(known) if known else None
+    return spreads
+
+
+def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
+    model = pipeline.bundle.manifest.language_model
+    tokens = [visual + answer.prompt_tokens for visual in answer.tokens_per_layer]
+    decoder = prefill_flops(model, tokens)
+    return PrefillAndTtft(decoder, decoder + pipeline.family.encode_flops(answer.kept.index.size))
+
+
+def _budget_report(
+    pipeline: Pipeline,
+    runs: Sequence[Answer],
+    base_flops: PrefillAndTtft,
+    baseline: dict[str, Spread | None],
+    peak_rss_bytes: int | None,
+) -> BudgetReport:
+    answer, ms = runs[0], _measured(runs)
+    flops = _flops(pipeline, answer)
+    flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
+    speedup = PrefillAndTtft(*(_ratio(baseline[part], ms[part]) for part in ("prefill", "ttft")))
+    per_token = ms["per_token"]
+    manifest = pipeline.bundle.manifest
+    step_bytes = decode_bytes(manifest.language_model, _WEIGHT_BYTES[manifest.precision], answer.kv_bytes)
+    return BudgetReport(
+        visual_tokens=answer.visual_tokens,
+        kept_after_sanitizer=answer.kept.index.size,
+        tokens_per_layer=tuple(answer.tokens_per_layer),
+        mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
+        ms=ms,
+        flops=flops,
+        flops_speedup=flops_speedup,
+        speedup=speedup,
+        efficiency=Efficiency(speedup.prefill / flops_speedup.prefill),
+        kv_bytes=answer.kv_bytes,
+        peak_rss_bytes=peak_rss_bytes,
+        decode_tokens_per_s=1e3 / per_token.median if per_token else None,
+        decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
+    )
+
+
+def _ratio(slow: Spread | None, fast: Spread | None) -> float:
+    if slow is None or fast is None:
+        raise ValueError("prefill and ttft are measured in every run")
+    return slow.median / fast.median

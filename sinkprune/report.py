@@ -1,0 +1,95 @@
+"""The profile report: what `sinkprune-profile --json` writes, field by field."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PARTS = (
+    "preprocess",
+    "vision",
+    "sanitizer",
+    "projector",
+    "prefill",
+    "select",
+    "ttft",
+    "per_token",
+    "latency",
+)
+"""What is timed. `select` is part of `prefill`; `ttft` runs from the decoded image and the prompt string to the
+first sampled token; `latency` is the whole answer."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and 95th percentile of repeated measurements."""
+
+    median: float
+    p95: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """The spread of at least one value; p95 is the smallest value not exceeded by 95 % of them."""
+        ordered = sorted(values)
+        return Spread(statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1])
+
+
+@dataclass(frozen=True)
+class PrefillAndTtft:
+    """One figure for the prefill and one for the time to first token."""
+
+    prefill: float
+    ttft: float
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Measured speed-up over the one the FLOPs imply."""
+
+    prefill: float
+
+
+@dataclass(frozen=True)
+class BudgetReport:
+    """One budget, measured."""
+
+    visual_tokens: int
+    kept_after_sanitizer: int
+    tokens_per_layer: tuple[int, ...]
+    """Visual tokens each decoder layer ran on (input counting)."""
+    mean_visual_tokens: float
+    ms: dict[str, Spread | None]
+    """Milliseconds by part; `per_token` is None where only one token was generated."""
+    flops: PrefillAndTtft
+    flops_speedup: PrefillAndTtft
+    """Over the unpruned engines, by FLOPs alone."""
+    speedup: PrefillAndTtft
+    """Over the unpruned engines, by median milliseconds."""
+    efficiency: Efficiency
+    kv_bytes: int
+    """Keys and values after the prefill."""
+    peak_rss_bytes: int | None
+    """Largest resident memory of the process during this budget's runs; None where the system does not tell."""
+    decode_tokens_per_s: float | None
+    decode_gb_per_s: float | None
+    """Decoder and head weights plus KV cache, read once a token."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A profile: every budget against the unpruned engines, measured in turn."""
+
+    model: str
+    backend: str
+    precision: str
+    method: str
+    machine: str
+    threads: int
+    prompt_tokens: int
+    """Text tokens of the rendered prompt."""
+    new_tokens: int
+    repeat: int
+    versions: dict[str, str]
+    budgets: dict[str, BudgetReport]
