@@ -257,14 +257,19 @@ def _check_output(output: Path, force: bool) -> None:
 def _staging(output: Path, weights_bytes: int) -> Iterator[Path]:
     """A temporary folder on the file system of `output`, with room for the bundle; removed whatever happens."""
     parent = next(folder for folder in output.absolute().parents if folder.exists())
-    needed, free = weights_bytes + _SMALL_FILES_BYTES, shutil.disk_usage(parent).free
-    if free < needed:
-        raise BundleError(
-            f"no room for the bundle: it needs {needed / 1e9:.1f} GB, '{parent}' has {free / 1e9:.1f} GB free. "
-            "Free space, choose another place, or export with --precision fp16."
-        )
-    root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
     try:
+        root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
+    except OSError as error:
+        raise BundleError(
+            f"'{output}' cannot be written: {error.strerror} in '{parent}'. Choose a place you may write to."
+        ) from error
+    try:
+        needed, free = weights_bytes + _SMALL_FILES_BYTES, shutil.disk_usage(root).free
+        if free < needed:
+            raise BundleError(
+                f"no room for the bundle: it needs {needed / 1e9:.1f} GB, '{parent}' has {free / 1e9:.1f} GB free. "
+                "Free space, choose another place, or export with --precision fp16."
+            )
         yield root
     finally:
         shutil.rmtree(root, ignore_errors=True)

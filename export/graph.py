@@ -96,7 +96,8 @@ class WeightedGraph(Graph):
     def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False) -> ir.Value:
         """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer."""
         array = self._weights.tensor(name, shape)
-        converted = array.astype(self.precision.numpy)
+        with np.errstate(over="ignore"):
+            converted = array.astype(self.precision.numpy)
         if not np.isfinite(converted).all():
             raise CheckpointError(
                 f"tensor '{name}' holds values that are not finite in {self.precision.name} (largest magnitude "

@@ -236,10 +236,11 @@ class Pipeline:
         visual = plan.counts.kept if plan else self._family.visual_tokens
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:
+            room = limit - text - visual
+            way_out = f" or ask for at most {room} new tokens" if room > 0 else ""
             raise PromptError(
                 f"the prompt is too long: {text} text tokens, {visual} visual tokens and up to {new_tokens} new "
-                f"tokens exceed the model's {limit} positions. Shorten the prompt"
-                + ("." if new_tokens == 1 else f" or ask for at most {max(0, limit - text - visual)} new tokens.")
+                f"tokens exceed the model's {limit} positions. Shorten the prompt{way_out}."
             )
 
     def _kept(self, encoded: Encoded, result: Prefill, visual: Array) -> Kept:

@@ -59,7 +59,7 @@ def plot_report(report: Report, suffix: str) -> bytes:
         f"{report.machine}; {report.prompt_tokens} text + {report.new_tokens} new tokens",
         fontsize=10,
     )
-    axes.legend(ncols=len(_PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), frameon=False)
+    figure.legend(ncols=len(_PARTS), fontsize=8, loc="outside lower center", frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
     return buffer.getvalue()

@@ -65,7 +65,7 @@ def profile(
         for name, runs in answers.items()
     }
     return Report(
-        model=manifest.checkpoint.source,
+        model=_model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,
         method=method,
@@ -92,6 +92,11 @@ def machine_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _model_name(source: str) -> str:
+    """A hub or preset name as it is, a local path without the folders it lies in."""
+    return Path(source).name if Path(source).is_absolute() else source
 
 
 def _measured(runs: Sequence[Answer]) -> dict[str, Spread | None]:

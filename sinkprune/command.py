@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from sinkprune.errors import SinkpruneError
 
@@ -20,7 +23,8 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPE
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
     try:
-        body(arguments)
+        with _termination_as_interrupt():
+            body(arguments)
     except SinkpruneError as error:
         return _say(str(error))
     except BrokenPipeError:
@@ -31,11 +35,30 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         if error.errno not in _DISK_ERRORS:
             raise
         place = f" '{error.filename}'" if error.filename else ""
-        return _say(f"cannot write{place}: {error.strerror}. Free space or choose a place you may write to.")
+        return _say(
+            f"the system refused{place}: {error.strerror}. Free space, or choose a place you may read and write."
+        )
     except KeyboardInterrupt:
         sys.stderr.write("interrupted; nothing half-written was left.\n")
         return INTERRUPTED
     return 0
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C, so that what is half-written gets removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _say(message: str) -> int:

@@ -14,21 +14,23 @@ def largest(values: Array, count: int) -> list[int]:
     return sorted(range(len(values)), key=lambda i: (-values[i], i))[:count]
 
 
-def cosine(a: Array, b: Array) -> float:
-    """Cosine of two vectors; 0 with a zero vector."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    length = np.linalg.norm(a) * np.linalg.norm(b)
-    return float(a @ b / length) if length > 0 else 0.0
+def cosines(tokens: Array) -> Array:
+    """[N,N] cosines of the rows; 0 with a zero row."""
+    rows = tokens.astype(np.float64)
+    length = np.linalg.norm(rows, axis=1, keepdims=True)
+    unit = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0)
+    # What differs by the rounding of this arithmetic only is a tie.
+    return np.round(unit @ unit.T, 12)
 
 
 def diversity(tokens: Array, candidates: list[int], kept: list[int], count: int, batch: int) -> list[int]:
     """Rule 4: `count` candidates least similar to what is kept, `batch` at a time."""
+    similarity = cosines(tokens)
     kept, remaining, chosen = list(kept), list(candidates), []
     while len(chosen) < count:
-        closeness = [max((cosine(tokens[x], tokens[s]) for s in kept), default=-np.inf) for x in remaining]
-        # Similarities that differ by rounding only are ties: duplicates must not be told apart.
-        order = sorted(range(len(remaining)), key=lambda i: (round(closeness[i], 5), remaining[i]))
-        taken = [remaining[i] for i in order[: min(batch, count - len(chosen))]]
+        closeness = {x: max((similarity[x, s] for s in kept), default=-np.inf) for x in remaining}
+        order = sorted(remaining, key=lambda x: (closeness[x], x))
+        taken = order[: min(batch, count - len(chosen))]
         chosen += taken
         kept += taken
         remaining = [x for x in remaining if x not in taken]
@@ -68,6 +70,8 @@ def text_attention(
     query: Array, key: Array, visual: list[int], text: list[int], *, visual_keys: bool = False
 ) -> Array:
     """p [V] of section 2 from query [H,S,h] and key [Hkv,P+S,h]; indices are into the S new rows."""
+    if not visual:
+        return np.zeros(0)
     query, key = query.astype(np.float64), key.astype(np.float64)
     past = key.shape[1] - query.shape[1]
     received = np.zeros(key.shape[1])
@@ -75,11 +79,13 @@ def text_attention(
     for head in range(len(query)):
         keys = key[head * len(key) // len(query)]
         for row in text:
-            logits = keys @ query[head, row] / np.sqrt(query.shape[2])
+            # Row by row, so that equal keys get equal scores.
+            logits = (keys * query[head, row]).sum(axis=1) / np.sqrt(query.shape[2])
             visible = np.arange(len(keys)) <= past + row
             if visual_keys:
                 visible &= np.isin(np.arange(len(keys)), past + np.array(visual))
-            weights = np.where(visible, np.exp(logits - logits[visible].max()), 0)
+            logits = np.where(visible, logits, -np.inf)
+            weights = np.exp(logits - logits.max())
             received += weights / weights.sum()
     return received[past + np.array(visual, dtype=int)] / (len(query) * len(text))
 

@@ -52,7 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no normalize": {"do_normalize": False},
     "other mean and std": {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]},
 }
-COLOUR_KEYS: dict[str, Any] = {"P": 3, "L": 20, "RGB": (20, 12, 6)}
+COLOUR_KEYS: dict[str, Any] = {"P": 3, "L": 20, "RGB": (36, 3, 2)}
 LARGE_SIZES = [(1500, 1000), (1000, 1500), (1200, 1200), (1344, 1008), (901, 1733)]
 TOKENS = [(0, 0), (0, 23), (7, 12), (11, 5), (12, 12), (16, 18), (23, 0), (23, 23)]
 

@@ -1,0 +1,46 @@
+"""The commands, called as their entry points are, and what a refusal must look like."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinkprune.export.command import main as export
+from sinkprune.runtime.commands.profile import main as profile
+from sinkprune.runtime.commands.run import main as run_
+
+BIN = Path(sys.executable).parent
+"""Where the installed commands stand, for tests that need a process of their own."""
+
+_ENTRY_POINTS = {"sinkprune-export": export, "sinkprune-run": run_, "sinkprune-profile": profile}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def run(command: str, *arguments: object) -> Outcome:
+    """Run a command's entry point to its end."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        code = _ENTRY_POINTS[command]([*map(str, arguments)])
+    return Outcome(code, stdout.getvalue(), stderr.getvalue())
+
+
+def assert_refused(outcome: Outcome, *said: str) -> None:
+    """Exit code 2 and one message that holds all of `said`; no traceback, no output."""
+    assert outcome.code == 2, outcome.stderr
+    assert outcome.stdout == ""
+    assert "Traceback" not in outcome.stderr
+    assert outcome.stderr.startswith("error: ")
+    assert outcome.stderr.count("\n") == 1
+    for words in said:
+        assert words in outcome.stderr

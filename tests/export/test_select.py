@@ -1,0 +1,183 @@
+"""The `select_after_*` graphs keep what the numpy reference keeps, row for row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphs
+import reference
+from sinkprune.budgets import Budget, Share
+
+Array = np.ndarray[Any, Any]
+DTYPES = {"fp32": np.float32, "fp16": np.float16}
+HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
+HEAD_DIM = 16
+KEPT = 7
+
+
+def budget_of(kept: int, **options: Any) -> Budget:
+    """A budget that keeps `kept` visual tokens of an image of 1000."""
+    return Budget(Share(1, 2), Share(1, 2), (Share(kept, 1000),) * 3, **options)
+
+
+def stage(heads: str, past: int, rows: int, dtype: Any, seed: int = 0) -> dict[str, Array]:
+    """Random inputs of a select, all but the indices."""
+    rng = np.random.default_rng(seed)
+    query_heads, key_heads = HEADS[heads]
+    shapes = {
+        "hidden": (1, rows, query_heads * HEAD_DIM),
+        "cos": (1, rows, HEAD_DIM // 2),
+        "sin": (1, rows, HEAD_DIM // 2),
+        "query": (1, query_heads, rows, HEAD_DIM),
+        "key": (1, key_heads, past + rows, HEAD_DIM),
+    }
+    return {name: (1.5 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
+
+
+def assert_equals_reference(
+    budget: Budget,
+    heads: str,
+    inputs: dict[str, Array],
+    visual: list[int],
+    text: list[int],
+    precision: str = "fp32",
+) -> list[int]:
+    """Compare every output with the reference; returns the surviving rows."""
+    model = graphs.language_model(*HEADS[heads], HEAD_DIM)
+    run = graphs.select(model, budget, 1000, precision)
+    out = run(**inputs, visual_index=np.array(visual, np.int64), text_index=np.array(text, np.int64))
+    scores = reference.text_attention(
+        inputs["query"][0],
+        inputs["key"][0],
+        visual,
+        text,
+        visual_keys=budget.scores_over == "visual_keys",
+    )
+    rows = inputs["hidden"].shape[1]
+    keep = reference.keep_rows(scores, rows, visual, budget.stages[0].of(1000))
+    assert out["keep_index"].tolist() == keep
+    assert out["visual_index_out"].tolist() == [place for place, row in enumerate(keep) if row in visual]
+    assert out["text_index_out"].tolist() == [place for place, row in enumerate(keep) if row in text]
+    np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
+    positions = keep if budget.positions == "keep" else list(range(len(keep)))
+    np.testing.assert_array_equal(out["cos_out"], inputs["cos"][:, positions])
+    np.testing.assert_array_equal(out["sin_out"], inputs["sin"][:, positions])
+    assert all(out[name].dtype == DTYPES[precision] for name in ("hidden_out", "cos_out", "sin_out"))
+    assert all(out[name].dtype == np.int64 for name in ("keep_index", "visual_index_out", "text_index_out"))
+    return keep
+
+
+@pytest.mark.parametrize("past", [0, 11])
+@pytest.mark.parametrize("text", [0, 1, 6])
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_outputs_equal_the_reference(precision: str, heads: str, scores_over: str, text: int, past: int) -> None:
+    inputs = stage(heads, past, 4 + 40 + text, DTYPES[precision], seed=past + text)
+    budget = budget_of(KEPT, scores_over=scores_over)
+    visual, questions = list(range(4, 44)), list(range(44, 44 + text))
+    keep = assert_equals_reference(budget, heads, inputs, visual, questions, precision)
+    assert len(keep) == 4 + KEPT + text
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+def test_compact_renumbers_the_survivors(heads: str, precision: str) -> None:
+    inputs = stage(heads, 3, 50, DTYPES[precision])
+    budget = budget_of(KEPT, positions="compact")
+    assert_equals_reference(budget, heads, inputs, list(range(5, 44)), list(range(44, 50)), precision)
+
+
+@pytest.mark.parametrize("past", [0, 11])
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_visual_rows_need_not_be_contiguous(scores_over: str, past: int) -> None:
+    visual = [2, 3, 5, 8, 9, 10, 14, 15, 16, 17, 20, 22, 23, 24, 25, 28]
+    inputs = stage("gqa", past, 35, np.float32, seed=5)
+    budget = budget_of(KEPT, scores_over=scores_over)
+    keep = assert_equals_reference(budget, "gqa", inputs, visual, list(range(29, 35)))
+    assert set(range(35)) - set(visual) < set(keep)
+
+
+@pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
+@pytest.mark.parametrize("visual", [0, 1, KEPT - 1, KEPT])
+def test_nothing_happens_where_no_more_than_the_kept_are_left(visual: int, option: dict[str, Any]) -> None:
+    inputs = stage("mha", 2, visual + 7, np.float32)
+    rows = visual + 7
+    keep = assert_equals_reference(
+        budget_of(KEPT, **option),
+        "mha",
+        inputs,
+        list(range(3, 3 + visual)),
+        list(range(3 + visual, rows)),
+    )
+    assert keep == list(range(rows))
+
+
+def test_one_visual_row_too_many_drops_the_least_asked_for() -> None:
+    inputs = stage("mha", 0, KEPT + 8, np.float32)
+    keep = assert_equals_reference(
+        budget_of(KEPT), "mha", inputs, list(range(3, KEPT + 4)), list(range(KEPT + 4, KEPT + 8))
+    )
+    assert len(keep) == KEPT + 7
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision: str) -> None:
+    inputs = stage("gqa", 0, 70, DTYPES[precision])
+    inputs["query"][:] = 0
+    budget = budget_of(KEPT, scores_over=scores_over)
+    keep = assert_equals_reference(budget, "gqa", inputs, list(range(4, 64)), list(range(64, 70)), precision)
+    assert keep == [*range(4 + KEPT), *range(64, 70)]
+
+
+def test_text_rows_do_not_see_later_text() -> None:
+    """The mask matters: a key behind the first asking row would take its attention away."""
+    inputs = stage("mqa", 0, 12, np.float32)
+    inputs["query"][:], inputs["key"][:] = 0, 0
+    # Row 10 asks for 2, row 11 for 3 and, stronger, for itself.
+    inputs["query"][..., 10, 0], inputs["query"][..., 11, 1] = 8, 8
+    inputs["key"][..., 2, 0], inputs["key"][..., 3, 1] = 8, 8
+    inputs["key"][..., 11, :2] = 12
+    keep = assert_equals_reference(budget_of(1), "mqa", inputs, list(range(1, 10)), [10, 11])
+    assert keep == [0, 2, 10, 11]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_beyond_fp16_are_computed_in_fp32(sign: int) -> None:
+    inputs = stage("mha", 0, 40, np.float16, seed=3)
+    # Adds 90000 to every product of a query and a key; fp16 ends at 65504.
+    inputs["query"][..., 0], inputs["key"][..., 0] = 300, sign * 300
+    assert_equals_reference(budget_of(KEPT), "mha", inputs, list(range(4, 34)), list(range(34, 40)), "fp16")
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> None:
+    budget = budget_of(KEPT, scores_over=scores_over)
+
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+    @given(
+        st.lists(st.integers(-1, 3), min_size=1, max_size=24),
+        st.integers(0, 3),
+        st.integers(0, 2),
+        st.integers(0, 5),
+    )
+    def holds(kinds: list[int], text: int, past: int, before: int) -> None:
+        """Rows of kind -1 are text between visual rows; those of one other kind have the same keys."""
+        first_text = before + len(kinds)
+        inputs = stage(heads, past, first_text + text, np.float32, seed=1)
+        same = stage(heads, 0, 4, np.float32, seed=2)["key"]
+        same[:, :, 0] = 0
+        visual = [before + place for place, kind in enumerate(kinds) if kind >= 0]
+        for row in visual:
+            inputs["key"][:, :, past + row] = same[:, :, kinds[row - before]]
+        if inputs["hidden"].shape[1] > 0:
+            assert_equals_reference(budget, heads, inputs, visual, list(range(first_text, first_text + text)))
+
+    holds()

@@ -1,0 +1,358 @@
+"""A pruned answer equals the full sequence with the dropped tokens masked, in the checkpoint's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import LlavaForConditionalGeneration
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from conftest import SHAPES
+from reference import keep_rows, sanitize, text_attention
+from sinkprune.budgets import OPTIONS, parse_budget, prune_layers
+from sinkprune.bundle import Plan
+from sinkprune.runtime import Answer, Pipeline
+from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.chain import Prefill, decode_one_token, encode, prefill, surviving_rows
+from sinkprune.runtime.stopwatch import Stopwatch
+
+Array = np.ndarray[Any, Any]
+
+PROMPT = "Describe the image, please: which colour is the cup?"
+NEW_TOKENS = 8
+# Visual tokens before the first stage and after each, of 576 and of 64.
+COUNTS = {
+    "mha-336": {
+        "retain-192": (385, 345, 195, 138),
+        "retain-128": (257, 230, 130, 92),
+        "retain-64": (129, 110, 74, 42),
+        "retain-32": (65, 54, 36, 22),
+        "retain-64+compact": (129, 110, 74, 42),
+        "retain-64+no-sanitizer": (576, 110, 74, 42),
+        "retain-64+visual-keys": (129, 110, 74, 42),
+        "retain-64+raster": (129, 110, 74, 42),
+        "retain-64+keep-outliers": (128, 110, 74, 42),
+        "retain-64+drop-sink": (128, 110, 74, 42),
+        "retain-64+no-diversity": (65, 65, 65, 42),
+        "retain-32+serial+raster+visual-keys+compact": (65, 54, 36, 22),
+    },
+    "gqa-112": {
+        "retain-192": (43, 38, 21, 15),
+        "retain-128": (29, 25, 14, 10),
+        "retain-64": (15, 12, 8, 4),
+        "retain-32": (7, 6, 4, 2),
+        "retain-64+compact": (15, 12, 8, 4),
+        "retain-64+no-sanitizer": (64, 12, 8, 4),
+        "retain-64+visual-keys": (15, 12, 8, 4),
+        "retain-64+raster": (15, 12, 8, 4),
+        "retain-64+keep-outliers": (14, 12, 8, 4),
+        "retain-64+drop-sink": (14, 12, 8, 4),
+        "retain-64+no-diversity": (8, 8, 8, 4),
+        "retain-32+serial+raster+visual-keys+compact": (7, 6, 4, 2),
+    },
+}
+BUDGETS = tuple(COUNTS["mha-336"])
+CASES = [(name, budget) for name in SHAPES for budget in BUDGETS]
+
+
+@dataclass
+class Sequence:
+    """The rows of a prefill, and which of them are visual and which ask."""
+
+    rows: Array
+    visual: list[int]
+    text: list[int]
+
+
+@dataclass
+class Masked:
+    """What the torch model gave on the full sequence."""
+
+    logits: Array
+    """[S,vocab] of every row."""
+    survivors: dict[int, list[int]] = field(default_factory=dict)
+    """After each pruning layer: the rows that later layers see."""
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A checkpoint in transformers."""
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            folder = checkpoint(name)
+            made[name] = LlavaForConditionalGeneration.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return made[name]
+
+    return get
+
+
+@torch.no_grad()
+def masked_forward(
+    model: Any, sequence: Sequence, budget: str, stages: dict[int, int], later: Array | None = None
+) -> Masked:
+    """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
+
+    `stages` are the visual rows to keep by pruning layer, chosen by the reference from this model's own queries and
+    keys. `later` are rows behind the prefill, which no stage touches.
+    """
+    llama = model.model.language_model
+    options = parse_budget("llava", budget)
+    prefilled = len(sequence.rows)
+    rows = sequence.rows if later is None else np.concatenate([sequence.rows, later])
+    hidden = torch.from_numpy(rows)[None]
+    visible, positions = torch.ones(len(rows), dtype=torch.bool), torch.arange(len(rows))
+    causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    result = Masked(np.zeros(0))
+    for number, layer in enumerate(llama.layers):
+        mask = torch.zeros(causal.shape).masked_fill(~(causal & visible), torch.finfo(torch.float32).min)
+        tables = llama.rotary_emb(hidden, position_ids=positions[None])
+        before = hidden
+        hidden = layer(hidden, attention_mask=mask[None, None], position_embeddings=tables)
+        if number in stages:
+            query, key = queries_and_keys(layer, before, tables)
+            alive = np.flatnonzero(visible[:prefilled]).tolist()
+            visual = [alive.index(row) for row in sequence.visual if row in alive]
+            text = [alive.index(row) for row in sequence.text]
+            scores = text_attention(
+                query[:, alive],
+                key[:, alive],
+                visual,
+                text,
+                visual_keys=options.scores_over == "visual_keys",
+            )
+            kept = [alive[place] for place in keep_rows(scores, len(alive), visual, stages[number])]
+            result.survivors[number] = kept
+            visible[:prefilled] = False
+            visible[kept] = True
+            if options.positions == "compact":
+                positions = torch.cumsum(visible, 0) - visible.long()
+    result.logits = model.lm_head(llama.norm(hidden))[0].numpy()
+    return result
+
+
+def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Array, Array]:
+    """A layer's queries [H,S,h] and keys [Hkv,S,h] after rotary embedding."""
+    normed, attention = layer.input_layernorm(hidden), layer.self_attn
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.view(1, x.shape[1], -1, attention.head_dim).transpose(1, 2)
+
+    query, key = apply_rotary_pos_emb(heads(attention.q_proj(normed)), heads(attention.k_proj(normed)), *tables)
+    return query[0].numpy(), key[0].numpy()
+
+
+@torch.no_grad()
+def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
+    """[before ; Z ; after] by the reference's sanitizer and transformers' projector, and Z's source indices."""
+    pixels = pipe.family.preprocess(image)["pixel_values"]
+    features = pipe._chain.vision({"pixel_values": pipe.backend.tensor(pixels)})
+    tokens, norms, salience = (pipe.backend.numpy(features[name])[0] for name in ("tokens", "norms", "salience"))
+    options = parse_budget("llava", budget)
+    index = list(range(len(tokens)))
+    if options.sanitizer:
+        tokens, index = sanitize(
+            tokens,
+            norms,
+            salience,
+            reserve=options.reserve.of(len(tokens)),
+            diverse=options.diverse.of(len(tokens)),
+            batch=options.batch,
+            remove_outliers=options.remove_outliers,
+            aggregate=options.aggregate,
+            raster=options.order == "raster",
+        )
+    image_rows = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0]
+    question = pipe._prompts.encode(PROMPT)
+    before, after = (embedded(model, ids) for ids in (question.before, question.after))
+    rows = np.concatenate([before, image_rows.numpy(), after])
+    start, end = len(before), len(before) + len(image_rows)
+    return Sequence(rows, list(range(start, end)), list(range(end, len(rows)))), index
+
+
+@torch.no_grad()
+def embedded(model: Any, ids: list[int]) -> Array:
+    """Rows of the embedding table."""
+    rows: Array = model.model.language_model.embed_tokens(torch.tensor(ids)).numpy()
+    return rows
+
+
+def stages_of(name: str, budget: str) -> dict[int, int]:
+    """Visual rows each pruning layer leaves."""
+    return dict(zip(prune_layers(SHAPES[name].num_layers), COUNTS[name][budget][1:], strict=True))
+
+
+def lengths_of(name: str, budget: str, text: int) -> list[int]:
+    """The sequence length of every layer: T + n0, T + K1, T + K2, T + K3."""
+    cuts = prune_layers(SHAPES[name].num_layers)
+    return [text + COUNTS[name][budget][sum(layer > cut for cut in cuts)] for layer in range(SHAPES[name].num_layers)]
+
+
+def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, int]:
+    """The chain's own prefill of the image and `PROMPT`; also its number of rows."""
+    chain, clock = pipe._chain, Stopwatch(pipe.backend.synchronize)
+    plan = plan_of(pipe, budget)
+    dtype = chain.dtype
+    inputs = {key: array.astype(dtype) for key, array in pipe.family.preprocess(image).items()}
+    encoded = encode(chain, plan, inputs, clock)
+    question = pipe._prompts.encode(PROMPT)
+    start, end = len(question.before), len(question.before) + len(encoded.embeddings)
+    rows = np.concatenate([pipe._embedding(question.before), encoded.embeddings, pipe._embedding(question.after)])
+    visual, text = np.arange(start, end), np.arange(end, len(rows))
+    return prefill(chain, plan, rows, visual, text, clock), len(rows)
+
+
+def plan_of(pipe: Pipeline, budget: str) -> Plan | None:
+    """The plan of a budget."""
+    return pipe.bundle.manifest.plan("sinkpruner", budget)
+
+
+def cache_lengths(result: Prefill) -> list[int]:
+    """The true KV length of every layer, from the tensors."""
+    return [tensor.shape()[2] for segment in result.cache.past for name, tensor in segment.items() if "key" in name]
+
+
+@pytest.mark.parametrize(("name", "budget"), CASES)
+def test_prefill_and_decode_equal_the_masked_full_sequence(
+    name: str,
+    budget: str,
+    model: Callable[[str], Any],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    torch_model, pipe = model(name), pipeline(name, "fp32", BUDGETS)
+    sequence, index = expected_sequence(torch_model, pipe, photo, budget)
+    stages = stages_of(name, budget)
+    masked = masked_forward(torch_model, sequence, budget, stages)
+
+    result, rows = run_prefill(pipe, photo, budget)
+    text = rows - COUNTS[name][budget][0]
+    assert rows == len(sequence.rows)
+    survivors = surviving_rows(pipe._chain, result)
+    assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
+    logits = [pipe.backend.numpy(result.logits)[0]]
+    assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3
+    lengths = lengths_of(name, budget, text)
+    assert result.tokens_per_layer == lengths
+    assert cache_lengths(result) == lengths
+    position = [length if "compact" in budget else rows for length in lengths]
+    assert positions_of(result) == position
+
+    ids = [int(logits[0].argmax())]
+    for _ in range(NEW_TOKENS):
+        step = decode_one_token(pipe._chain, result.cache, pipe._embedding([ids[-1]])[0])
+        logits.append(pipe.backend.numpy(step)[0])
+        ids.append(int(logits[-1].argmax()))
+    assert cache_lengths(result) == [length + NEW_TOKENS for length in lengths]
+    assert positions_of(result) == [place + NEW_TOKENS for place in position]
+
+    longer = masked_forward(torch_model, sequence, budget, stages, later=embedded(torch_model, ids[:-1]))
+    assert longer.survivors == masked.survivors
+    assert np.abs(np.array(logits) - longer.logits[rows - 1 :]).max() < 1e-3
+    assert longer.logits[rows - 1 :].argmax(axis=1).tolist() == ids
+
+    answer = pipe.generate(photo, PROMPT, budget=budget, max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
+    assert answer.token_ids == ids
+    assert answer.kept.index.tolist() == [index]
+    start = sequence.visual[0]
+    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
+        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
+    }
+    assert answer.tokens_per_layer == lengths_of(name, budget, 0)
+    assert answer.prompt_tokens == text
+
+
+def positions_of(result: Prefill) -> list[int]:
+    """The position id of the next token in every layer."""
+    per_segment = zip(result.cache.past, result.cache.next_positions, strict=True)
+    return [position for past, position in per_segment for _ in range(len(past) // 2)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp16_keeps_the_same_lengths(
+    name: str, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline(name, "fp16", ("retain-64", "retain-64+compact"))
+    for budget in ("retain-64", "retain-64+compact"):
+        result, rows = run_prefill(pipe, photo, budget)
+        lengths = lengths_of(name, budget, rows - COUNTS[name][budget][0])
+        assert cache_lengths(result) == lengths
+        assert np.isfinite(pipe.backend.numpy(result.logits)).all()
+        assert answer_of(pipe, photo, budget).tokens_per_layer == lengths_of(name, budget, 0)
+
+
+def answer_of(pipe: Pipeline, image: Image.Image, budget: str) -> Answer:
+    """A short greedy answer."""
+    return pipe.generate(image, PROMPT, budget=budget, max_new_tokens=4, min_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
+    name: str, bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Path] = []
+    load = OrtBackend.load
+
+    def counted(self: OrtBackend, path: Path, spec: Any) -> Any:
+        loaded.append(path)
+        return load(self, path, spec)
+
+    monkeypatch.setattr(OrtBackend, "load", counted)
+    pipe = Pipeline.load(bundle(name, "fp32", BUDGETS), check_sums=False)
+    manifest = pipe.bundle.manifest
+    planned = {
+        pipe.bundle.graph_path(graph)
+        for plan in manifest.plans["sinkpruner"].values()
+        for graph in filter(None, [plan.sanitizer, *plan.select_after.values()])
+    }
+    weighted = {pipe.bundle.graph_path(graph) for graph in manifest.graphs} - planned
+    assert {path.stem for path in weighted} == {
+        "vision",
+        "projector",
+        "decoder_0",
+        "decoder_1",
+        "decoder_2",
+        "decoder_3",
+        "head",
+    }
+
+    before = answer_of(pipe, photo, "none")
+    assert sorted(loaded) == sorted(weighted)
+    first = {budget: answer_of(pipe, photo, budget) for budget in BUDGETS}
+    again = {budget: answer_of(pipe, photo, budget) for budget in reversed(BUDGETS)}
+    after = answer_of(pipe, photo, "none")
+    assert sorted(loaded) == sorted(weighted | planned)
+
+    visual = SHAPES[name].image_size // 14
+    assert before.tokens_per_layer == [visual**2] * SHAPES[name].num_layers
+    assert before.kept.after_stage == {}
+    for one, other in [(before, after), *((first[budget], again[budget]) for budget in BUDGETS)]:
+        assert (one.text, one.token_ids) == (other.text, other.token_ids)
+        assert one.tokens_per_layer == other.tokens_per_layer
+        np.testing.assert_array_equal(one.kept.index, other.kept.index)
+    for budget, answer in first.items():
+        assert (answer.budget, answer.method) == (budget, "sinkpruner")
+        assert answer.tokens_per_layer == lengths_of(name, budget, 0)
+
+
+def test_a_plan_is_its_weightless_graphs_and_little_else(bundle: Callable[..., Path]) -> None:
+    folder = bundle("mha-336", "fp32", BUDGETS) / "graphs" / "sinkpruner"
+    for budget in BUDGETS:
+        names = {path.name for path in (folder / budget).iterdir()}
+        selects = {f"select_after_{layer}.onnx" for layer in prune_layers(SHAPES["mha-336"].num_layers)}
+        assert names == selects | (set() if "no-sanitizer" in budget else {"sanitizer.onnx"})
+        assert all(path.stat().st_size < 200_000 for path in (folder / budget).iterdir())
+
+
+def test_every_option_runs_end_to_end() -> None:
+    assert {option for budget in BUDGETS for option in budget.split("+")[1:]} == set(OPTIONS)

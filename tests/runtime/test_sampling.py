@@ -1,0 +1,138 @@
+"""The sampler: greedy, temperature and top-p, seeds, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.errors import NumericsError, UsageError
+from sinkprune.runtime.sampling import Sampler
+
+LOGITS = np.array([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.9], np.float32)
+
+
+def softmax(logits: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any, Any]:
+    scaled = np.exp(logits.astype(np.float64) / temperature)
+    shares: np.ndarray[Any, Any] = scaled / scaled.sum()
+    return shares
+
+
+def shares_drawn(sampler: Sampler, logits: np.ndarray[Any, Any], draws: int = 20000) -> np.ndarray[Any, Any]:
+    counts = np.bincount([sampler(logits) for _ in range(draws)], minlength=len(logits))
+    shares: np.ndarray[Any, Any] = counts / draws
+    return shares
+
+
+def test_greedy_takes_the_largest_logit() -> None:
+    assert Sampler()(LOGITS) == 1
+    assert isinstance(Sampler()(LOGITS), int)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_greedy_ties_go_to_the_lower_id(dtype: Any) -> None:
+    logits = np.zeros(1000, dtype)
+    assert Sampler()(logits) == 0
+    logits[[17, 400, 999]] = 5
+    assert Sampler()(logits) == 17
+    assert Sampler()(-np.arange(1000).astype(dtype)) == 0
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.5])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    drawn = shares_drawn(Sampler(temperature, seed=1), LOGITS)
+    assert np.abs(drawn - softmax(LOGITS, temperature)).max() < 0.015
+
+
+def test_top_p_draws_from_the_smallest_set_that_reaches_it() -> None:
+    shares = softmax(LOGITS, 1.0)
+    order = np.argsort(-shares)
+    reached = np.cumsum(shares[order])
+    for kept in range(1, len(LOGITS) + 1):
+        top_p = float(reached[kept - 1]) - 1e-6
+        drawn = shares_drawn(Sampler(1.0, top_p, seed=2), LOGITS, draws=4000)
+        expected = np.zeros_like(shares)
+        expected[order[:kept]] = shares[order[:kept]] / shares[order[:kept]].sum()
+        assert set(np.flatnonzero(drawn)) <= set(order[:kept].tolist())
+        assert np.abs(drawn - expected).max() < 0.03
+
+
+@pytest.mark.parametrize("top_p", [1e-12, 0.01, 0.2])
+def test_a_tiny_top_p_is_greedy(top_p: float) -> None:
+    sampler = Sampler(1.0, top_p, seed=3)
+    assert {sampler(LOGITS) for _ in range(200)} == {1}
+
+
+def test_a_tiny_top_p_breaks_ties_as_greedy_does() -> None:
+    tied = np.array([0, 3, 3, 3, 1], np.float32)
+    assert {Sampler(1.0, 1e-9, seed=seed)(tied) for seed in range(50)} == {1}
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
+    def tokens(seed: int | None) -> list[int]:
+        sampler = Sampler(1.0, 0.95, seed)
+        return [sampler(LOGITS) for _ in range(100)]
+
+    assert tokens(7) == tokens(7)
+    assert tokens(7) != tokens(8)
+    assert tokens(None) != tokens(None)
+
+
+def test_a_low_temperature_is_nearly_greedy_and_a_high_one_nearly_uniform() -> None:
+    assert shares_drawn(Sampler(0.005, seed=4), LOGITS, 500)[1] == 1
+    assert np.abs(shares_drawn(Sampler(1e6, seed=4), LOGITS) - 1 / 7).max() < 0.015
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 5e-324, 1e-30])
+def test_the_lowest_temperatures_are_greedy(temperature: float) -> None:
+    assert Sampler(temperature, seed=5)(LOGITS) == 1
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e38])
+def test_large_logits_do_not_overflow(scale: float) -> None:
+    assert Sampler(1.0, seed=6)(np.array([-scale, scale, -scale], np.float32) * np.float32(3)) in (0, 1, 2)
+    assert Sampler(1.0, seed=6)(np.array([0, 3e4, 0], np.float16)) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) -> None:
+    logits = LOGITS.copy()
+    logits[4] = bad
+    with pytest.raises(NumericsError, match="not finite") as caught:
+        Sampler(temperature)(logits)
+    assert "--precision fp32" in str(caught.value)
+
+
+@pytest.mark.parametrize("temperature", [-0.1, -1e-300, float("nan"), float("-inf")])
+def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
+    with pytest.raises(UsageError, match="temperature is"):
+        Sampler(temperature)
+
+
+@pytest.mark.parametrize("top_p", [0.0, -0.5, 1.0001, float("nan"), float("inf")])
+def test_a_top_p_out_of_range_is_refused(top_p: float) -> None:
+    with pytest.raises(UsageError, match="top-p is"):
+        Sampler(1.0, top_p)
+
+
+def test_a_negative_seed_is_refused() -> None:
+    with pytest.raises(UsageError, match="seed is -1"):
+        Sampler(1.0, seed=-1)
+
+
+@given(
+    logits=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=30),
+    temperature=st.floats(0, 1e6),
+    top_p=st.floats(0, 1, exclude_min=True),
+    seed=st.integers(0, 2**64),
+)
+@settings(max_examples=200, deadline=None)
+def test_any_finite_logits_give_a_token_of_the_vocabulary(
+    logits: list[float], temperature: float, top_p: float, seed: int
+) -> None:
+    token = Sampler(temperature, top_p, seed)(np.array(logits, np.float32))
+    assert 0 <= token < len(logits)

@@ -1,0 +1,411 @@
+"""The manifest: what is altered, missing or unknown in a bundle is a `BundleError`, never anything else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.bundle import (
+    CHAT_TEMPLATE,
+    EMBEDDING,
+    FORMAT_VERSION,
+    MANIFEST,
+    TOKENIZER,
+    Bundle,
+    Manifest,
+    file_specs,
+    read_bundle,
+    verify,
+    write_manifest,
+)
+from sinkprune.errors import BudgetError, BundleError
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def original(bundle: Callable[..., Path]) -> Path:
+    """A whole bundle; tests leave it alone."""
+    return bundle("gqa-112")
+
+
+@pytest.fixture
+def copied(original: Path, tmp_path: Path) -> Path:
+    """A bundle to damage."""
+    return Path(shutil.copytree(original, tmp_path / "bundle"))
+
+
+@pytest.fixture(scope="module")
+def shared_copy(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose manifest alone is written over, again and again."""
+    return Path(shutil.copytree(original, tmp_path_factory.mktemp("fuzz") / "bundle"))
+
+
+def manifest_data(root: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    return data
+
+
+def write_data(root: Path, data: Any) -> None:
+    (root / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
+
+
+def refusal(root: Path) -> str:
+    """The message a bundle is refused with, which names the bundle."""
+    with pytest.raises(BundleError) as caught:
+        verify(read_bundle(root))
+    message = str(caught.value)
+    assert str(root) in message
+    return message
+
+
+def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value within `value`."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*place, key)
+        yield from places(item, (*place, key))
+
+
+def changed(data: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    """A copy of `data` on whose container at `place` `change(container, key)` was called."""
+    result = copy.deepcopy(data)
+    container = result
+    for key in place[:-1]:
+        container = container[key]
+    change(container, place[-1])
+    return result
+
+
+def test_a_manifest_survives_writing_and_reading(original: Path, copied: Path) -> None:
+    before = read_bundle(original)
+    write_manifest(copied, before.manifest)
+    after = read_bundle(copied)
+    assert after.manifest == before.manifest
+    assert (copied / MANIFEST).read_bytes() == (original / MANIFEST).read_bytes()
+    verify(after)
+
+
+def test_a_bundle_knows_its_files(original: Path) -> None:
+    found = read_bundle(str(original))
+    assert found.path == original
+    assert found.graph_path("vision") == original / "graphs" / "vision.onnx"
+    assert found.file(TOKENIZER) == original / "weights" / "tokenizer.json"
+    on_disk = {str(path.relative_to(original)) for path in original.rglob("*") if path.is_file()}
+    assert set(found.manifest.files) == on_disk - {MANIFEST}
+
+
+def test_the_sums_of_the_manifest_are_those_of_the_files(original: Path) -> None:
+    for name, spec in read_bundle(original).manifest.files.items():
+        data = (original / name).read_bytes()
+        assert (spec.size, spec.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+    assert file_specs(original, [TOKENIZER]) == {TOKENIZER: read_bundle(original).manifest.files[TOKENIZER]}
+
+
+def test_verifying_reports_every_byte_once(original: Path) -> None:
+    told: list[int] = []
+    found = read_bundle(original)
+    verify(found, told.append)
+    assert sum(told) == sum(spec.size for spec in found.manifest.files.values())
+
+
+def test_segments_follow_the_cuts(original: Path) -> None:
+    manifest = read_bundle(original).manifest
+    assert manifest.cut_after == (1, 2, 4)
+    assert manifest.segments == (range(0, 2), range(2, 3), range(3, 5), range(5, 8))
+
+
+def test_plans_are_found_by_method_and_budget(original: Path) -> None:
+    manifest = read_bundle(original).manifest
+    assert manifest.plan("sinkpruner", "none") is None
+    plan = manifest.plan("sinkpruner", "retain-64")
+    assert plan is not None
+    assert plan.counts == manifest.budgets["retain-64"].resolve(64)
+    assert list(plan.select_after) == ["1", "2", "4"]
+    with pytest.raises(BudgetError, match=r"no budget 'retain-65'.*none, retain-192, .*--budgets retain-65"):
+        manifest.plan("sinkpruner", "retain-65")
+    for budget in ("none", "retain-64"):
+        with pytest.raises(BudgetError, match=r"no method 'magic'.*holds: sinkpruner\..*--methods magic"):
+            manifest.plan("magic", budget)
+
+
+def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
+    message = refusal(tmp_path)
+    assert "is not a bundle" in message
+    assert "sinkprune-export" in message
+
+
+def test_a_missing_folder_is_no_bundle(tmp_path: Path) -> None:
+    assert "is not a bundle" in refusal(tmp_path / "missing")
+
+
+def test_a_file_is_no_bundle(photo_file: Path) -> None:
+    assert "is not a bundle" in refusal(photo_file)
+
+
+def test_a_manifest_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST).mkdir()
+    assert "cannot be read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1,", "nonsense", '{"format_version": 1', "\ufeff{}", "{} {}", "{'format_version': 1}"],
+    ids=repr,
+)
+def test_a_manifest_that_is_not_json_is_refused(text: str, copied: Path) -> None:
+    (copied / MANIFEST).write_text(text, encoding="utf-8")
+    assert "is not JSON" in refusal(copied)
+
+
+def test_a_manifest_that_is_not_text_is_refused(copied: Path) -> None:
+    (copied / MANIFEST).write_bytes(b"\xff\xfe\x00\x80")
+    assert "cannot be read" in refusal(copied)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"format_version": ' + "1" * 5000 + "}"])
+def test_json_beyond_the_parsers_limits_is_refused(text: str, copied: Path) -> None:
+    (copied / MANIFEST).write_text(text, encoding="utf-8")
+    refusal(copied)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99, "1", 1.0, True, None, [1], {}], ids=repr)
+def test_another_format_version_is_refused_with_both_versions(version: Any, copied: Path) -> None:
+    write_data(copied, {**manifest_data(copied), "format_version": version})
+    message = refusal(copied)
+    assert repr(version) in message
+    if version not in (1, True):
+        assert f"reads {FORMAT_VERSION}" in message
+        assert "Upgrade sinkprune" in message
+
+
+def test_a_newer_version_is_refused_as_such_even_with_fields_nobody_knows(copied: Path) -> None:
+    write_data(copied, {"format_version": 2, "new": {}})
+    assert "format version 2" in refusal(copied)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])
+def test_a_missing_field_is_refused(field: str, copied: Path) -> None:
+    data = manifest_data(copied)
+    del data[field]
+    message = refusal(write_and_return(copied, data))
+    assert f"'{field}'" in message or (field == "format_version" and "format version None" in message)
+
+
+def write_and_return(root: Path, data: Any) -> Path:
+    write_data(root, data)
+    return root
+
+
+@pytest.mark.parametrize(
+    "place",
+    [("extra",), ("tokens", "extra"), ("language_model", "extra"), ("graphs", "vision", "extra")],
+    ids=".".join,
+)
+def test_an_unknown_field_is_refused_with_its_place(place: tuple[str, ...], copied: Path) -> None:
+    data = manifest_data(copied)
+    write_data(copied, changed(data, place, lambda container, key: container.update({key: 1})))
+    message = refusal(copied)
+    assert "unknown field 'extra'" in message
+    assert ".".join(("$", *place[:-1])) in message
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("precision",), "fp8"),
+        (("dialect",), "onnx99"),
+        (("cut_after",), ["1"]),
+        (("tokens", "image"), True),
+        (("language_model", "hidden_size"), 64.0),
+        (("language_model", "rope_theta"), "10000"),
+        (("language_model", "rope_theta"), 10**400),
+        (("checkpoint", "random_weights"), 0),
+        (("budgets", "retain-64", "order"), "spiral"),
+        (("plans", "sinkpruner", "retain-64", "counts", "stages"), 3),
+        (("graphs", "vision", "inputs", 0, "dtype"), "float8"),
+        (("files", EMBEDDING, "size"), None),
+    ],
+    ids=repr,
+)
+def test_a_value_of_another_type_is_refused_with_its_place(
+    place: tuple[Any, ...], value: Any, copied: Path
+) -> None:
+    data = manifest_data(copied)
+    write_data(copied, changed(data, place, lambda container, key: container.__setitem__(key, value)))
+    message = refusal(copied)
+    assert "malformed at $." in message
+    assert str(place[-1]) in message
+
+
+def test_an_unknown_family_is_refused_by_name(copied: Path) -> None:
+    write_data(copied, {**manifest_data(copied), "family": "llava-9"})
+    assert "llava-9" in refusal(copied)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, TOKENIZER, CHAT_TEMPLATE, "graphs/vision.onnx"])
+def test_a_missing_file_is_refused_by_name(name: str, copied: Path) -> None:
+    (copied / name).unlink()
+    message = refusal(copied)
+    assert f"'{name}' is missing" in message
+    assert "again" in message
+
+
+def test_a_folder_in_place_of_a_file_is_refused(copied: Path) -> None:
+    (copied / TOKENIZER).unlink()
+    (copied / TOKENIZER).mkdir()
+    assert f"'{TOKENIZER}' is missing" in refusal(copied)
+
+
+@pytest.mark.parametrize("change", [b"", b"{}", None], ids=["emptied", "replaced", "one byte longer"])
+def test_a_file_of_another_size_is_refused_with_both_sizes_and_sums(change: bytes | None, copied: Path) -> None:
+    path = copied / TOKENIZER
+    before = path.read_bytes()
+    after = before + b"\n" if change is None else change
+    path.write_bytes(after)
+    with pytest.raises(BundleError) as caught:
+        read_bundle(copied)
+    message = str(caught.value)
+    assert f"'{TOKENIZER}'" in message
+    for data in (before, after):
+        assert f"{len(data)} bytes (sha256 {hashlib.sha256(data).hexdigest()})" in message
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, "graphs/weights/decoder_1.bin", "graphs/head.onnx"])
+@pytest.mark.parametrize("place", [0, -1])
+def test_an_altered_byte_is_refused_with_both_sums_and_the_file(name: str, place: int, copied: Path) -> None:
+    data = bytearray((copied / name).read_bytes())
+    before = hashlib.sha256(data).hexdigest()
+    data[place] ^= 1
+    (copied / name).write_bytes(data)
+    message = refusal(copied)
+    assert f"'{name}' was altered" in message
+    assert before in message
+    assert hashlib.sha256(data).hexdigest() in message
+    assert isinstance(read_bundle(copied), Bundle)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "graphs/../../secret", "/etc/passwd", "a/..", "..", "./../secret"], ids=repr
+)
+@pytest.mark.parametrize("field", ["files", "graphs"])
+def test_a_file_outside_the_bundle_is_refused(name: str, field: str, copied: Path) -> None:
+    (copied.parent / "secret").write_bytes(b"")
+    data = manifest_data(copied)
+    if field == "files":
+        data["files"][name] = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    else:
+        data["graphs"]["vision"]["file"] = name
+    write_data(copied, data)
+    message = refusal(copied)
+    assert f"'{name}'" in message
+    assert "outside the bundle" in message
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000 + "f", "\x00", "\ud800", "", ".", "graphs"], ids=ascii)
+def test_a_file_name_that_cannot_be_a_file_is_refused(name: str, copied: Path) -> None:
+    data = manifest_data(copied)
+    data["files"][name] = {"size": 0, "sha256": ""}
+    write_data(copied, data)
+    refusal(copied)
+
+
+def test_a_graph_without_a_sum_is_refused(copied: Path) -> None:
+    data = manifest_data(copied)
+    del data["files"]["graphs/head.onnx"]
+    write_data(copied, data)
+    assert "no size and sha256 for 'graphs/head.onnx'" in refusal(copied)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, TOKENIZER, CHAT_TEMPLATE])
+def test_a_bundle_that_does_not_list_a_file_every_bundle_has_is_refused(name: str, copied: Path) -> None:
+    data = manifest_data(copied)
+    del data["files"][name]
+    write_data(copied, data)
+    assert f"'{name}'" in refusal(copied)
+
+
+@pytest.mark.parametrize("graph", ["sinkpruner/retain-64/sanitizer", "sinkpruner/retain-64/select_after_2"])
+def test_a_plan_that_names_a_graph_the_bundle_lacks_is_refused(graph: str, copied: Path) -> None:
+    data = manifest_data(copied)
+    del data["graphs"][graph]
+    write_data(copied, data)
+    assert f"'{graph}'" in refusal(copied)
+
+
+@pytest.mark.parametrize("graph", ["vision", "decoder_0", "decoder_3", "head"])
+def test_a_bundle_that_lacks_a_weight_graph_is_refused(graph: str, copied: Path) -> None:
+    data = manifest_data(copied)
+    del data["graphs"][graph]
+    write_data(copied, data)
+    assert f"'{graph}'" in refusal(copied)
+
+
+@given(data=VALUES)
+@settings(max_examples=150, deadline=None)
+def test_any_json_value_is_refused(shared_copy: Path, data: Any) -> None:
+    write_data(shared_copy, data)
+    refusal(shared_copy)
+
+
+@given(text=st.binary(max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_any_bytes_are_refused(shared_copy: Path, text: bytes) -> None:
+    (shared_copy / MANIFEST).write_bytes(text)
+    refusal(shared_copy)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_change_of_the_manifest_loads_or_is_refused(
+    original: Path, shared_copy: Path, data: st.DataObject
+) -> None:
+    manifest = manifest_data(original)
+    place = data.draw(st.sampled_from(list(places(manifest))))
+    value = data.draw(VALUES)
+
+    def change(container: Any, key: Any) -> None:
+        action = data.draw(st.sampled_from(["replace", "remove", "add"]))
+        if action == "remove":
+            del container[key]
+        elif action == "add" and isinstance(container, dict):
+            container[data.draw(st.text(max_size=6))] = value
+        else:
+            container[key] = value
+
+    write_data(shared_copy, changed(manifest, place, change))
+    try:
+        assert isinstance(read_bundle(shared_copy), Bundle)
+    except BundleError as error:
+        assert str(shared_copy) in str(error)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_damage_to_the_manifests_text_loads_or_is_refused(
+    original: Path, shared_copy: Path, data: st.DataObject
+) -> None:
+    text = bytearray((original / MANIFEST).read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text) - 1))
+        length = data.draw(st.integers(0, 5))
+        text[start : start + length] = data.draw(st.binary(max_size=5))
+    (shared_copy / MANIFEST).write_bytes(text)
+    try:
+        assert isinstance(read_bundle(shared_copy), Bundle)
+    except BundleError as error:
+        assert str(shared_copy) in str(error)

@@ -1,0 +1,133 @@
+"""FLOP counts reproduce the table of method.md section 5, digit by digit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from sinkprune.budgets import BUDGETS, prune_layers
+from sinkprune.bundle import LanguageModel, Manifest, read_bundle
+from sinkprune.export.dialects import onnx24
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.flops import decode_bytes, layer_flops, prefill_flops
+from sinkprune.runtime.families import load_family
+
+TEXT_TOKENS = 60
+TABLE = {
+    "none": (576, "8.450", "1.00", "8.840", "1.00"),
+    "retain-128": (135.4, "2.553", "3.31", None, "3.02"),
+    "retain-64": (67.7, "1.662", "5.08", None, "4.35"),
+    "retain-32": (34.0, "1.222", "6.92", None, "5.56"),
+}
+"""Mean visual tokens, prefill TFLOP and its speed-up, TFLOP with the vision tower (where printed) and its speed-up."""
+QWEN_7B = LanguageModel(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_layers=28,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    vocab_size=152064,
+    max_positions=128000,
+    rope_theta=1e6,
+)
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    """A bundle's manifest with the shapes of LLaVA-1.5-7B."""
+    family = read_family("llava-1.5-7b", PRESETS["llava-1.5-7b"], onnx24)
+    small = read_bundle(bundle("gqa-112")).manifest
+    return dataclasses.replace(small, language_model=family.language_model, vision=family.vision)
+
+
+def visual_per_layer(budget: str, layers: int = 32) -> tuple[int, list[int]]:
+    """Tokens sent to the LLM, and the visual tokens each layer runs on (method.md section 2)."""
+    if budget == "none":
+        return 576, [576] * layers
+    counts = BUDGETS["llava"][budget].resolve(576)
+    lengths = [counts.kept] * 3 + [counts.stages[0]] * 4 + [counts.stages[1]] * 9
+    return counts.kept, lengths + [counts.stages[2]] * (layers - 16)
+
+
+def tera(flops: float) -> str:
+    return f"{flops / 1e12:.3f}"
+
+
+@pytest.mark.parametrize("budget", TABLE)
+def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
+    tokens, prefill, speedup, with_tower, speedup_with_tower = TABLE[budget]
+    model, family = manifest.language_model, load_family(manifest)
+
+    def count(name: str) -> tuple[int, int]:
+        sent, visual = visual_per_layer(name)
+        decoder = prefill_flops(model, [TEXT_TOKENS + layer for layer in visual])
+        return decoder, decoder + family.encode_flops(sent)
+
+    baseline, pruned = count("none"), count(budget)
+    assert mean(visual_per_layer(budget)[1]) == pytest.approx(tokens, abs=0.05)
+    assert tera(pruned[0]) == prefill
+    assert f"{baseline[0] / pruned[0]:.2f}" == speedup
+    assert with_tower in (None, tera(pruned[1]))
+    assert f"{baseline[1] / pruned[1]:.2f}" == speedup_with_tower
+
+
+def test_the_vision_tower_and_projector_of_clip_l_336(manifest: Manifest) -> None:
+    family = load_family(manifest)
+    tower, projector = family.encode_flops(0), family.encode_flops(576) - family.encode_flops(0)
+    assert tera(tower) == "0.366"
+    assert tera(projector) == "0.024"
+    assert family.encode_flops(129) - tower == projector * 129 // 576
+
+
+def test_the_table_of_qwen_7b() -> None:
+    def count(*stages: int) -> int:
+        lengths = [stages[0]] * 3 + [stages[1]] * 4 + [stages[2]] * 9 + [stages[3]] * 12
+        return prefill_flops(QWEN_7B, [45 + visual for visual in lengths])
+
+    baseline = count(480, 480, 480, 480)
+    assert tera(baseline) == "6.962"
+    # 1 + 450 and 50 per mille of 480, then the stages' per mille of 480. The method's ratios are of unrounded shares.
+    rows = {2.60: (241, 192, 168, 120), 3.61: (241, 144, 96, 57), 5.33: (121, 86, 52, 28)}
+    for ratio, stages in rows.items():
+        assert baseline / count(*stages) == pytest.approx(ratio, rel=0.01)
+
+
+def test_a_layer_counts_every_matmul_and_grouped_heads_once() -> None:
+    model = LanguageModel(8, 24, 2, 4, 2, 2, 32, 64, 1e4)
+    n, d, kv, m = 5, 8, 4, 24
+    matmuls = [(n, d, d), (n, d, kv), (n, d, kv), (n, d, d), (n, d, m), (n, d, m), (n, m, d)]
+    attention = 2 * 4 * (2 * n * 2 * n)
+    assert layer_flops(model, n) == sum(2 * a * b * c for a, b, c in matmuls) + attention
+
+
+def test_heads_wider_than_the_model_are_counted_at_their_width() -> None:
+    model = LanguageModel(8, 24, 1, 4, 4, 8, 32, 64, 1e4)
+    narrow = dataclasses.replace(model, head_dim=2)
+    n, d = 3, 8
+    assert layer_flops(model, n) - layer_flops(narrow, n) == 2 * 4 * n * d * 24 + 2 * 2 * n * n * 24
+
+
+def test_a_prefill_is_the_sum_of_its_layers() -> None:
+    assert prefill_flops(QWEN_7B, []) == 0
+    assert prefill_flops(QWEN_7B, [7, 5]) == layer_flops(QWEN_7B, 7) + layer_flops(QWEN_7B, 5)
+
+
+def test_the_stages_of_the_table_follow_the_prune_layers() -> None:
+    first, second, third = prune_layers(32)
+    lengths = visual_per_layer("retain-64")[1]
+    changes = [layer for layer in range(31) if lengths[layer] != lengths[layer + 1]]
+    assert changes == [first, second, third]
+
+
+def test_decoding_reads_every_weight_once_and_the_cache(manifest: Manifest) -> None:
+    model = manifest.language_model
+    d, m, layers, vocab = 4096, 11008, 32, 32064
+    weights = layers * (4 * d * d + 3 * d * m + 2 * d) + vocab * d + d
+    assert model.decoder_parameters == layers * (4 * d * d + 3 * d * m + 2 * d)
+    assert decode_bytes(model, 2, 1000) == 2 * weights + 1000
