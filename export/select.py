@@ -95,5 +95,7 @@ def _where_alive(graph: Graph, values: ir.Value, alive: ir.Value, count: ir.Valu
     op = graph.op
     # The dead are all scattered to one slot behind the last survivor, which the slice cuts off.
     slot = op.Where(op.Equal(alive, 1), op.Sub(op.CumSum(alive, 0), 1), count)
-    gathered = op.ScatterElements(op.Expand(0, op.Add(count, [1])), slot, values, axis=0)
+    # The target is longer than needed because TensorRT scatters into nothing shorter than the indices.
+    nothing = op.Expand(0, op.Add(op.Shape(values), [1]))
+    gathered = op.ScatterElements(nothing, slot, values, axis=0)
     return op.Slice(gathered, [0], count, [0])

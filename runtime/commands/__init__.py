@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import Bundle, read_bundle, verify
 from sinkprune.runtime.backends import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
@@ -35,9 +36,9 @@ def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentP
 
 
 def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
-    """The bundle, with the budgets known to be in it: mistakes are told before anything slow begins."""
+    """The bundle, with method and budgets known to be in it: mistakes are told before anything slow begins."""
     bundle = read_bundle(options.bundle)
-    for budget in budgets:
+    for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
     return bundle
 

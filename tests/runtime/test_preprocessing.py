@@ -134,7 +134,9 @@ def test_equals_transformers_for_other_file_formats(suffix: str, photo: Image.Im
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_equals_transformers_for_photos_turned_by_exif(orientation: int, photo: Image.Image, tmp_path: Path) -> None:
+def test_equals_transformers_for_photos_turned_by_exif(
+    orientation: int, photo: Image.Image, tmp_path: Path
+) -> None:
     path = tmp_path / "turned.jpg"
     exif = Image.Exif()
     exif[0x0112] = orientation

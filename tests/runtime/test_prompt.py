@@ -82,7 +82,16 @@ def byte_fallback() -> Tokenizer:
     vocabulary = {f"<{word}>": place for place, word in enumerate(words)}
     vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     letters = "▁abcdefghijklmnopqrstuvwxyz.,?:\n"
-    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "s"), ("▁", "is"), ("i", "m"), ("im", "a"), ("▁", "▁")]
+    merges = [
+        ("▁", "t"),
+        ("h", "e"),
+        ("▁t", "he"),
+        ("i", "s"),
+        ("▁", "is"),
+        ("i", "m"),
+        ("im", "a"),
+        ("▁", "▁"),
+    ]
     for token in [*letters, *(a + b for a, b in merges)]:
         vocabulary[token] = len(vocabulary)
     while len(vocabulary) < IMAGE_TOKEN:
@@ -332,7 +341,9 @@ def test_a_template_must_write_one_image(written: str, count: int, folder: Path)
     assert "chat template" in str(caught.value)
 
 
-@pytest.mark.parametrize("template", ["{% for %}", "{{ unclosed", "{% if x %}", "{% nonsense %}", "{{ a b }}"])
+@pytest.mark.parametrize(
+    "template", ["{% for %}", "{{ unclosed", "{% if x %}", "{% nonsense %}", "{{ a b }}"]
+)
 def test_a_template_that_does_not_parse_is_refused_with_its_file(template: str, folder: Path) -> None:
     with pytest.raises(BundleError, match=r"chat_template\.jinja"):
         encoder(folder, template)
@@ -377,7 +388,9 @@ def test_a_tokenizer_without_the_image_token_is_refused(folder: Path) -> None:
 
 def test_an_image_token_need_not_be_marked_special(folder: Path) -> None:
     text = llama().to_str()
-    marked = '"content":"<image>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":'
+    marked = (
+        '"content":"<image>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":'
+    )
     assert marked + "true" in text
     (folder / "tokenizer.json").write_text(text.replace(marked + "true", marked + "false"), encoding="utf-8")
     prompt: Any = encoder(folder, TEMPLATE).encode("see <image>?")

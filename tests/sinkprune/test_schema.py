@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.budgets import Budget
-from sinkprune.bundle import Checkpoint, FileSpec, GraphSpec, LanguageModel, Manifest, Plan, TensorSpec, Tokens
+from sinkprune.bundle import (
+    Checkpoint,
+    FileSpec,
+    GraphSpec,
+    LanguageModel,
+    Manifest,
+    Plan,
+    TensorSpec,
+    Tokens,
+)
 from sinkprune.schema import SchemaError, from_json, to_json
 
 
@@ -40,7 +49,9 @@ class Tree:
     anything: Any
 
 
-TREE = Tree("a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), ["x"], {"l": Leaf(2, 1.5)}, {"k": [1, None]}, [1, "n"])
+TREE = Tree(
+    "a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), ["x"], {"l": Leaf(2, 1.5)}, {"k": [1, None]}, [1, "n"]
+)
 JSON: dict[str, Any] = {
     "name": "a",
     "flag": True,
@@ -61,7 +72,16 @@ WRONG: dict[str, list[Any]] = {
     "ratio": [None, False, "0.5", [0.5]],
     "kind": [None, "ash", 0, ["oak"], {"oak": 1}],
     "parent": [1, True, ["a"], {}],
-    "leaves": [None, {}, "x", [None], [[]], [{"size": 1}], [{"size": 1, "scale": 1, "x": 1}], [{"size": "1", "scale": 1}]],
+    "leaves": [
+        None,
+        {},
+        "x",
+        [None],
+        [[]],
+        [{"size": 1}],
+        [{"size": 1, "scale": 1, "x": 1}],
+        [{"size": "1", "scale": 1}],
+    ],
     "tags": [None, "x", {}, [1], [None], [["x"]]],
     "by_name": [None, [], "l", {"l": None}, {"l": []}, {"l": {}}, {"l": {"size": 2, "scale": None}}],
     "extra": [None, [], "k"],
@@ -106,7 +126,9 @@ def test_an_unknown_field_is_refused_by_name(field: str) -> None:
         from_json(Tree, {**JSON, field: 1})
 
 
-@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("field", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
 def test_a_value_of_another_type_is_refused_with_its_place(field: str, value: Any) -> None:
     with pytest.raises(SchemaError, match=rf"^\$\.{field}"):
         from_json(Tree, {**JSON, field: value})
