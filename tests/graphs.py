@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.inliner
 
 from sinkprune.budgets import Budget
 from sinkprune.bundle import LanguageModel
@@ -21,33 +23,52 @@ Array = np.ndarray[Any, Any]
 Run = Callable[..., dict[str, Array]]
 """A graph as a function from its inputs, by name, to its outputs."""
 
-NUM_LAYERS = 4
-FIRST_CUT = 0
-"""A decoder of four layers is cut after layers 0, 1 and 2."""
-
 
 def language_model(num_heads: int = 4, num_kv_heads: int = 4, head_dim: int = 8) -> LanguageModel:
-    """Facts of a small decoder."""
+    """Facts of a small decoder of four layers, the first cut after layer 0."""
     d = num_heads * head_dim
-    return LanguageModel(d, 2 * d, NUM_LAYERS, num_heads, num_kv_heads, head_dim, 100, 4096, 10000.0)
+    return LanguageModel(d, 2 * d, 4, num_heads, num_kv_heads, head_dim, 100, 4096, 10000.0)
+
+
+def sanitizer_graph(n: int, d: int, budget: Budget, precision: str = "fp32") -> Graph:
+    """`sanitizer` of `budget` for groups of `n` tokens of width `d`."""
+    graph: Graph = _plan(PlanFacts(language_model(), n, d, PRECISIONS[precision]), budget).sanitizer
+    return graph
+
+
+def select_graph(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32") -> Graph:
+    """The first `select_after_*` of `budget` for an image of `tokens` visual tokens."""
+    graph: Graph = _plan(PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision]), budget).select_after[0]
+    return graph
 
 
 @cache
 def sanitizer(n: int, d: int, budget: Budget, precision: str = "fp32") -> Run:
-    """`sanitizer` of `budget` for groups of `n` tokens of width `d`."""
-    plan = _method().build(PlanFacts(language_model(), n, d, PRECISIONS[precision]), budget)
-    return _loaded(plan.sanitizer)
+    """`sanitizer_graph`, loaded."""
+    return _loaded(sanitizer_graph(n, d, budget, precision))
 
 
 @cache
-def select(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32", cut: int = FIRST_CUT) -> Run:
-    """`select_after_<cut>` of `budget` for an image of `tokens` visual tokens."""
-    plan = _method().build(PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision]), budget)
-    return _loaded(plan.select_after[cut])
+def select(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32") -> Run:
+    """`select_graph`, loaded."""
+    return _loaded(select_graph(model, budget, tokens, precision))
 
 
-def _method() -> Any:
-    return load_method("sinkpruner")
+def operators_on_fp16(graph: Graph) -> set[str]:
+    """The standard operators that are given an fp16 tensor, functions inlined."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = onnx.load(Path(folder) / graph.save(Path(folder), "graph.onnx").file)
+    model = onnx.shape_inference.infer_shapes(onnx.inliner.inline_local_functions(model), strict_mode=True)
+    fp16 = {
+        value.name
+        for value in [*model.graph.input, *model.graph.output, *model.graph.value_info]
+        if value.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
+    }
+    return {node.op_type for node in model.graph.node if fp16.intersection(node.input)}
+
+
+def _plan(facts: PlanFacts, budget: Budget) -> Any:
+    return load_method("sinkpruner").build(facts, budget)
 
 
 def _loaded(graph: Graph) -> Run:

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
 from sinkprune.errors import BundleError, PromptError
 from sinkprune.export.text import small_text
 from sinkprune.runtime.prompt import PromptEncoder
 
 PROMPTS = [
     "What is in the picture?",
-    "Wie heißt das Café in Zürich — ‘Größe’?",
-    "图片里有什么？写三句话。",
+    "Wie heißt das Café in Zürich — „Größe“?",
+    "图片里有什么。写三句话。",
     "ما هذا؟ שלום",
     "Which mood: 🙂 👩‍👩‍👧 or 🇩🇪?",
     "First line.\nSecond line.\r\n\r\n\tThird line, after a tab.",
@@ -341,9 +341,7 @@ def test_a_template_must_write_one_image(written: str, count: int, folder: Path)
     assert "chat template" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "template", ["{% for %}", "{{ unclosed", "{% if x %}", "{% nonsense %}", "{{ a b }}"]
-)
+@pytest.mark.parametrize("template", ["{% for %}", "{{ unclosed", "{% if x %}", "{% nonsense %}", "{{ a b }}"])
 def test_a_template_that_does_not_parse_is_refused_with_its_file(template: str, folder: Path) -> None:
     with pytest.raises(BundleError, match=r"chat_template\.jinja"):
         encoder(folder, template)
@@ -388,9 +386,7 @@ def test_a_tokenizer_without_the_image_token_is_refused(folder: Path) -> None:
 
 def test_an_image_token_need_not_be_marked_special(folder: Path) -> None:
     text = llama().to_str()
-    marked = (
-        '"content":"<image>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":'
-    )
+    marked = '"content":"<image>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":'
     assert marked + "true" in text
     (folder / "tokenizer.json").write_text(text.replace(marked + "true", marked + "false"), encoding="utf-8")
     prompt: Any = encoder(folder, TEMPLATE).encode("see <image>?")

@@ -279,9 +279,7 @@ def positions_of(result: Prefill) -> list[int]:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_fp16_keeps_the_same_lengths(
-    name: str, pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
+def test_fp16_keeps_the_same_lengths(name: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline(name, "fp16", ("retain-64", "retain-64+compact"))
     for budget in ("retain-64", "retain-64+compact"):
         result, rows = run_prefill(pipe, photo, budget)

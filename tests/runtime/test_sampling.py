@@ -21,7 +21,7 @@ def softmax(logits: np.ndarray[Any, Any], temperature: float) -> np.ndarray[Any,
     return shares
 
 
-def shares_drawn(sampler: Sampler, logits: np.ndarray[Any, Any], draws: int = 20000) -> np.ndarray[Any, Any]:
+def shares_drawn(sampler: Sampler, logits: np.ndarray[Any, Any], draws: int = 10000) -> np.ndarray[Any, Any]:
     counts = np.bincount([sampler(logits) for _ in range(draws)], minlength=len(logits))
     shares: np.ndarray[Any, Any] = counts / draws
     return shares
@@ -44,7 +44,7 @@ def test_greedy_ties_go_to_the_lower_id(dtype: Any) -> None:
 @pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.5])
 def test_draws_follow_the_softmax(temperature: float) -> None:
     drawn = shares_drawn(Sampler(temperature, seed=1), LOGITS)
-    assert np.abs(drawn - softmax(LOGITS, temperature)).max() < 0.015
+    assert np.abs(drawn - softmax(LOGITS, temperature)).max() < 0.02
 
 
 def test_top_p_draws_from_the_smallest_set_that_reaches_it() -> None:
@@ -53,11 +53,11 @@ def test_top_p_draws_from_the_smallest_set_that_reaches_it() -> None:
     reached = np.cumsum(shares[order])
     for kept in range(1, len(LOGITS) + 1):
         top_p = float(reached[kept - 1]) - 1e-6
-        drawn = shares_drawn(Sampler(1.0, top_p, seed=2), LOGITS, draws=4000)
+        drawn = shares_drawn(Sampler(1.0, top_p, seed=2), LOGITS, draws=2000)
         expected = np.zeros_like(shares)
         expected[order[:kept]] = shares[order[:kept]] / shares[order[:kept]].sum()
         assert set(np.flatnonzero(drawn)) <= set(order[:kept].tolist())
-        assert np.abs(drawn - expected).max() < 0.03
+        assert np.abs(drawn - expected).max() < 0.04
 
 
 @pytest.mark.parametrize("top_p", [1e-12, 0.01, 0.2])
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
 
 def test_a_low_temperature_is_nearly_greedy_and_a_high_one_nearly_uniform() -> None:
     assert shares_drawn(Sampler(0.005, seed=4), LOGITS, 500)[1] == 1
-    assert np.abs(shares_drawn(Sampler(1e6, seed=4), LOGITS) - 1 / 7).max() < 0.015
+    assert np.abs(shares_drawn(Sampler(1e6, seed=4), LOGITS) - 1 / 7).max() < 0.02
 
 
 @pytest.mark.parametrize("temperature", [1e-308, 5e-324, 1e-30])

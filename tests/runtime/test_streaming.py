@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
+from checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
 from sinkprune.errors import UsageError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime import Answer, Pipeline
@@ -49,9 +49,7 @@ def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
     while len(vocabulary) < IMAGE_TOKEN:
         vocabulary[f"▁w{len(vocabulary) - FIRST_WORD}"] = len(vocabulary)
     vocabulary |= {"<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
-    backend = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
-    )
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -132,9 +130,7 @@ def test_the_scripted_model_says_its_script(scripted: Callable[[str], Pipeline],
     assert answer.token_ids == (script * 3)[:30]
 
 
-def test_characters_of_several_tokens_come_whole(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
+def test_characters_of_several_tokens_come_whole(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
     pieces, answer = streamed(scripted("whole"), small)
     assert pieces == ["é", "日", "🙂", " w0"]
     assert answer.text == "é日🙂 w0"
@@ -188,15 +184,12 @@ def test_pieces_add_up_for_sampled_answers_too(
 def test_another_seed_gives_another_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("gqa-112")
     texts = {
-        pipe.generate(photo, "What is this?", temperature=1.5, seed=seed, max_new_tokens=12).text
-        for seed in range(4)
+        pipe.generate(photo, "What is this?", temperature=1.5, seed=seed, max_new_tokens=12).text for seed in range(4)
     }
     assert len(texts) == 4
 
 
-def test_a_seed_changes_nothing_of_a_greedy_answer(
-    pipeline: Callable[..., Pipeline], photo: Image.Image
-) -> None:
+def test_a_seed_changes_nothing_of_a_greedy_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("gqa-112")
     texts = {pipe.generate(photo, "What is this?", seed=seed, max_new_tokens=8).text for seed in (None, 1, 2)}
     assert len(texts) == 1

@@ -24,7 +24,7 @@ TABLE = {
     "retain-64": (67.7, "1.662", "5.08", None, "4.35"),
     "retain-32": (34.0, "1.222", "6.92", None, "5.56"),
 }
-"""Mean visual tokens, prefill TFLOP and its speed-up, TFLOP with the vision tower (where printed) and its speed-up."""
+"""Mean visual tokens, prefill TFLOP and speed-up, TFLOP with the vision tower (where printed) and speed-up."""
 QWEN_7B = LanguageModel(
     hidden_size=3584,
     intermediate_size=18944,

@@ -49,9 +49,7 @@ class Tree:
     anything: Any
 
 
-TREE = Tree(
-    "a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), ["x"], {"l": Leaf(2, 1.5)}, {"k": [1, None]}, [1, "n"]
-)
+TREE = Tree("a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), ["x"], {"l": Leaf(2, 1.5)}, {"k": [1, None]}, [1, "n"])
 JSON: dict[str, Any] = {
     "name": "a",
     "flag": True,
@@ -126,9 +124,7 @@ def test_an_unknown_field_is_refused_by_name(field: str) -> None:
         from_json(Tree, {**JSON, field: 1})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [(name, value) for name, values in WRONG.items() for value in values]
-)
+@pytest.mark.parametrize(("field", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_a_value_of_another_type_is_refused_with_its_place(field: str, value: Any) -> None:
     with pytest.raises(SchemaError, match=rf"^\$\.{field}"):
         from_json(Tree, {**JSON, field: value})

@@ -1,0 +1,48 @@
+"""The profile measures budgets in turn, and counts what it says it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from PIL import Image
+
+from sinkprune.errors import UsageError
+from sinkprune.report import Spread
+from sinkprune.runtime import Pipeline
+from sinkprune.runtime.profile import profile
+
+
+def test_budgets_take_turns_and_each_round_starts_with_another(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    order: list[str] = []
+    names = ["none", "retain-64", "retain-32"]
+    profile(pipeline("gqa-112"), photo, "What?", names, new_tokens=2, repeat=3, warmup=1, on_run=order.append)
+    rounds = [order[start : start + 3] for start in range(0, len(order), 3)]
+    assert len(rounds) == 4
+    assert all(sorted(turn) == sorted(names) for turn in rounds)
+    assert {turn[0] for turn in rounds[1:]} == set(names)
+
+
+def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    report = profile(pipeline("gqa-112"), photo, "What?", ["retain-64"], new_tokens=3, repeat=1, warmup=2)
+    for budget in report.budgets.values():
+        for spread in budget.ms.values():
+            assert spread is not None
+            assert spread.median == spread.p95
+
+
+def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    with pytest.raises(UsageError, match="repeat is 0"):
+        profile(pipeline("gqa-112"), photo, "What?", [], repeat=0)
+    with pytest.raises(UsageError, match="at least 1"):
+        profile(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
+
+
+@pytest.mark.parametrize(
+    ("values", "median", "p95"),
+    [([3.0], 3.0, 3.0), ([1.0, 2.0], 1.5, 2.0), (list(map(float, range(1, 101))), 50.5, 95.0)],
+)
+def test_spread(values: list[float], median: float, p95: float) -> None:
+    assert Spread.of(values[::-1]) == Spread(median, p95)

@@ -1,0 +1,225 @@
+"""Imports go downwards only, and the light folders stay light (the folder table of the design)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "sinkprune"
+MAY_IMPORT = {
+    "sinkprune": set(),
+    "runtime": {"sinkprune"},
+    "engines": {"sinkprune", "runtime"},
+    "export": {"sinkprune"},
+    "calibration": {"sinkprune", "runtime", "engines", "export"},
+    "jetson": {"sinkprune", "runtime", "engines"},
+    "demo": {"sinkprune", "export"},
+}
+"""Which of our folders each folder may import, itself aside."""
+FOLDERS_WITHOUT_TORCH = {"sinkprune", "runtime", "jetson"}
+HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}
+ENGINE_LIBRARIES = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
+LIGHTEST = {*sys.stdlib_module_names, "numpy"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, absolute, and whether a function must be called for it."""
+
+    module: str
+    line: int
+    in_function: bool
+
+
+def imports(source: str, package: str) -> list[Import]:
+    """Every module that `source`, a module within `package`, imports."""
+    return list(_imports(ast.parse(source), package, in_function=False))
+
+
+def _imports(node: ast.AST, package: str, *, in_function: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        line = getattr(child, "lineno", 0)
+        for module in _modules(child, package):
+            yield Import(module, line, in_function)
+        body_waits = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        yield from _imports(child, package, in_function=in_function or body_waits)
+
+
+def _modules(node: ast.AST, package: str) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+        base = ".".join([*above, *filter(None, [node.module])])
+        # What is imported from a package may be a module of it.
+        return [f"{base}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+            return [node.args[0].value]
+    return []
+
+
+def our_folder(module: str) -> str | None:
+    """The folder a module of ours lies in, None for anybody else's."""
+    root, *rest = module.split(".")
+    if root != PACKAGE:
+        return None
+    return rest[0] if rest and rest[0] in MAY_IMPORT else PACKAGE
+
+
+def violations(source: str, folder: str, package: str) -> list[str]:
+    """What is wrong with the imports of a module in `folder` whose package is `package`."""
+    found = []
+    for imported in imports(source, package):
+        root, ours = imported.module.split(".")[0], our_folder(imported.module)
+        if ours is not None and ours != folder and ours not in MAY_IMPORT[folder]:
+            found.append(f"line {imported.line}: {folder}/ must not import {ours}/ ({imported.module})")
+        if root in MAY_IMPORT and root != PACKAGE:
+            found.append(f"line {imported.line}: import {PACKAGE}.{root}, not {root}")
+        if folder in FOLDERS_WITHOUT_TORCH and root in HEAVY:
+            found.append(f"line {imported.line}: {folder}/ must not import {root}")
+        if folder == PACKAGE and root not in LIGHTEST and ours is None:
+            found.append(f"line {imported.line}: {folder}/ needs the standard library and numpy only, not {root}")
+        if root in ENGINE_LIBRARIES and not imported.in_function:
+            found.append(f"line {imported.line}: import {root} inside a function only")
+    return found
+
+
+def package_of(path: Path) -> str:
+    """The package a file of the repository is installed in."""
+    folders = path.relative_to(ROOT).parent.parts
+    return ".".join([PACKAGE, *(folders[1:] if folders[0] == PACKAGE else folders)])
+
+
+def source_files() -> list[Path]:
+    return sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_folder_may(path: Path) -> None:
+    folder = path.relative_to(ROOT).parts[0]
+    assert violations(path.read_text(encoding="utf-8"), folder, package_of(path)) == []
+
+
+def test_the_rules_cover_every_folder_that_is_installed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["package-dir"].values()) == set(MAY_IMPORT)
+    folders = {path.relative_to(ROOT).parts[0] for path in source_files()}
+    assert folders >= {"sinkprune", "runtime", "export"}
+
+
+def test_no_folder_may_import_one_that_may_import_it() -> None:
+    for folder, allowed in MAY_IMPORT.items():
+        assert all(folder not in MAY_IMPORT[other] for other in allowed)
+        assert folder not in allowed
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "complaint"),
+    [
+        ("sinkprune", "from sinkprune.runtime import Pipeline", "must not import runtime/"),
+        ("sinkprune", "from sinkprune import runtime", "must not import runtime/"),
+        ("sinkprune", "from .export import text", "must not import export/"),
+        ("sinkprune", "from . import demo", "must not import demo/"),
+        ("sinkprune", "import PIL.Image", "standard library and numpy only, not PIL"),
+        ("sinkprune", "def f():\n    import safetensors", "line 2: sinkprune/ needs the standard library"),
+        ("sinkprune", "import torch", "must not import torch"),
+        ("runtime", "import sinkprune.export.graph", "must not import export/"),
+        ("runtime", "from ..export import graph", "must not import export/"),
+        ("runtime", "def f():\n    from sinkprune.engines import build", "must not import engines/"),
+        ("runtime", "def f():\n    import torch", "must not import torch"),
+        ("runtime", "from transformers import AutoTokenizer", "must not import transformers"),
+        ("runtime", "import onnx.helper", "must not import onnx"),
+        ("runtime", "import onnx_ir as ir", "must not import onnx_ir"),
+        ("runtime", "from onnxscript import script", "must not import onnxscript"),
+        ("runtime", "if TYPE_CHECKING:\n    import torch", "must not import torch"),
+        ("runtime", "try:\n    import torch\nexcept ImportError:\n    torch = None", "must not import torch"),
+        (
+            "runtime",
+            "import importlib\ndef f():\n    importlib.import_module('torch.nn')",
+            "must not import torch",
+        ),
+        ("runtime", "def f():\n    return __import__('onnx')", "must not import onnx"),
+        ("runtime", "import onnxruntime", "import onnxruntime inside a function only"),
+        (
+            "runtime",
+            "try:\n    import onnxruntime as ort\nexcept ImportError:\n    pass",
+            "inside a function only",
+        ),
+        ("runtime", "class A:\n    import tensorrt", "import tensorrt inside a function only"),
+        ("runtime", "import json, tensorrt", "import tensorrt inside a function only"),
+        ("runtime", "from cuda.bindings import runtime as cudart", "import cuda inside a function only"),
+        ("runtime", "import export.graph", "import sinkprune.export, not export"),
+        ("engines", "from sinkprune.export import text", "must not import export/"),
+        ("engines", "from tensorrt import Builder", "import tensorrt inside a function only"),
+        ("export", "from sinkprune.runtime.chain import encode", "must not import runtime/"),
+        ("export", "from sinkprune.calibration import norms", "must not import calibration/"),
+        ("calibration", "from sinkprune.jetson import power", "must not import jetson/"),
+        ("jetson", "from sinkprune.export import text", "must not import export/"),
+        ("jetson", "import torch", "must not import torch"),
+        ("demo", "from sinkprune.jetson import power", "must not import jetson/"),
+    ],
+)
+def test_a_violation_is_found(folder: str, source: str, complaint: str) -> None:
+    package = PACKAGE if folder == PACKAGE else f"{PACKAGE}.{folder}"
+    found = violations(source, folder, package)
+    assert len(found) >= 1
+    assert any(complaint in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        (
+            "sinkprune",
+            "import json, numpy as np\nfrom sinkprune.errors import BundleError\nfrom . import bundle",
+        ),
+        ("runtime", "from sinkprune.bundle import Bundle\nfrom PIL import Image\nfrom . import chain"),
+        ("runtime", "def f():\n    import onnxruntime\n    from cuda.bindings import runtime"),
+        ("runtime", "class A:\n    async def f(self):\n        import tensorrt"),
+        ("runtime", "text = 'import torch'\n# import torch\nprint('import_module(\"torch\")')"),
+        ("engines", "from sinkprune.runtime import Pipeline\nimport onnx"),
+        ("export", "import torch, onnx, transformers\nfrom ..bundle import Manifest"),
+        (
+            "calibration",
+            "from sinkprune.export import text\nfrom sinkprune.engines import build\nimport torch",
+        ),
+        ("jetson", "from sinkprune.engines import build\nfrom sinkprune.runtime import Pipeline"),
+        ("demo", "from sinkprune.export.bundle_writer import export_bundle\nimport torch"),
+    ],
+)
+def test_what_is_allowed_is_not_complained_of(folder: str, source: str) -> None:
+    package = PACKAGE if folder == PACKAGE else f"{PACKAGE}.{folder}"
+    assert violations(source, folder, package) == []
+
+
+def test_relative_imports_are_resolved_against_their_package() -> None:
+    found = imports(
+        "from . import a\nfrom .b import c\nfrom .. import d\nfrom ...e import f",
+        "sinkprune.runtime.backends",
+    )
+    assert [imported.module for imported in found] == [
+        "sinkprune.runtime.backends.a",
+        "sinkprune.runtime.backends.b.c",
+        "sinkprune.runtime.d",
+        "sinkprune.e.f",
+    ]
+    assert package_of(ROOT / "runtime" / "backends" / "ort.py") == "sinkprune.runtime.backends"
+    assert package_of(ROOT / "sinkprune" / "bundle.py") == "sinkprune"
+
+
+def test_importing_the_light_folders_loads_nothing_heavy(tmp_path: Path) -> None:
+    program = "import sys, sinkprune.flops, sinkprune.runtime, sinkprune.jetson; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[0] for name in result.stdout.split()}
+    assert {"sinkprune", "numpy"} <= loaded
+    assert not loaded & (HEAVY | ENGINE_LIBRARIES)
