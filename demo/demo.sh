@@ -18,7 +18,7 @@ step() {
 python "$here/photo.py" "$out/coffee.jpg"
 step sinkprune-export "$here/tiny-llava.json" --random-weights -o "$out/bundle" --force
 step sinkprune-run "$out/bundle" --image "$out/coffee.jpg" --prompt "What is in the cup?" \
-    --budget retain-64 --max-new-tokens 12 --overlay "$out/kept.png"
+    --budget retain-64 --temperature 1 --seed 1 --max-new-tokens 12 --overlay "$out/kept.png"
 step sinkprune-profile "$out/bundle" --image "$out/coffee.jpg" --prompt "What is in the cup?" \
     --json "$out/profile.json" --plot "$out/profile.png"
 

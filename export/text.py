@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, count, islice, product
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sinkprune.errors import CheckpointError
 from sinkprune.export.checkpoint import read_json
+
+_SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,12 @@ def small_text(vocab_size: int, image_token: int, template: str) -> Text:
     """
     specials = {0: "<unk>", 1: "<s>", 2: "</s>", image_token: "<image>"}
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    syllables = (a + b + c + d for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in "lmnrst" for d in "aeiou ghkp")
-    words = iter([*alphabet, *dict.fromkeys("Ġ" + syllable.strip() for syllable in syllables)])
+    made_up = ("Ġ" + "".join(word) for length in count(1) for word in product(_SYLLABLES, repeat=length))
+    # "na" + "na" and "nan" + "a" are one word; twice as many as needed are enough without such doubles.
+    words = iter(dict.fromkeys(islice(chain(alphabet, made_up), 2 * vocab_size)))
     vocabulary = {}
     for token in range(vocab_size):
-        word = specials.get(token) or next(words, f"Ġ{token}")
+        word = specials.get(token) or next(words)
         vocabulary[word] = token
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
