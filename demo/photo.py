@@ -8,4 +8,4 @@ from PIL import Image
 from skimage import data
 
 if __name__ == "__main__":
-    Image.fromarray(data.coffee()).save(sys.argv[1], quality=95)
+    Image.fromarray(data.coffee())  # type: ignore[no-untyped-call].save(sys.argv[1], quality=95)

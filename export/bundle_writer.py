@@ -107,7 +107,7 @@ def export_bundle(
                 language_model=source.family.language_model,
                 vision=source.family.vision,
                 processor=source.processor,
-                tokens=Tokens(source.family.image_token, source.text.stop),
+                tokens=Tokens(source.family.image_token, source.text.stop, source.text.bos, source.text.eos),
                 cut_after=cut_after,
                 budgets=budgets,
                 plans=plans,

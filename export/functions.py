@@ -20,6 +20,8 @@ _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
 _LOWEST = float("-inf")
+# Rounding leaves the cosine of equal tokens on either side of 1. All above this are equal, so that they tie.
+_SAME = 1.0 - 2.0**-18
 
 
 def top_rho() -> ir.Function:
@@ -46,7 +48,7 @@ def diversity_select(rounds: int) -> ir.Function:
 
     Each round takes the candidates whose largest cosine similarity to the kept set is smallest; members of one
     round are not compared with each other. With nothing reserved every similarity starts at -inf; the cosine with
-    a zero row is 0.
+    a zero row is 0; cosines above 1 - 2**-18 are equal.
 
     Inputs: tokens [G,N,D] float, candidate [G,N] bool (at least `count` in each group), reserved [G,R] int64,
     count [1] int64. Attribute `batch`. Output: chosen [G,count] int64, ascending.
@@ -97,9 +99,9 @@ def _unit_rows(op: Any, x: ir.Value) -> ir.Value:
 
 
 def _similarity(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
-    """[G,N,K]: cosine of every row of `unit` [G,N,D] with the rows `index` [G,K] names."""
+    """[G,N,K]: cosine of every row of `unit` [G,N,D] with the rows `index` [G,K] names, at most `_SAME`."""
     rows = op.GatherND(unit, op.Unsqueeze(index, [-1]), batch_dims=1)
-    return op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1]))
+    return op.Min(op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1])), _SAME)
 
 
 def _attribute(op: Any, name: str) -> ir.Value:

@@ -21,6 +21,8 @@ class Text:
     tokenizer_json: str
     chat_template: str
     stop: tuple[int, ...]
+    bos: str
+    eos: str
 
 
 def read_text(folder: Path, default_template: str) -> Text:
@@ -37,7 +39,8 @@ def read_text(folder: Path, default_template: str) -> Text:
             "tokenizer.model with tokenizer_config.json; download them again."
         ) from error
     template = _chat_template(folder) or default_template
-    return Text(serialised, template, _stop_tokens(folder, tokenizer.eos_token_id))
+    stop = _stop_tokens(folder, tokenizer.eos_token_id)
+    return Text(serialised, template, stop, tokenizer.bos_token or "", tokenizer.eos_token or "")
 
 
 def _chat_template(folder: Path) -> str | None:
@@ -84,4 +87,4 @@ def small_text(vocab_size: int, image_token: int, template: str) -> Text:
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.values()])
-    return Text(tokenizer.to_str(), template, (2,))
+    return Text(tokenizer.to_str(), template, (2,), "<s>", "</s>")

@@ -26,6 +26,8 @@ class ClipProcessor:
     def __call__(self, image: Image.Image) -> np.ndarray[Any, Any]:
         """[3,height,width] fp32 of an RGB image."""
         settings = self._settings
+        if 0 in image.size:
+            raise ImageError(f"the image has {image.width}x{image.height} pixels, expected at least 1x1.")
         if settings["do_pad"]:
             image = self._padded(image)
         if settings["do_resize"]:
@@ -61,6 +63,11 @@ class ClipProcessor:
 
     def _padded(self, image: Image.Image) -> Image.Image:
         side = max(image.size)
+        if side**2 > _MAX_RESIZED_PIXELS:
+            raise ImageError(
+                f"the image has {image.width}x{image.height} pixels; padded to a square as the model wants it, it "
+                f"would have {side}x{side}. Scale it to at most {int(_MAX_RESIZED_PIXELS**0.5)} pixels a side."
+            )
         background = tuple(int(value * 255) for value in self._settings["image_mean"])
         square = Image.new("RGB", (side, side), background)
         square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))

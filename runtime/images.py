@@ -1,4 +1,4 @@
-"""Image files to RGB images, as transformers' `load_image` reads them."""
+"""Image files to RGB images, as transformers' image processors take them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from sinkprune.errors import ImageError
+
+# Pillow reports damaged files by all of these.
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError)
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
@@ -33,8 +36,9 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         ) from error
     except Image.DecompressionBombError as error:
         raise ImageError(f"image '{file}' is too large: {error}. Scale it down first.") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        # Pillow reports damaged files by all of these.
+    except ImageError as error:
+        raise ImageError(f"'{file}': {error}") from error
+    except _DAMAGE as error:
         raise ImageError(f"image '{file}' is damaged or truncated: {error}. Give a complete image file.") from error
 
 
@@ -44,4 +48,15 @@ def to_rgb(image: Image.Image | np.ndarray[Any, Any]) -> Image.Image:
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ImageError(f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3].")
         return Image.fromarray(image)
-    return ImageOps.exif_transpose(image).convert("RGB")
+    try:
+        turned = ImageOps.exif_transpose(image)
+        has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
+        return _on_white(turned) if has_alpha else turned.convert("RGB")
+    except _DAMAGE as error:
+        raise ImageError(f"the image is damaged or truncated: {error}. Give a complete image.") from error
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Transparency over white, as the image processors of transformers show it to a model."""
+    opaque = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", opaque.size, (255, 255, 255, 255)), opaque).convert("RGB")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, read_bundle, verify
-from sinkprune.errors import NumericsError, PromptError, PruningError, UsageError
+from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.chain import (
     Chain,
@@ -85,7 +85,7 @@ class Pipeline:
         self.backend = load_backend(backend, threads)
         self._family = load_family(manifest)
         self._dtype = _DTYPES[manifest.precision]
-        self._prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens.image)
+        self._prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
         self._embedding = Embedding(bundle.file(EMBEDDING))
         self._chain = Chain(bundle, self.backend, self._dtype)
 
@@ -156,7 +156,7 @@ class Pipeline:
         clock = Stopwatch(self.backend.synchronize)
         start = time.perf_counter()
         with clock.measure("preprocess"):
-            inputs = {name: array.astype(self._dtype) for name, array in self._family.preprocess(decoded).items()}
+            inputs = self._preprocess(decoded, image)
             question = self._prompts.encode(prompt)
         self._check_length(question, plan, max_new_tokens)
         encoded = encode(self._chain, plan, inputs, clock)
@@ -198,6 +198,15 @@ class Pipeline:
             ms=timings,
             kept=self._kept(encoded, result, visual),
         )
+
+    def _preprocess(self, decoded: Image.Image, source: ImageLike) -> dict[str, Array]:
+        try:
+            inputs = self._family.preprocess(decoded)
+        except ImageError as error:
+            if isinstance(source, (str, os.PathLike)):
+                raise ImageError(f"'{source}': {error}") from error
+            raise
+        return {name: array.astype(self._dtype) for name, array in inputs.items()}
 
     def _prefill(
         self, plan: Plan | None, question: Prompt, encoded: Encoded, clock: Stopwatch

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
+from sinkprune.bundle import Tokens
 from sinkprune.errors import BundleError, PromptError
 
 
@@ -44,12 +49,17 @@ class PromptEncoder:
     tokens as plain text: a typed ``<image>`` is letters in brackets, never a second image.
     """
 
-    def __init__(self, tokenizer_json: Path, chat_template: Path, image_token: int) -> None:
+    def __init__(self, tokenizer_json: Path, chat_template: Path, tokens: Tokens) -> None:
         self.tokenizer = Tokenizer.from_file(str(tokenizer_json))
         self._template = _read_template(chat_template)
-        self._specials = _specials(self.tokenizer, image_token)
+        self._tokens = tokens
+        self._specials = _specials(self.tokenizer, tokens.image)
         self._encoder = Tokenizer.from_str(self.tokenizer.to_str())
         self._encoder.encode_special_tokens = True
+        # An image token that the checkpoint does not mark special is no less one.
+        self._encoder.add_special_tokens(
+            [AddedToken(special.token.content, special=True, normalized=False) for special in self._specials]
+        )
         self._encoder.add_tokens([_stand_in(special) for special in self._specials])
         self._identities = {
             self._encoder.token_to_id(special.stand_in): special.identity for special in self._specials
@@ -57,7 +67,7 @@ class PromptEncoder:
         self._image = next(
             self._encoder.token_to_id(special.stand_in)
             for special in self._specials
-            if special.identity == image_token
+            if special.identity == tokens.image
         )
 
     def encode(self, text: str) -> Prompt:
@@ -85,27 +95,41 @@ class PromptEncoder:
             rendered = self._template.render(
                 messages=messages,
                 add_generation_prompt=True,
-                **{name: self._content(name) for name in ("bos_token", "eos_token")},
+                bos_token=self._tokens.bos,
+                eos_token=self._tokens.eos,
             )
-        except TemplateError as error:
-            raise BundleError(f"the bundle's chat template cannot take an image with a question: {error}.") from error
+        except Exception as error:
+            # A template is a program from the checkpoint: it may fail in any way.
+            raise BundleError(
+                f"the bundle's chat template cannot take an image with a question: {error}. Mend the checkpoint's "
+                "template and export it again."
+            ) from error
         for special in self._specials:
             rendered = rendered.replace(special.token.content, special.stand_in)
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
 
-    def _content(self, name: str) -> str:
-        """Templates may name the first and last special token; Llama-shaped tokenizers call them so."""
-        wanted = {"bos_token": "<s>", "eos_token": "</s>"}[name]
-        return wanted if any(special.token.content == wanted for special in self._specials) else ""
+
+class _Generation(Extension):
+    """`{% generation %}`, with which templates mark what the model writes; LLaVA's own does. It changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 reads it from the class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The nodes between the tag and its end."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _read_template(path: Path) -> Any:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
+    # What transformers gives templates besides
     environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
     try:
         return environment.from_string(path.read_text(encoding="utf-8"))
     except TemplateError as error:
@@ -114,7 +138,8 @@ def _read_template(path: Path) -> Any:
 
 def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
     """Longest first, so that no token is taken for a part of another."""
-    nonce = secrets.token_hex(8)
+    # Digits only, so that a template may change the case of what the user wrote.
+    nonce = secrets.randbits(64)
     added = [
         (identity, token)
         for identity, token in tokenizer.get_added_tokens_decoder().items()

@@ -17,6 +17,8 @@ class Sampler:
             raise UsageError(f"temperature is {temperature}, expected 0 (greedy) or more.")
         if not 0.0 < top_p <= 1.0:
             raise UsageError(f"top-p is {top_p}, expected more than 0 and at most 1.")
+        if seed is not None and seed < 0:
+            raise UsageError(f"seed is {seed}, expected 0 or more.")
         self._temperature, self._top_p = temperature, top_p
         self._generator = np.random.default_rng(seed)
 
@@ -29,8 +31,10 @@ class Sampler:
             )
         if self._temperature == 0.0:
             return int(np.argmax(logits))
-        scaled = logits.astype(np.float64) / self._temperature
-        probabilities = np.exp(scaled - scaled.max())
+        below_best = logits.astype(np.float64) - logits.max()
+        # At the lowest temperatures all but the best fall to exp(-inf) = 0.
+        with np.errstate(over="ignore"):
+            probabilities = np.exp(below_best / self._temperature)
         probabilities /= probabilities.sum()
         order = np.argsort(-probabilities, kind="stable")
         # The smallest set whose probability reaches top_p; never empty.

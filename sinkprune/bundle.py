@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from sinkprune.budgets import UNPRUNED, Budget, Counts
+from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, Counts
 from sinkprune.errors import BudgetError, BundleError
 from sinkprune.schema import SchemaError, from_json, to_json
 
@@ -96,6 +96,9 @@ class Tokens:
 
     image: int
     stop: tuple[int, ...]
+    bos: str
+    """The text of the first special token, for chat templates that write it; empty if there is none."""
+    eos: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def read_bundle(path: str | os.PathLike[str]) -> Bundle:
     root = Path(path)
     manifest = _read_manifest(root)
     for name, spec in manifest.files.items():
-        found = (root / name).stat().st_size if (root / name).is_file() else None
+        found = _size(root / name)
         if found is None:
             raise BundleError(f"bundle '{root}': file '{name}' is missing. Export or copy the bundle again.")
         if found != spec.size:
@@ -186,6 +189,12 @@ def read_bundle(path: str | os.PathLike[str]) -> Bundle:
                 f"{spec.size} bytes (sha256 {spec.sha256}). Export or copy the bundle again."
             )
     return Bundle(root, manifest)
+
+
+def _size(path: Path) -> int | None:
+    """The size of a file; None where there is none, or cannot be one by that name."""
+    # os.path, unlike pathlib in Python 3.11, says no to names the system does not take.
+    return path.stat().st_size if os.path.isfile(path) else None  # noqa: PTH113
 
 
 def verify(bundle: Bundle, on_bytes: Callable[[int], None] = lambda count: None) -> None:
@@ -221,8 +230,8 @@ def _read_manifest(root: Path) -> Manifest:
             f"'{root}' is not a bundle: it holds no {MANIFEST}. Make one with: sinkprune-export CHECKPOINT -o {root}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"'{path}' cannot be read: {error}.") from error
-    except json.JSONDecodeError as error:
+        raise BundleError(f"'{path}' cannot be read: {error}. Export or copy the bundle again.") from error
+    except (ValueError, RecursionError) as error:
         raise BundleError(f"'{path}' is not JSON: {error}. Export or copy the bundle again.") from error
     version = data.get("format_version") if isinstance(data, dict) else None
     if version != FORMAT_VERSION:
@@ -234,16 +243,27 @@ def _read_manifest(root: Path) -> Manifest:
         manifest = from_json(Manifest, data)
     except SchemaError as error:
         raise BundleError(f"'{path}' is malformed at {error}. Export or copy the bundle again.") from error
-    _refuse_escapes(path, manifest)
+    _check_consistent(path, manifest)
     return manifest
 
 
-def _refuse_escapes(path: Path, manifest: Manifest) -> None:
-    """A manifest is untrusted text: none of its files may lie outside the bundle."""
+def _check_consistent(path: Path, manifest: Manifest) -> None:
+    """Refuse a manifest whose parts do not fit each other, or whose files lie outside the bundle."""
+    if manifest.family not in BUDGETS:
+        raise BundleError(
+            f"'{path}' is of family '{manifest.family}', expected one of: {', '.join(BUDGETS)}. Upgrade sinkprune."
+        )
+    decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
+    plans = [plan for budgets in manifest.plans.values() for plan in budgets.values()]
+    selections = [graph for plan in plans for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
+    for graph in ("vision", *decoders, "head", *selections):
+        if graph not in manifest.graphs:
+            raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise BundleError(f"'{path}' names the file '{name}', which lies outside the bundle.")
-    unlisted = [graph.file for graph in manifest.graphs.values() if graph.file not in manifest.files]
+    needed = [EMBEDDING, TOKENIZER, CHAT_TEMPLATE, *(graph.file for graph in manifest.graphs.values())]
+    unlisted = [name for name in needed if name not in manifest.files]
     if unlisted:
         raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")
 

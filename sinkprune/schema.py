@@ -56,7 +56,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         _expect(list, data, where)
         return origin(_read(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     _expect(kind, data, where)
-    return float(data) if kind is float else data
+    return _to_float(data, where) if kind is float else data
 
 
 def _read_object(kind: Any, data: Any, where: str) -> Any:
@@ -69,6 +69,13 @@ def _read_object(kind: Any, data: Any, where: str) -> Any:
     if unknown:
         raise SchemaError(f"{where}: unknown field '{unknown[0]}'")
     return kind(**{name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _to_float(data: int | float, where: str) -> float:
+    try:
+        return float(data)
+    except OverflowError as error:
+        raise SchemaError(f"{where}: found a number of {len(str(data))} digits, too large for a float") from error
 
 
 def _expect(kind: type, data: Any, where: str) -> None:

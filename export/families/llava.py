@@ -99,6 +99,13 @@ class Llava:
                 f"checkpoint '{self._source}' has image processor '{kind}', expected CLIPImageProcessor or "
                 "LlavaImageProcessor."
             )
+        side = self._clip.image_size
+        shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
+        if (shown.get("height"), shown.get("width")) != (side, side):
+            raise CheckpointError(
+                f"checkpoint '{self._source}': its image processor ends with {shown or 'no fixed size'}, expected "
+                f"{side}x{side} as the vision tower takes it. They do not belong together."
+            )
         return known
 
     def _lm_head(self, weights: Weights) -> str:

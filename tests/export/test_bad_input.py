@@ -102,6 +102,12 @@ def test_config_that_is_not_json(broken: Path, tmp_path: Path) -> None:
     assert_refused(export(broken, tmp_path / "out"), "config.json", "JSON")
 
 
+def test_processor_of_another_size(broken: Path, tmp_path: Path) -> None:
+    path = next(path for path in broken.glob("*processor_config.json"))
+    edit_json(path, crop_size={"height": 224, "width": 224})
+    assert_refused(export(broken, tmp_path / "out"), "224", "112x112")
+
+
 def test_missing_tokenizer(broken: Path, tmp_path: Path) -> None:
     (broken / "tokenizer.json").unlink()
     assert_refused(export(broken, tmp_path / "out"), "tokenizer")

@@ -46,7 +46,7 @@ def test_a_folder_is_refused(tmp_path: Path) -> None:
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "empty.png"
     path.touch()
-    assert "0 bytes" in refusal(path)
+    assert "is empty (0 bytes)" in refusal(path)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -69,9 +69,10 @@ def test_a_file_that_ends_within_its_pixels_is_called_truncated(
     assert "damaged or truncated" in refusal(path)
 
 
-def test_a_png_with_an_altered_byte_is_refused(photo: Image.Image, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [1, 11, 16, 34, 0.3, 0.7])
+def test_a_png_with_an_altered_byte_is_refused(place: float, photo: Image.Image, tmp_path: Path) -> None:
     data = bytearray(encoded(photo, "PNG"))
-    data[16] ^= 1
+    data[int(place * len(data)) if place < 1 else int(place)] ^= 1
     path = tmp_path / "altered.png"
     path.write_bytes(data)
     refusal(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 from transformers.image_utils import load_image
 
@@ -62,7 +62,9 @@ def theirs(path: Path, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
     kind = LlavaImageProcessorPil if settings["do_pad"] else CLIPImageProcessorPil
     processor = kind(**(settings if settings["do_pad"] else {**settings, "do_pad": None}))
     with Image.open(path) as image:
-        pixels: np.ndarray[Any, Any] = processor(load_image(image), return_tensors="np")["pixel_values"][0]
+        pixels: np.ndarray[Any, Any] = processor(ImageOps.exif_transpose(image), return_tensors="np")["pixel_values"][
+            0
+        ]
     return pixels
 
 

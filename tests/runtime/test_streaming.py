@@ -36,6 +36,7 @@ SCRIPTS = {
     "half then stop": [word(0), in_bytes("é")[0], STOP, word(1)],
     "half then word": [word(0), *in_bytes("🙂")[:2], word(1), word(2), STOP, word(3)],
     "whole, half, word": [*in_bytes("日"), in_bytes("🙂")[0], word(1), STOP, word(2)],
+    "ordinary stop token": [word(0), word(1), word(9), word(2)],
     "words": [word(0), word(1), word(2), STOP, word(3)],
 }
 """What the models below say. They say each token after the one before it, so none may occur twice."""
@@ -86,6 +87,7 @@ def make_scripted_checkpoint(folder: Path, script: list[int]) -> Path:
         model.lm_head.weight.zero_()
         for before, token in zip([last_of_prompt, script[-1], *script], [script[0], *script], strict=False):
             model.lm_head.weight[token] += table[before]
+    model.generation_config.eos_token_id = [STOP, word(9)]
     model.save_pretrained(folder)
     return folder
 
@@ -201,6 +203,15 @@ def test_a_stop_token_ends_the_answer_and_is_not_shown(
     pieces, answer = streamed(scripted("words"), small)
     assert pieces == ["w0", " w1", " w2"]
     assert answer.token_ids == [word(0), word(1), word(2), STOP]
+    assert answer.finish == "stop"
+
+
+def test_a_stop_token_that_is_an_ordinary_word_is_not_shown_either(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("ordinary stop token"), small)
+    assert pieces == ["w0", " w1"]
+    assert answer.token_ids[-1] == word(9)
     assert answer.finish == "stop"
 
 
