@@ -8,4 +8,5 @@ from PIL import Image
 from skimage import data
 
 if __name__ == "__main__":
-    Image.fromarray(data.coffee())  # type: ignore[no-untyped-call].save(sys.argv[1], quality=95)
+    photo = data.coffee()  # type: ignore[no-untyped-call]
+    Image.fromarray(photo).save(sys.argv[1], quality=95)
