@@ -26,6 +26,7 @@ from sinkprune.bundle import (
     Manifest,
     Plan,
     Tokens,
+    decoder_segments,
     file_specs,
     write_manifest,
 )
@@ -67,7 +68,7 @@ class _Source:
     """A checkpoint, opened and checked."""
 
     family: Family
-    weights: Weights
+    weights: SafetensorsWeights | RandomWeights
     text: Text
     processor: dict[str, Any]
     checkpoint: Checkpoint
@@ -91,7 +92,7 @@ def export_bundle(
         cut_after = tuple(sorted({layer for module in modules.values() for layer in module.layers(layers)}))
         with _staging(output, source.family.parameters * precision.numpy.itemsize) as root:
             writer = _Writer(root, source, precision, progress)
-            segments = _segments(cut_after, layers)
+            segments = decoder_segments(cut_after, layers)
             graphs = writer.weight_graphs(segments)
             plans = writer.plans(modules, budgets, graphs)
             writer.text_files()
@@ -118,7 +119,7 @@ def export_bundle(
             _install(root, output)
         return manifest
     finally:
-        source.weights.close()  # type: ignore[attr-defined]
+        source.weights.close()
 
 
 class _Writer:
@@ -166,8 +167,7 @@ class _Writer:
     def text_files(self) -> None:
         """Embedding table, tokenizer and chat template."""
         family, text = self._source.family, self._source.text
-        for name in (EMBEDDING, TOKENIZER, CHAT_TEMPLATE):
-            (self._root / name).parent.mkdir(exist_ok=True)
+        (self._root / EMBEDDING).parent.mkdir()
         lm = family.language_model
         weights = _Reported(self._source.weights, "embedding", self._progress)
         table = weights.tensor(family.embedding, [lm.vocab_size, lm.hidden_size])
@@ -239,11 +239,6 @@ def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
     return {name: parse_budget(family, name) for name in names}
 
 
-def _segments(cut_after: Sequence[int], layers: int) -> list[range]:
-    starts = [0, *(layer + 1 for layer in cut_after)]
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], layers], strict=True)]
-
-
 def _check_output(output: Path, force: bool) -> None:
     if not output.exists():
         return
@@ -282,5 +277,10 @@ def _install(root: Path, output: Path) -> None:
     old = root.with_suffix(".old")
     if output.exists():
         output.rename(old)
-    root.rename(output)
+    try:
+        root.rename(output)
+    except BaseException:
+        if old.exists():
+            old.rename(output)
+        raise
     shutil.rmtree(old, ignore_errors=True)

@@ -62,9 +62,8 @@ class Chain:
 
     def __init__(self, bundle: Bundle, backend: Backend, dtype: np.dtype[Any]) -> None:
         self._bundle, self.backend, self.dtype = bundle, backend, dtype
-        manifest, model = bundle.manifest, bundle.manifest.language_model
-        self.segments = manifest.segments
-        self.cut_after = manifest.cut_after
+        self.model = model = bundle.manifest.language_model
+        self.segments = bundle.manifest.segments
         self.rotary = Rotary(model.rope_theta, model.head_dim, dtype)
         self.no_past = backend.tensor(np.zeros((1, model.num_kv_heads, 0, model.head_dim), dtype))
         self._plan_engines: dict[str, Engine] = {}
@@ -80,7 +79,7 @@ class Chain:
         return self._plan_engines[graph]
 
     def _load(self, graph: str) -> Engine:
-        return self.backend.load(self._bundle.graph_path(graph), self._bundle.manifest.graphs[graph])
+        return self.backend.load(self._bundle.graph_path(graph))
 
 
 def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: Stopwatch) -> Encoded:
@@ -174,7 +173,7 @@ def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
 
 def kv_bytes(chain: Chain, cache: KVCache) -> int:
     """Bytes of all keys and values in `cache`."""
-    model = chain._bundle.manifest.language_model
+    model = chain.model
     row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
     return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))
 

@@ -14,6 +14,7 @@ from PIL import Image
 from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, read_bundle, verify
 from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
+from sinkprune.report import PARTS
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.chain import (
     Chain,
@@ -76,6 +77,19 @@ class Answer:
     kept: Kept
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A request whose first token is there."""
+
+    clock: Stopwatch
+    encoded: Encoded
+    prefill: Prefill
+    visual: Array
+    """The prefill's rows that are visual tokens."""
+    text_tokens: int
+    token: int
+
+
 class Pipeline:
     """A loaded bundle; every budget and the unpruned baseline run on the same engines."""
 
@@ -83,11 +97,11 @@ class Pipeline:
         manifest = bundle.manifest
         self.bundle = bundle
         self.backend = load_backend(backend, threads)
-        self._family = load_family(manifest)
+        self.family = load_family(manifest)
         self._dtype = _DTYPES[manifest.precision]
         self._prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
         self._embedding = Embedding(bundle.file(EMBEDDING))
-        self._chain = Chain(bundle, self.backend, self._dtype)
+        self.chain = Chain(bundle, self.backend, self._dtype)
 
     @classmethod
     def load(
@@ -107,11 +121,6 @@ class Pipeline:
         if check_sums:
             verify(bundle)
         return cls(bundle, backend, threads)
-
-    @property
-    def family(self) -> Any:
-        """The bundle's family, for its token boxes and FLOP counts."""
-        return self._family
 
     def generate(
         self, image: ImageLike, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any
@@ -153,55 +162,61 @@ class Pipeline:
         if plan is not None:
             self._load_plan(plan)
 
-        clock = Stopwatch(self.backend.synchronize)
-        start = time.perf_counter()
-        with clock.measure("preprocess"):
-            inputs = self._preprocess(decoded, image)
-            question = self._prompts.encode(prompt)
-        self._check_length(question, plan, max_new_tokens)
-        encoded = encode(self._chain, plan, inputs, clock)
-        _check_finite(encoded)
-        result, visual = self._prefill(plan, question, encoded, clock)
-        token = sampler(self.backend.numpy(result.logits)[0])
-        clock.ms["ttft"] = (time.perf_counter() - start) * 1e3
+        start = self._start(image, decoded, prompt, plan, sampler, max_new_tokens)
         # Before decoding grows the caches
-        cache_bytes = kv_bytes(self._chain, result.cache)
-
-        ids, steps, text = [token], [], ""
+        cache_bytes = kv_bytes(self.chain, start.prefill.cache)
+        token, ids, steps, text = start.token, [start.token], [], ""
         while True:
             stopped = token in self.bundle.manifest.tokens.stop and len(ids) > min_new_tokens
-            piece = self._new_text(ids[:-1] if stopped else ids, text, final=stopped or len(ids) == max_new_tokens)
+            ended = stopped or len(ids) == max_new_tokens
+            piece = self._new_text(ids[:-1] if stopped else ids, text, final=ended)
             text += piece
             if piece:
                 yield piece
-            if stopped or len(ids) == max_new_tokens:
+            if ended:
                 break
-            token, ms = self._next_token(result.cache, token, sampler)
+            token, ms = self._next_token(start.prefill.cache, token, sampler)
             ids.append(token)
             steps.append(ms)
-
-        names = ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "ttft")
-        timings: dict[str, float | None] = {name: clock.ms.get(name, 0.0) for name in names}
-        timings["per_token"] = sum(steps) / len(steps) if steps else None
-        timings["latency"] = clock.ms["ttft"] + sum(steps)
-        text_tokens = len(question.before) + len(question.after)
         return Answer(
             text=text,
             token_ids=ids,
             finish="stop" if stopped else "length",
             method=method,
             budget=budget,
-            prompt_tokens=text_tokens,
-            visual_tokens=encoded.norms.size,
-            tokens_per_layer=[tokens - text_tokens for tokens in result.tokens_per_layer],
+            prompt_tokens=start.text_tokens,
+            visual_tokens=start.encoded.norms.size,
+            tokens_per_layer=[tokens - start.text_tokens for tokens in start.prefill.tokens_per_layer],
             kv_bytes=cache_bytes,
-            ms=timings,
-            kept=self._kept(encoded, result, visual),
+            ms=_timings(start.clock, steps),
+            kept=self._kept(start),
         )
+
+    def _start(
+        self,
+        source: ImageLike,
+        decoded: Image.Image,
+        prompt: str,
+        plan: Plan | None,
+        sampler: Sampler,
+        max_new_tokens: int,
+    ) -> _Start:
+        """Everything up to the first token: what TTFT measures."""
+        clock = Stopwatch(self.backend.synchronize)
+        with clock.measure("ttft"):
+            with clock.measure("preprocess"):
+                inputs = self._preprocess(decoded, source)
+                question = self._prompts.encode(prompt)
+            self._check_length(question, plan, max_new_tokens)
+            encoded = encode(self.chain, plan, inputs, clock)
+            _check_finite(encoded)
+            result, visual = self._prefill(plan, question, encoded, clock)
+            token = sampler(self.backend.numpy(result.logits)[0])
+        return _Start(clock, encoded, result, visual, len(question.before) + len(question.after), token)
 
     def _preprocess(self, decoded: Image.Image, source: ImageLike) -> dict[str, Array]:
         try:
-            inputs = self._family.preprocess(decoded)
+            inputs = self.family.preprocess(decoded)
         except ImageError as error:
             if isinstance(source, (str, os.PathLike)):
                 raise ImageError(f"'{source}': {error}") from error
@@ -216,7 +231,7 @@ class Pipeline:
         rows = np.concatenate([self._embedding(question.before), encoded.embeddings, self._embedding(question.after)])
         visual = np.arange(start, start + count)
         text = np.arange(start + count, len(rows))
-        result = prefill(self._chain, plan, rows, visual, text, clock)
+        result = prefill(self.chain, plan, rows, visual, text, clock)
         left = result.tokens_per_layer[-1] - (len(rows) - count)
         if plan is not None and left == encoded.norms.size:
             raise PruningError(
@@ -227,7 +242,7 @@ class Pipeline:
 
     def _next_token(self, cache: KVCache, token: int, sampler: Sampler) -> tuple[int, float]:
         start = time.perf_counter()
-        logits = decode_one_token(self._chain, cache, self._embedding([token])[0])
+        logits = decode_one_token(self.chain, cache, self._embedding([token])[0])
         chosen = sampler(self.backend.numpy(logits)[0])
         return chosen, (time.perf_counter() - start) * 1e3
 
@@ -238,11 +253,11 @@ class Pipeline:
 
     def _load_plan(self, plan: Plan) -> None:
         for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
-            self._chain.plan_engine(graph)
+            self.chain.plan_engine(graph)
 
     def _check_length(self, question: Prompt, plan: Plan | None, new_tokens: int) -> None:
         text = len(question.before) + len(question.after)
-        visual = plan.counts.kept if plan else self._family.visual_tokens
+        visual = plan.counts.kept if plan else self.family.visual_tokens
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:
             room = limit - text - visual
@@ -252,10 +267,20 @@ class Pipeline:
                 f"tokens exceed the model's {limit} positions. Shorten the prompt{way_out}."
             )
 
-    def _kept(self, encoded: Encoded, result: Prefill, visual: Array) -> Kept:
-        survivors = surviving_rows(self._chain, result)
-        after_stage = {layer: np.intersect1d(rows, visual) - visual[0] for layer, rows in survivors.items()}
+    def _kept(self, start: _Start) -> Kept:
+        rows, encoded = surviving_rows(self.chain, start.prefill), start.encoded
+        after_stage = {
+            layer: np.intersect1d(survivors, start.visual) - start.visual[0] for layer, survivors in rows.items()
+        }
         return Kept(encoded.kept_index, encoded.norms, encoded.salience, after_stage)
+
+
+def _timings(clock: Stopwatch, steps: list[float]) -> dict[str, float | None]:
+    """The parts of `sinkprune.report.PARTS`; `steps` are the decode steps' milliseconds."""
+    timings: dict[str, float | None] = {part: clock.ms.get(part, 0.0) for part in PARTS}
+    timings["per_token"] = sum(steps) / len(steps) if steps else None
+    timings["latency"] = clock.ms["ttft"] + sum(steps)
+    return timings
 
 
 def _check_finite(encoded: Encoded) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,9 +137,7 @@ class Manifest:
     @property
     def segments(self) -> tuple[range, ...]:
         """The layers of `decoder_0`, `decoder_1`, ..."""
-        starts = [0, *(layer + 1 for layer in self.cut_after)]
-        ends = [*starts[1:], self.language_model.num_layers]
-        return tuple(range(start, end) for start, end in zip(starts, ends, strict=True))
+        return decoder_segments(self.cut_after, self.language_model.num_layers)
 
     def plan(self, method: str, budget: str) -> Plan | None:
         """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""
@@ -173,6 +171,12 @@ class Bundle:
     def graph_path(self, graph: str) -> Path:
         """The path of a graph's ONNX file."""
         return self.path / self.manifest.graphs[graph].file
+
+
+def decoder_segments(cut_after: Sequence[int], num_layers: int) -> tuple[range, ...]:
+    """The layers between the cuts behind the layers `cut_after` (0-based, ascending)."""
+    starts = [0, *(layer + 1 for layer in cut_after)]
+    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True))
 
 
 def read_bundle(path: str | os.PathLike[str]) -> Bundle:

@@ -75,7 +75,7 @@ def _loaded(graph: Graph) -> Run:
     backend = load_backend("ort-cpu", threads=2)
     with tempfile.TemporaryDirectory() as folder:
         spec = graph.save(Path(folder), "graph.onnx")
-        engine = backend.load(Path(folder) / spec.file, spec)
+        engine = backend.load(Path(folder) / spec.file)
 
     def run(**inputs: Array) -> dict[str, Array]:
         outputs = engine({name: backend.tensor(array) for name, array in inputs.items()})

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.bundle import GraphSpec
 from sinkprune.errors import BackendError
 
 Tensor = Any
@@ -32,7 +31,7 @@ class Backend(Protocol):
     threads: int
     versions: dict[str, str]
 
-    def load(self, path: Path, spec: GraphSpec) -> Engine:
+    def load(self, path: Path) -> Engine:
         """Load one graph; raises `BackendError`."""
         ...
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.bundle import GraphSpec
-from sinkprune.errors import BackendError
+from sinkprune.errors import BackendError, UsageError
 
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
@@ -19,6 +18,8 @@ class OrtBackend:
     """ONNX Runtime with one execution provider."""
 
     def __init__(self, name: str, provider: str, threads: int | None) -> None:
+        if threads is not None and threads < 1:
+            raise UsageError(f"threads is {threads}, expected at least 1.")
         ort = _import_onnxruntime(name)
         if provider not in ort.get_available_providers():
             raise BackendError(
@@ -29,10 +30,10 @@ class OrtBackend:
         self._provider = provider
         self._device = _DEVICES[provider]
         self.name = name
-        self.threads = threads or len(os.sched_getaffinity(0))
+        self.threads = threads or _cores()
         self.versions = {"onnxruntime": ort.__version__}
 
-    def load(self, path: Path, spec: GraphSpec) -> _OrtEngine:
+    def load(self, path: Path) -> _OrtEngine:
         """Load one graph; raises `BackendError`."""
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads
@@ -84,6 +85,13 @@ class _OrtEngine:
             binding.bind_output(name, self._device)
         self._session.run_with_iobinding(binding)
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
+
+
+def _cores() -> int:
+    """The cores this process may use, where the system tells; else all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _import_onnxruntime(name: str) -> Any:

@@ -14,7 +14,7 @@ from sinkprune.budgets import UNPRUNED
 from sinkprune.command import run_command
 from sinkprune.errors import PromptError
 from sinkprune.files import check_writable, write_whole
-from sinkprune.report import Report, Spread
+from sinkprune.report import BudgetReport, Report, Spread
 from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle
 from sinkprune.runtime.images import read_image
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib, plot_report
@@ -118,9 +118,16 @@ def _print_table(report: Report) -> None:
         )
     console.print(table)
     for name, budget in report.budgets.items():
-        if budget.decode_tokens_per_s is not None:
-            rates = f"{budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s"
-            console.print(f"decoding, {name}: {rates}", highlight=False)
+        console.print(f"{name}: {_rates(budget)}", highlight=False)
+
+
+def _rates(budget: BudgetReport) -> str:
+    """What the machine achieved: no figure here may beat its peak."""
+    prefill = budget.ms["prefill"]
+    rates = [f"prefill {budget.flops.prefill / prefill.median / 1e6:.0f} GFLOP/s"] if prefill else []
+    if budget.decode_tokens_per_s is not None:
+        rates.append(f"decode {budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s")
+    return ", ".join(rates)
 
 
 def _median(spread: Spread | None) -> str:

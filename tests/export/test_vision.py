@@ -20,7 +20,7 @@ from sinkprune.runtime import Pipeline
 
 def vision_outputs(pipeline: Pipeline, pixels: np.ndarray) -> dict[str, np.ndarray]:
     backend = pipeline.backend
-    outputs = pipeline._chain.vision({"pixel_values": backend.tensor(pixels)})
+    outputs = pipeline.chain.vision({"pixel_values": backend.tensor(pixels)})
     return {name: backend.numpy(tensor) for name, tensor in outputs.items()}
 
 

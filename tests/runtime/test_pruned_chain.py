@@ -156,7 +156,7 @@ def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Arr
 def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
     """[before ; Z ; after] by the reference's sanitizer and transformers' projector, and Z's source indices."""
     pixels = pipe.family.preprocess(image)["pixel_values"]
-    features = pipe._chain.vision({"pixel_values": pipe.backend.tensor(pixels)})
+    features = pipe.chain.vision({"pixel_values": pipe.backend.tensor(pixels)})
     tokens, norms, salience = (pipe.backend.numpy(features[name])[0] for name in ("tokens", "norms", "salience"))
     options = parse_budget("llava", budget)
     index = list(range(len(tokens)))
@@ -200,7 +200,7 @@ def lengths_of(name: str, budget: str, text: int) -> list[int]:
 
 def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, int]:
     """The chain's own prefill of the image and `PROMPT`; also its number of rows."""
-    chain, clock = pipe._chain, Stopwatch(pipe.backend.synchronize)
+    chain, clock = pipe.chain, Stopwatch(pipe.backend.synchronize)
     plan = plan_of(pipe, budget)
     dtype = chain.dtype
     inputs = {key: array.astype(dtype) for key, array in pipe.family.preprocess(image).items()}
@@ -238,7 +238,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     result, rows = run_prefill(pipe, photo, budget)
     text = rows - COUNTS[name][budget][0]
     assert rows == len(sequence.rows)
-    survivors = surviving_rows(pipe._chain, result)
+    survivors = surviving_rows(pipe.chain, result)
     assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
     logits = [pipe.backend.numpy(result.logits)[0]]
     assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3
@@ -250,7 +250,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
 
     ids = [int(logits[0].argmax())]
     for _ in range(NEW_TOKENS):
-        step = decode_one_token(pipe._chain, result.cache, pipe._embedding([ids[-1]])[0])
+        step = decode_one_token(pipe.chain, result.cache, pipe._embedding([ids[-1]])[0])
         logits.append(pipe.backend.numpy(step)[0])
         ids.append(int(logits[-1].argmax()))
     assert cache_lengths(result) == [length + NEW_TOKENS for length in lengths]
@@ -301,9 +301,9 @@ def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
     loaded: list[Path] = []
     load = OrtBackend.load
 
-    def counted(self: OrtBackend, path: Path, spec: Any) -> Any:
+    def counted(self: OrtBackend, path: Path) -> Any:
         loaded.append(path)
-        return load(self, path, spec)
+        return load(self, path)
 
     monkeypatch.setattr(OrtBackend, "load", counted)
     pipe = Pipeline.load(bundle(name, "fp32", BUDGETS), check_sums=False)
