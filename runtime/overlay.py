@@ -151,7 +151,8 @@ def _legend(fates: Fates) -> list[tuple[str, Colour, bool]]:
     entries = []
     if fates.sink.any():
         entries.append((f"sink members: {fates.sink.sum()} high-norm tokens out{sink_fate}", _SINK, True))
-    entries.append((f"kept for salience: {fates.salience.sum()}", _SALIENCE, False))
+    why = "given to the LLM, no sanitizer" if fates.kept.all() else "kept for salience"
+    entries.append((f"{why}: {fates.salience.sum()}", _SALIENCE, False))
     if fates.diversity.any():
         entries.append((f"kept for diversity: {fates.diversity.sum()}", _DIVERSITY, False))
     dropped = len(fates.sink) - int(fates.sink.sum() + fates.kept.sum())

@@ -1,0 +1,138 @@
+"""TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
+
+TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
+be refused there; that one compiles says nothing about its numbers or its speed.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if platform.machine() != "x86_64":
+    pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
+
+import tensorrt_rtx as trt
+
+from sinkprune.bundle import Bundle, GraphSpec, read_bundle
+from sinkprune.export.bundle_writer import Request, export_bundle
+
+BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
+PLAN_GRAPHS = ("sanitizer", "select_after_0", "select_after_1", "select_after_2")
+GRAPHS = [
+    *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"),
+    *(f"sinkpruner/{budget}/{graph}" for budget in BUDGETS for graph in PLAN_GRAPHS),
+]
+COMPUTE_CAPABILITIES = ("SM86", "SM89", "SM120")
+
+# Smallest, usual and largest value of each dynamic dimension
+PREFILL = {
+    "G": (1, 1, 5),
+    "n": (1, 129, 576),
+    "S": (30, 180, 2000),
+    "P": (0, 0, 0),
+    "T": (30, 180, 2000),
+    "V": (65, 129, 576),
+    "L": (1, 40, 1400),
+}
+DECODE = {**PREFILL, "S": (1, 1, 1), "P": (30, 400, 2000)}
+RUN_IN_DECODE = ("decoder_", "head")
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llava",
+    "image_token_index": 300,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 336,
+        "patch_size": 14,
+    },
+    # Heads of 64: TensorRT's attention takes no smaller ones.
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 320,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+    },
+}
+
+
+class ErrorLog(trt.ILogger):  # type: ignore[misc]
+    """What TensorRT says of severity error or worse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.errors: list[str] = []
+
+    def log(self, severity: Any, message: str) -> None:
+        if severity <= trt.ILogger.ERROR:
+            self.errors.append(message)
+
+
+@pytest.fixture(scope="module")
+def fp16_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    folder = tmp_path_factory.mktemp("rtx")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    request = Request(str(folder), budgets=BUDGETS, precision="fp16", random_weights=True)
+    export_bundle(request, folder / "bundle")
+    return read_bundle(folder / "bundle")
+
+
+def layers_reading(network: Any) -> Iterator[str]:
+    """The names of all tensors some layer reads."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        for place in range(layer.num_inputs):
+            tensor = layer.get_input(place)
+            if tensor is not None:
+                yield tensor.name
+
+
+def add_profile(builder: Any, config: Any, spec: GraphSpec, ranges: dict[str, tuple[int, int, int]]) -> None:
+    profile = builder.create_optimization_profile()
+    for tensor in spec.inputs:
+        shapes = [[ranges[dim][which] if isinstance(dim, str) else dim for dim in tensor.shape] for which in range(3)]
+        profile.set_shape(tensor.name, *shapes)
+    assert config.add_optimization_profile(profile) >= 0
+
+
+def compile_graph(path: Path, name: str, spec: GraphSpec) -> None:
+    log = ErrorLog()
+    builder = trt.Builder(log)
+    network = builder.create_network(0)
+    parser = trt.OnnxParser(network, log)
+    assert parser.parse_from_file(str(path)), log.errors
+    inputs = {network.get_input(number).name for number in range(network.num_inputs)}
+    outputs = {network.get_output(number).name for number in range(network.num_outputs)}
+    assert inputs == {tensor.name for tensor in spec.inputs}
+    assert outputs == {tensor.name for tensor in spec.outputs}
+    assert inputs <= set(layers_reading(network))
+
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = len(COMPUTE_CAPABILITIES)
+    for number, capability in enumerate(COMPUTE_CAPABILITIES):
+        config.set_compute_capability(getattr(trt.ComputeCapability, capability), number)
+    add_profile(builder, config, spec, PREFILL)
+    if name.startswith(RUN_IN_DECODE):
+        add_profile(builder, config, spec, DECODE)
+    assert builder.build_serialized_network(network, config) is not None, log.errors
+
+
+def test_every_graph_is_listed(fp16_bundle: Bundle) -> None:
+    assert set(fp16_bundle.manifest.graphs) == set(GRAPHS)
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graph_compiles(name: str, fp16_bundle: Bundle) -> None:
+    compile_graph(fp16_bundle.graph_path(name), name, fp16_bundle.manifest.graphs[name])
