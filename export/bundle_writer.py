@@ -212,7 +212,7 @@ def _open_source(request: Request, dialect: Any) -> _Source:
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
     processor = family.processor(settings)
-    text = read_text(folder, family.chat_template)
+    text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
     return _Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
 

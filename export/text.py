@@ -25,7 +25,7 @@ class Text:
     eos: str
 
 
-def read_text(folder: Path, default_template: str) -> Text:
+def read_text(folder: Path, image_token: int, default_template: str) -> Text:
     """Tokenizer, chat template (`default_template` where the checkpoint has none) and stop tokens of `folder`."""
     from transformers import AutoTokenizer
 
@@ -38,6 +38,11 @@ def read_text(folder: Path, default_template: str) -> Text:
             f"checkpoint '{folder}': its tokenizer cannot be read ({reason}). Expected tokenizer.json, or "
             "tokenizer.model with tokenizer_config.json; download them again."
         ) from error
+    if image_token not in tokenizer.backend_tokenizer.get_added_tokens_decoder():
+        raise CheckpointError(
+            f"checkpoint '{folder}': its tokenizer has no added token {image_token}, which config.json gives as the "
+            "image token. Add it to the tokenizer, or download both again."
+        )
     template = _chat_template(folder) or default_template
     stop = _stop_tokens(folder, tokenizer.eos_token_id)
     return Text(serialised, template, stop, tokenizer.bos_token or "", tokenizer.eos_token or "")

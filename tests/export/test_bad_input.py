@@ -113,6 +113,11 @@ def test_missing_tokenizer(broken: Path, tmp_path: Path) -> None:
     assert_refused(export(broken, tmp_path / "out"), "tokenizer")
 
 
+def test_tokenizer_without_the_image_token(broken: Path, tmp_path: Path) -> None:
+    edit_json(broken / "config.json", image_token_index=100)
+    assert_refused(export(broken, tmp_path / "out"), "image token", "100")
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     assert_refused(export(tmp_path / "nowhere", tmp_path / "out"), "nowhere", "no such folder")
 

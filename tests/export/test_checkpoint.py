@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.dialects import onnx24
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
 from sinkprune.runtime import Pipeline
 
 ASK = "What is in the picture?"
@@ -26,6 +29,54 @@ LEGACY = {
     "model.multi_modal_projector.": "multi_modal_projector.",
     "lm_head.": "language_model.lm_head.",
 }
+
+
+# llava-hf/llava-1.5-7b-hf's config.json: most of the decoder's shape is left to Llama's defaults.
+HUB_CONFIG = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "ignore_index": -100,
+    "image_token_index": 32000,
+    "model_type": "llava",
+    "pad_token_id": 32001,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vision_config": {
+        "hidden_size": 1024,
+        "image_size": 336,
+        "intermediate_size": 4096,
+        "model_type": "clip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "projection_dim": 768,
+        "vocab_size": 32000,
+    },
+    "vision_feature_layer": -2,
+    "vision_feature_select_strategy": "default",
+    "vocab_size": 32064,
+}
+
+
+def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
+    hub = read_family("hub", HUB_CONFIG, onnx24)
+    preset = read_family("preset", PRESETS["llava-1.5-7b"], onnx24)
+    assert hub.language_model == preset.language_model
+    assert hub.language_model.num_layers == 32
+    assert hub.language_model.hidden_size == 128 * hub.language_model.num_heads == 4096
+    assert hub.language_model.rope_theta == 10_000
+    assert hub.vision == preset.vision
+    assert hub.visual_tokens == 576
+    assert hub.image_token == 32000
 
 
 def copy_without_weights(folder: Path, to: Path) -> Path:
