@@ -114,8 +114,8 @@ def test_missing_tokenizer(broken: Path, tmp_path: Path) -> None:
 
 
 def test_tokenizer_without_the_image_token(broken: Path, tmp_path: Path) -> None:
-    edit_json(broken / "config.json", image_token_index=100)
-    assert_refused(export(broken, tmp_path / "out"), "image token", "100")
+    edit_json(broken / "config.json", image_token_index=270)
+    assert_refused(export(broken, tmp_path / "out"), "no added token 270", "image token")
 
 
 def test_no_such_folder(tmp_path: Path) -> None:
