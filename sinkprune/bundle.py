@@ -263,6 +263,14 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     for graph in ("vision", *decoders, "head", *selections):
         if graph not in manifest.graphs:
             raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
+    cuts = {str(layer) for layer in manifest.cut_after}
+    for plan in plans:
+        if not cuts.issuperset(plan.select_after) or len(plan.select_after) != len(plan.counts.stages):
+            raise BundleError(
+                f"'{path}' holds a plan that selects after layers {', '.join(plan.select_after)} with "
+                f"{len(plan.counts.stages)} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
+                "Export the bundle again."
+            )
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise BundleError(f"'{path}' names the file '{name}', which lies outside the bundle.")

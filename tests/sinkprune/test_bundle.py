@@ -353,6 +353,14 @@ def test_a_plan_that_names_a_graph_the_bundle_lacks_is_refused(graph: str, copie
     assert f"'{graph}'" in refusal(copied)
 
 
+def test_a_plan_that_selects_where_the_decoder_is_not_cut_is_refused(copied: Path) -> None:
+    data = manifest_data(copied)
+    selects = next(iter(data["plans"]["sinkpruner"].values()))["select_after"]
+    selects["99"] = selects.pop(next(iter(selects)))
+    write_data(copied, data)
+    assert "cut after" in refusal(copied)
+
+
 @pytest.mark.parametrize("graph", ["vision", "decoder_0", "decoder_3", "head"])
 def test_a_bundle_that_lacks_a_weight_graph_is_refused(graph: str, copied: Path) -> None:
     data = manifest_data(copied)
