@@ -151,6 +151,7 @@ class Pipeline:
     ) -> Generator[str, None, Answer]:
         """The answer's text, piece by piece; the generator's return value is the `Answer`.
 
+        Nothing runs, and nothing is checked, before the first piece is asked for.
         `image` is a Pillow image, a uint8 [height,width,3] array or a file. Stop tokens are ignored before
         `min_new_tokens`. Raises `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
         """
