@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.budgets import UNPRUNED, Budget, parse_budget
+from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, parse_budget
 from sinkprune.bundle import (
     CHAT_TEMPLATE,
     EMBEDDING,
@@ -116,6 +116,8 @@ def export_bundle(
                 files=file_specs(root, files),
             )
             write_manifest(root, manifest)
+            # Hours may have passed: what came to stand there meanwhile is not ours to replace.
+            _check_output(output, force)
             _install(root, output)
         return manifest
     finally:
@@ -231,8 +233,6 @@ def _random_config(source: str) -> dict[str, Any]:
 
 
 def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
-    from sinkprune.budgets import BUDGETS
-
     names = tuple(BUDGETS[family]) if names is None else names
     if UNPRUNED in names:
         raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")

@@ -68,7 +68,10 @@ def _export(arguments: Sequence[str] | None) -> None:
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    if not names:
+        raise argparse.ArgumentTypeError(f"'{text}' names nothing")
+    return names
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,6 @@ class Embedding:
 
     def __init__(self, path: Path) -> None:
         self._rows = _open(path).get_slice("weight")
-        self._width: int = self._rows.get_shape()[1]
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """[len(ids),d] in the table's type."""

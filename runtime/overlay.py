@@ -140,7 +140,9 @@ def _outline(picture: Image.Image, boxes: Array, fates: Fates) -> None:
         )
         if outline:
             left, top, right, bottom = box.tolist()
-            draw.rectangle((left + 1, top + 1, right - 2, bottom - 2), outline=outline, width=2)
+            # A token of a very wide or tall image may be narrower than its outline.
+            corner = (max(left + 1, right - 2), max(top + 1, bottom - 2))
+            draw.rectangle((left + 1, top + 1, *corner), outline=outline, width=2)
 
 
 def _legend(fates: Fates) -> list[tuple[str, Colour, bool]]:
@@ -160,7 +162,8 @@ def _legend(fates: Fates) -> list[tuple[str, Colour, bool]]:
     for stage, (layer, tokens) in enumerate(fates.dropped_after.items()):
         colour = _STAGES[min(stage, len(_STAGES) - 1)]
         entries.append((f"dropped after layer {layer}: {tokens.sum()}", colour, True))
-    entries.append((f"seen by the last layer: {fates.survived.sum()} (clear)", _OUTSIDE, False))
+    sink = " and the sink" if fates.sink.any() and fates.sink_dropped_after is None else ""
+    entries.append((f"seen by the last layer: {fates.survived.sum()}{sink} (clear)", _OUTSIDE, False))
     return entries
 
 

@@ -169,7 +169,7 @@ class Pipeline:
         token, ids, steps, text = start.token, [start.token], [], ""
         while True:
             stopped = token in self.bundle.manifest.tokens.stop and len(ids) > min_new_tokens
-            ended = stopped or len(ids) == max_new_tokens
+            ended = stopped or len(ids) >= max_new_tokens
             piece = self._new_text(ids[:-1] if stopped else ids, text, final=ended)
             text += piece
             if piece:

@@ -74,6 +74,8 @@ class PromptEncoder:
         """The conversation of one user turn, an image and `text`; raises `PromptError` if `text` is empty."""
         if not text.strip():
             raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise PromptError("the prompt is not valid UTF-8. Check the terminal's encoding.")
         encoded = self._encoder.encode(self._render(text)).ids
         images = [place for place, token in enumerate(encoded) if token == self._image]
         if len(images) != 1:

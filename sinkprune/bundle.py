@@ -144,7 +144,7 @@ class Manifest:
         if method not in self.plans:
             raise BudgetError(
                 f"this bundle holds no method '{method}'; it holds: {', '.join(self.plans)}. "
-                f"Export it with --methods {method}."
+                "Others must be exported first, with sinkprune-export --methods."
             )
         if budget == UNPRUNED:
             return None
@@ -152,7 +152,7 @@ class Manifest:
             held = ", ".join([UNPRUNED, *self.plans[method]])
             raise BudgetError(
                 f"this bundle holds no budget '{budget}' for method '{method}'; it holds: {held}. "
-                f"Export it with --budgets {budget}."
+                "Others must be exported first, with sinkprune-export --budgets."
             )
         return self.plans[method][budget]
 
@@ -260,7 +260,7 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
     plans = [plan for budgets in manifest.plans.values() for plan in budgets.values()]
     selections = [graph for plan in plans for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
-    for graph in ("vision", *decoders, "head", *selections):
+    for graph in ("vision", "projector", *decoders, "head", *selections):
         if graph not in manifest.graphs:
             raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
     cuts = {str(layer) for layer in manifest.cut_after}

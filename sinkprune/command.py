@@ -17,7 +17,16 @@ from sinkprune.errors import SinkpruneError
 INTERRUPTED = 130
 
 # What the operating system says when the disk, not the program, is at fault.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+}
 
 
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:

@@ -16,12 +16,17 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise OutputError(f"'{path}' cannot be written: its folder must exist and no folder bear its name.")
     if not os.access(path.absolute().parent, os.W_OK):
-        raise OutputError(f"'{path}' cannot be written: no permission for '{path.absolute().parent}'.")
+        raise OutputError(
+            f"'{path}' cannot be written: no permission, or a read-only file system, at '{path.absolute().parent}'."
+        )
 
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` beside `path`, then rename it there."""
-    handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    try:
+        handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+    except OSError as error:
+        raise OutputError(f"'{path}' cannot be written: {error.strerror}. Choose another place.") from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

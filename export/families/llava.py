@@ -34,7 +34,12 @@ class Llava:
         from transformers import LlavaConfig
 
         self._source, self._dialect = source, dialect
-        self._config: Any = LlavaConfig.from_dict(dict(config))
+        try:
+            self._config: Any = LlavaConfig.from_dict(dict(config))
+        except Exception as error:
+            # transformers checks configurations by many kinds of errors.
+            reason = " ".join(str(error).split())
+            raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
         self._check()
         self._llama = _read_llama(self._config.text_config)
         self._clip = _read_clip(self._config)
@@ -143,22 +148,45 @@ class Llava:
                     f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
                     f"Other variants of {self.architecture} are not supported yet."
                 )
+        self._check_shapes(text)
         if not isinstance(config.vision_feature_layer, int):
             raise CheckpointError(
                 f"checkpoint '{self._source}': vision_feature_layer is {config.vision_feature_layer}, expected one "
                 "layer. Features joined from several layers are not supported yet."
             )
+        blocks, available = _feature_blocks(config), config.vision_config.num_hidden_layers
+        if not 1 <= blocks <= available:
+            raise CheckpointError(
+                f"checkpoint '{self._source}': vision_feature_layer {config.vision_feature_layer} is none of the "
+                f"tower's {available} blocks."
+            )
+
+    def _check_shapes(self, text: Any) -> None:
+        """Refuse shapes that no weights can have."""
+        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+        expectations = [
+            ("num_attention_heads is a multiple of num_key_value_heads", heads % kv_heads == 0),
+            ("hidden_size is a multiple of num_attention_heads", text.hidden_size % heads == 0),
+            ("head_dim is even", _head_dim(text) % 2 == 0),
+            ("the image token is in the vocabulary", self._config.image_token_id < text.vocab_size),
+        ]
+        for expectation, holds in expectations:
+            if not holds:
+                raise CheckpointError(
+                    f"checkpoint '{self._source}': expected that {expectation}; found hidden_size {text.hidden_size}, "
+                    f"{heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, vocabulary "
+                    f"{text.vocab_size}, image token {self._config.image_token_id}. Mend config.json."
+                )
 
 
 def _read_llama(text: Any) -> Llama:
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     facts = LanguageModel(
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
         num_layers=text.num_hidden_layers,
         num_heads=text.num_attention_heads,
         num_kv_heads=text.num_key_value_heads,
-        head_dim=head_dim,
+        head_dim=_head_dim(text),
         vocab_size=text.vocab_size,
         max_positions=text.max_position_embeddings,
         rope_theta=float(text.rope_parameters["rope_theta"]),
@@ -168,16 +196,23 @@ def _read_llama(text: Any) -> Llama:
 
 def _read_clip(config: Any) -> Clip:
     vision = config.vision_config
-    # Hidden state 0 is the embedding, hidden state i the output of block i-1.
-    blocks = config.vision_feature_layer
-    blocks = blocks if blocks >= 0 else vision.num_hidden_layers + 1 + blocks
     return Clip(
         hidden_size=vision.hidden_size,
         intermediate_size=vision.intermediate_size,
         num_heads=vision.num_attention_heads,
-        num_blocks=blocks,
+        num_blocks=_feature_blocks(config),
         image_size=vision.image_size,
         patch_size=vision.patch_size,
         layer_norm_eps=vision.layer_norm_eps,
         activation=vision.hidden_act,
     )
+
+
+def _head_dim(text: Any) -> int:
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+
+def _feature_blocks(config: Any) -> int:
+    """How many blocks the feature layer needs: hidden state 0 is the embedding, i the output of block i-1."""
+    layer: int = config.vision_feature_layer
+    return layer if layer >= 0 else int(config.vision_config.num_hidden_layers) + 1 + layer

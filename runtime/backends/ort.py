@@ -18,8 +18,9 @@ class OrtBackend:
     """ONNX Runtime with one execution provider."""
 
     def __init__(self, name: str, provider: str, threads: int | None) -> None:
-        if threads is not None and threads < 1:
-            raise UsageError(f"threads is {threads}, expected at least 1.")
+        most = 4 * (os.cpu_count() or 1)
+        if threads is not None and not 1 <= threads <= most:
+            raise UsageError(f"threads is {threads}, expected 1 to {most}, four times this machine's cores.")
         ort = _import_onnxruntime(name)
         if provider not in ort.get_available_providers():
             raise BackendError(

@@ -30,7 +30,7 @@ examples:
 
 
 # Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_TABLE_WIDTH = 132
+_TABLE_WIDTH = 250
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,11 +82,12 @@ def _profile(arguments: Sequence[str] | None) -> None:
             warmup=options.warmup,
             on_run=lambda name: progress.update(task, advance=1, description=name),
         )
-    _print_table(report)
     if options.json:
         write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
     if options.plot:
         write_whole(options.plot, plot_report(report, options.plot.suffix))
+    # Last, because whoever reads it may stop reading, as `head` does.
+    _print_table(report)
 
 
 def _print_table(report: Report) -> None:
@@ -96,6 +97,7 @@ def _print_table(report: Report) -> None:
         f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; milliseconds, median (p95) of "
         f"{report.repeat} interleaved runs",
         highlight=False,
+        markup=False,
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
     headings = ["budget", "visual", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]

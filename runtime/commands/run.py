@@ -43,6 +43,8 @@ def _run(arguments: Sequence[str] | None) -> None:
 
     if options.overlay:
         check_writable(options.overlay, PICTURE_SUFFIXES)
+        if options.overlay.absolute() == options.image.absolute():
+            raise UsageError(f"--overlay '{options.overlay}' is the image itself; give it another name.")
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     if not options.prompt.strip():
