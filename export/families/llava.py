@@ -173,8 +173,8 @@ class Llava:
         for expectation, holds in expectations:
             if not holds:
                 raise CheckpointError(
-                    f"checkpoint '{self._source}': expected that {expectation}; found hidden_size {text.hidden_size}, "
-                    f"{heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, vocabulary "
+                    f"checkpoint '{self._source}': expected that {expectation}; found hidden_size "
+                    f"{text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, vocabulary "
                     f"{text.vocab_size}, image token {self._config.image_token_id}. Mend config.json."
                 )
 
