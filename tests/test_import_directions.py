@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "runtime": {"sinkprune"},
     "engines": {"sinkprune", "runtime"},
     "export": {"sinkprune"},
-    "calibration": {"sinkprune", "runtime", "engines", "export"},
+    "calibration": {"sinkprune", "runtime", "engines", "export", "demo"},
     "jetson": {"sinkprune", "runtime", "engines"},
     "demo": {"sinkprune", "export"},
 }
