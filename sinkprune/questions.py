@@ -26,7 +26,9 @@ class Question:
         """The words the model is asked; multiple choice in the form LLaVA-1.5 is evaluated with."""
         if not self.options:
             return self.text
-        lettered = [f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, self.options)]
+        lettered = [
+            f"{letter}. {option}" for letter, option in zip(string.ascii_uppercase, self.options, strict=False)
+        ]
         return "\n".join([self.text, *lettered, _CHOOSE])
 
     def is_right(self, reply: str) -> bool:
