@@ -9,8 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from sinkprune.budgets import BUDGETS, OPTIONS
 from sinkprune.command import run_command
 from sinkprune.errors import SinkpruneError
+from sinkprune.export.presets import PRESETS
+from sinkprune.precision import DTYPES
 
 _EXAMPLES = """\
 examples:
@@ -18,7 +21,7 @@ examples:
   sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
   sinkprune-export llava-1.1b --random-weights -o sizing      # true shapes, no download
 
-Every bundle also runs unpruned. Options may follow a budget's name: retain-64+raster+visual-keys.
+Every bundle also runs unpruned.
 """
 
 
@@ -64,7 +67,11 @@ def _export(arguments: Sequence[str] | None) -> None:
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
         budgets = ", ".join(["none", *manifest.budgets])
-        sys.stdout.write(f"{options.output}: {size / 1e9:.2f} GB, {manifest.precision}, budgets {budgets}\n")
+        sys.stdout.write(f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -74,11 +81,21 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
+def _known_names() -> str:
+    """What may stand for a budget, its options and a preset, family by family."""
+    budgets = "".join(f"  {family}: {', '.join(rows)}\n" for family, rows in BUDGETS.items())
+    return (
+        f"budgets:\n{budgets}"
+        f"options, behind a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)}\n"
+        f"presets, for --random-weights:\n  {', '.join(PRESETS)}\n"
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sinkprune-export",
         description="Cut a multimodal LLM into ONNX graphs where visual tokens are dropped.",
-        epilog=_EXAMPLES,
+        epilog=f"{_EXAMPLES}\n{_known_names()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -91,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         default=("sinkpruner",),
         help="comma-separated methods (default: sinkpruner)",
     )
-    add("--precision", choices=["fp32", "fp16"], default="fp32", help="weights and states (default: fp32)")
+    add("--precision", choices=list(DTYPES), default="fp32", help="weights and states (default: fp32)")
     add("--dialect", choices=["onnx24"], default="onnx24", help="operators of the graphs (default: onnx24)")
     add(
         "--random-weights",

@@ -1,24 +1,25 @@
-"""The float types a bundle can be exported in."""
+"""The float types a bundle can be exported in, as graphs name them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+
+from sinkprune.precision import DTYPES, PrecisionName
 
 
 @dataclass(frozen=True)
 class Precision:
     """The type of weights, hidden states and caches."""
 
-    name: Literal["fp32", "fp16"]
+    name: PrecisionName
     onnx: ir.DataType
     numpy: np.dtype[Any]
 
 
-PRECISIONS = {
-    "fp32": Precision("fp32", ir.DataType.FLOAT, np.dtype(np.float32)),
-    "fp16": Precision("fp16", ir.DataType.FLOAT16, np.dtype(np.float16)),
+PRECISIONS: dict[str, Precision] = {
+    name: Precision(name, ir.DataType.from_numpy(dtype), dtype) for name, dtype in DTYPES.items()
 }

@@ -19,6 +19,10 @@ _DAMAGE = (OSError, SyntaxError, ValueError, EOFError)
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
     """The RGB image in a file, turned as its EXIF data says; raises `ImageError`."""
     file = Path(path)
+    if file.is_dir():
+        raise ImageError(
+            f"image '{file}' is a folder, expected a file. Give a JPEG, PNG, WebP, BMP, GIF or TIFF file."
+        )
     if not file.is_file():
         raise ImageError(f"image '{file}': found no such file. Give a JPEG, PNG, WebP, BMP, GIF or TIFF file.")
     if file.stat().st_size == 0:
@@ -48,6 +52,11 @@ def to_rgb(image: Image.Image | np.ndarray[Any, Any]) -> Image.Image:
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ImageError(f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3].")
         return Image.fromarray(image)
+    if not isinstance(image, Image.Image):
+        raise ImageError(
+            f"the image is a {type(image).__name__}, expected a Pillow image, a uint8 [height,width,3] array or the "
+            "name of a file."
+        )
     try:
         turned = ImageOps.exif_transpose(image)
         has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, read_bundle, verify
 from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
+from sinkprune.precision import DTYPES
 from sinkprune.report import PARTS
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.chain import (
@@ -36,8 +38,6 @@ from sinkprune.runtime.stopwatch import Stopwatch
 
 Array = np.ndarray[Any, Any]
 ImageLike = Image.Image | Array | str | os.PathLike[str]
-
-_DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Pipeline:
         self.bundle = bundle
         self.backend = load_backend(backend, threads)
         self.family = load_family(manifest)
-        self._dtype = _DTYPES[manifest.precision]
+        self._dtype = DTYPES[manifest.precision]
         self._prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
         self._embedding = Embedding(bundle.file(EMBEDDING))
         self.chain = Chain(bundle, self.backend, self._dtype)
@@ -155,8 +155,8 @@ class Pipeline:
         `image` is a Pillow image, a uint8 [height,width,3] array or a file. Stop tokens are ignored before
         `min_new_tokens`. Raises `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
         """
-        if max_new_tokens < 1:
-            raise UsageError(f"max new tokens is {max_new_tokens}, expected at least 1.")
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+            raise UsageError(f"max new tokens is {max_new_tokens}, expected a whole number of at least 1.")
         plan = self.bundle.manifest.plan(method, budget)
         sampler = Sampler(temperature, top_p, seed)
         decoded = read_image(image) if isinstance(image, (str, os.PathLike)) else to_rgb(image)

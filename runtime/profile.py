@@ -12,11 +12,10 @@ from PIL import Image
 from sinkprune.budgets import UNPRUNED
 from sinkprune.errors import UsageError
 from sinkprune.flops import decode_bytes, prefill_flops
+from sinkprune.precision import DTYPES
 from sinkprune.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
 from sinkprune.runtime.peak_memory import PeakMemory
 from sinkprune.runtime.pipeline import Answer, Pipeline
-
-_WEIGHT_BYTES = {"fp32": 4, "fp16": 2}
 
 
 def profile(
@@ -36,8 +35,9 @@ def profile(
     The unpruned engines are always among them. Every answer is exactly `new_tokens` long: stop tokens are ignored.
     `on_run` is told of each run before it starts.
     """
-    if repeat < 1 or warmup < 0:
-        raise UsageError(f"repeat is {repeat}, expected at least 1; warm-up is {warmup}, expected at least 0.")
+    for option, count, least in (("--repeat", repeat, 1), ("--warmup", warmup, 0)):
+        if count < least:
+            raise UsageError(f"{option} is {count}, expected at least {least}.")
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
     answers: dict[str, list[Answer]] = {name: [] for name in names}
     memory = {name: PeakMemory() for name in names}
@@ -128,7 +128,7 @@ def _budget_report(
     speedup = PrefillAndTtft(*(_ratio(baseline[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
     manifest = pipeline.bundle.manifest
-    step_bytes = decode_bytes(manifest.language_model, _WEIGHT_BYTES[manifest.precision], answer.kv_bytes)
+    step_bytes = decode_bytes(manifest.language_model, DTYPES[manifest.precision].itemsize, answer.kv_bytes)
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
         kept_after_sanitizer=answer.kept.index.size,

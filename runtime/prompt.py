@@ -72,6 +72,10 @@ class PromptEncoder:
 
     def encode(self, text: str) -> Prompt:
         """The conversation of one user turn, an image and `text`; raises `PromptError` if `text` is empty."""
+        if not isinstance(text, str):
+            raise PromptError(
+                f"the prompt is a {type(text).__name__}, expected a str. Ask something about the image."
+            )
         if not text.strip():
             raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
         if any("\ud800" <= character <= "\udfff" for character in text):

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, Counts
 from sinkprune.errors import BudgetError, BundleError
+from sinkprune.precision import PrecisionName
 from sinkprune.schema import SchemaError, from_json, to_json
 
 FORMAT_VERSION = 1
@@ -117,7 +118,7 @@ class Manifest:
     format_version: int
     sinkprune_version: str
     family: str
-    precision: Literal["fp32", "fp16"]
+    precision: PrecisionName
     dialect: Literal["onnx24"]
     checkpoint: Checkpoint
     language_model: LanguageModel

@@ -174,8 +174,8 @@ class Llava:
             if not holds:
                 raise CheckpointError(
                     f"checkpoint '{self._source}': expected that {expectation}; found hidden_size "
-                    f"{text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, vocabulary "
-                    f"{text.vocab_size}, image token {self._config.image_token_id}. Mend config.json."
+                    f"{text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, "
+                    f"vocabulary {text.vocab_size}, image token {self._config.image_token_id}. Mend config.json."
                 )
 
 

@@ -40,7 +40,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    assert "no such file" in refusal(tmp_path)
+    assert "is a folder" in refusal(tmp_path)
 
 
 def test_an_empty_file_is_refused(tmp_path: Path) -> None:
@@ -179,6 +179,12 @@ def test_an_array_of_another_kind_is_refused_with_what_was_found(shape: tuple[in
     message = str(caught.value)
     assert f"{np.dtype(dtype)}{list(shape)}" in message
     assert "expected uint8 [height,width,3]" in message
+
+
+@pytest.mark.parametrize("image", [None, b"\xff\xd8\xff", 3, [[0]]], ids=lambda image: type(image).__name__)
+def test_what_is_no_image_is_refused_with_its_type(image: Any, pipeline: Callable[..., Pipeline]) -> None:
+    with pytest.raises(ImageError, match=rf"is a {type(image).__name__}, expected a Pillow image"):
+        pipeline("gqa-112").generate(image, "What is this?")
 
 
 def test_a_pillow_image_that_cannot_be_decoded_is_refused(photo: Image.Image, tmp_path: Path) -> None:

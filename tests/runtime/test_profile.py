@@ -34,8 +34,10 @@ def test_warm_up_is_not_counted(pipeline: Callable[..., Pipeline], photo: Image.
 
 
 def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match="repeat is 0"):
+    with pytest.raises(UsageError, match=r"^--repeat is 0, expected at least 1\.$"):
         profile(pipeline("gqa-112"), photo, "What?", [], repeat=0)
+    with pytest.raises(UsageError, match=r"^--warmup is -1, expected at least 0\.$"):
+        profile(pipeline("gqa-112"), photo, "What?", [], warmup=-1)
     with pytest.raises(UsageError, match="at least 1"):
         profile(pipeline("gqa-112"), photo, "What?", [], new_tokens=0)
 

@@ -289,9 +289,10 @@ def test_a_special_token_that_begins_another_is_not_taken_for_it(folder: Path) -
     assert twice.encode("see").after.count(longer) == 1
 
 
-@pytest.mark.parametrize("text", ["", " ", "\n", " \t\r\n ", "\u3000\u00a0"], ids=ascii)
-def test_empty_and_blank_prompts_are_refused(text: str, both: Callable[..., Both]) -> None:
-    with pytest.raises(PromptError, match="empty"):
+@pytest.mark.parametrize("text", ["", " ", "\n", " \t\r\n ", "\u3000\u00a0", None, b"What?", "W\udcff?"], ids=ascii)
+def test_empty_prompts_and_what_is_no_text_are_refused(text: Any, both: Callable[..., Both]) -> None:
+    said = "expected a str" if not isinstance(text, str) else "not valid UTF-8" if text.strip() else "empty"
+    with pytest.raises(PromptError, match=said):
         both("llama").ours.encode(text)
 
 

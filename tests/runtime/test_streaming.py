@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -272,12 +274,16 @@ def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], sm
     assert two.ms["latency"] == pytest.approx(two.ms["ttft"] + two.ms["per_token"])
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_at_least_one_token_must_be_asked_for(
-    count: int, scripted: Callable[[str], Pipeline], small: Image.Image
+@pytest.mark.parametrize("count", [0, -1, 2.5, 3.0, "4"], ids=repr)
+def test_at_least_one_whole_token_must_be_asked_for(
+    count: Any, scripted: Callable[[str], Pipeline], small: Image.Image
 ) -> None:
     with pytest.raises(UsageError, match=f"max new tokens is {count}"):
         scripted("words").generate(small, "What is this?", max_new_tokens=count)
+
+
+def test_a_count_may_be_numpys(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
+    assert scripted("words").generate(small, "What?", max_new_tokens=np.int64(2)).text == "w0 w1"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)

@@ -1,0 +1,11 @@
+"""The float types of a bundle, by name. Weights, hidden states and caches are of one of them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+PrecisionName = Literal["fp32", "fp16"]
+
+DTYPES: dict[PrecisionName, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp16": np.dtype(np.float16)}
