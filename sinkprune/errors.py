@@ -49,3 +49,7 @@ class NumericsError(SinkpruneError):
 
 class UsageError(SinkpruneError):
     """An argument is outside its range."""
+
+
+class TaskError(SinkpruneError):
+    """A task to evaluate on is unknown, or its file is missing or malformed."""

@@ -17,7 +17,17 @@ from sinkprune.runtime.pipeline import Pipeline
 
 
 def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with the arguments every runtime command takes."""
+    """A parser with the arguments every command takes that asks about one image."""
+    parser = bundle_parser(name, description, examples)
+    add = parser.add_argument
+    add("--image", type=Path, required=True, help="the image file to ask about")
+    add("--prompt", required=True, help="the question")
+    add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
+    return parser
+
+
+def bundle_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    """A parser with the arguments every command takes that runs a bundle; `load_pipeline` reads them."""
     parser = argparse.ArgumentParser(
         prog=name,
         description=description,
@@ -26,9 +36,6 @@ def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentP
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
-    add("--image", type=Path, required=True, help="the image file to ask about")
-    add("--prompt", required=True, help="the question")
-    add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--threads", type=int, help="CPU threads (default: all cores)")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
