@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.bundle import Manifest
+from sinkprune.errors import BundleError
 
 Array = np.ndarray[Any, Any]
 
@@ -35,7 +36,28 @@ class Family(Protocol):
 
 
 def load_family(manifest: Manifest) -> Family:
-    """The family a bundle belongs to. `read_bundle` has refused names that are not here."""
+    """The family a bundle belongs to, tried out on one pixel; raises `BundleError`.
+
+    `read_bundle` has refused families that are not here, but what a family writes of its image side only it can read.
+    """
     from sinkprune.runtime.families.llava import Llava
 
-    return {"llava": Llava}[manifest.family](manifest)
+    try:
+        family: Family = {"llava": Llava}[manifest.family](manifest)
+        pixel = Image.new("RGB", (1, 1))
+        given = {name: list(array.shape) for name, array in family.preprocess(pixel).items()}
+        counts = {family.visual_tokens, len(family.token_boxes(pixel.size))}
+        family.encode_flops(kept=1)
+    except Exception as error:
+        # Settings in the checkpoint's own words may be wrong in any way.
+        reason = f"{type(error).__name__}: {error}"
+        raise BundleError(f"the bundle's `vision` or `processor` is malformed: {reason}. Export it again.") from error
+    vision = manifest.graphs["vision"]
+    taken = {spec.name: [1 if isinstance(size, str) else size for size in spec.shape] for spec in vision.inputs}
+    expected = {spec.shape[1] for spec in vision.outputs if spec.name == "norms"}
+    if given != taken or counts != expected:
+        raise BundleError(
+            f"the bundle's `vision` and `processor` do not fit its vision graph: they give {given} and "
+            f"{sorted(counts)} visual tokens, the graph takes {taken} and gives {sorted(expected)}. Export it again."
+        )
+    return family

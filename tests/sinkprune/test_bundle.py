@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manifests import changed, manifest_data, refusal, write_data
 
 from sinkprune.bundle import (
     CHAT_TEMPLATE,
@@ -55,40 +54,12 @@ def shared_copy(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return Path(shutil.copytree(original, tmp_path_factory.mktemp("fuzz") / "bundle"))
 
 
-def manifest_data(root: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
-    return data
-
-
-def write_data(root: Path, data: Any) -> None:
-    (root / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
-
-
-def refusal(root: Path) -> str:
-    """The message a bundle is refused with, which names the bundle."""
-    with pytest.raises(BundleError) as caught:
-        verify(read_bundle(root))
-    message = str(caught.value)
-    assert str(root) in message
-    return message
-
-
 def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value within `value`."""
     items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         yield (*place, key)
         yield from places(item, (*place, key))
-
-
-def changed(data: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
-    """A copy of `data` on whose container at `place` `change(container, key)` was called."""
-    result = copy.deepcopy(data)
-    container = result
-    for key in place[:-1]:
-        container = container[key]
-    change(container, place[-1])
-    return result
 
 
 def test_a_manifest_survives_writing_and_reading(original: Path, copied: Path) -> None:
@@ -328,45 +299,6 @@ def test_a_file_name_that_cannot_be_a_file_is_refused(name: str, copied: Path) -
     data["files"][name] = {"size": 0, "sha256": ""}
     write_data(copied, data)
     refusal(copied)
-
-
-def test_a_graph_without_a_sum_is_refused(copied: Path) -> None:
-    data = manifest_data(copied)
-    del data["files"]["graphs/head.onnx"]
-    write_data(copied, data)
-    assert "no size and sha256 for 'graphs/head.onnx'" in refusal(copied)
-
-
-@pytest.mark.parametrize("name", [EMBEDDING, TOKENIZER, CHAT_TEMPLATE])
-def test_a_bundle_that_does_not_list_a_file_every_bundle_has_is_refused(name: str, copied: Path) -> None:
-    data = manifest_data(copied)
-    del data["files"][name]
-    write_data(copied, data)
-    assert f"'{name}'" in refusal(copied)
-
-
-@pytest.mark.parametrize("graph", ["sinkpruner/retain-64/sanitizer", "sinkpruner/retain-64/select_after_2"])
-def test_a_plan_that_names_a_graph_the_bundle_lacks_is_refused(graph: str, copied: Path) -> None:
-    data = manifest_data(copied)
-    del data["graphs"][graph]
-    write_data(copied, data)
-    assert f"'{graph}'" in refusal(copied)
-
-
-def test_a_plan_that_selects_where_the_decoder_is_not_cut_is_refused(copied: Path) -> None:
-    data = manifest_data(copied)
-    selects = next(iter(data["plans"]["sinkpruner"].values()))["select_after"]
-    selects["99"] = selects.pop(next(iter(selects)))
-    write_data(copied, data)
-    assert "cut after" in refusal(copied)
-
-
-@pytest.mark.parametrize("graph", ["vision", "decoder_0", "decoder_3", "head"])
-def test_a_bundle_that_lacks_a_weight_graph_is_refused(graph: str, copied: Path) -> None:
-    data = manifest_data(copied)
-    del data["graphs"][graph]
-    write_data(copied, data)
-    assert f"'{graph}'" in refusal(copied)
 
 
 @given(data=VALUES)

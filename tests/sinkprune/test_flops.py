@@ -42,7 +42,7 @@ QWEN_7B = LanguageModel(
 def manifest(bundle: Callable[..., Path]) -> Manifest:
     """A bundle's manifest with the shapes of LLaVA-1.5-7B."""
     family = read_family("llava-1.5-7b", PRESETS["llava-1.5-7b"], onnx24)
-    small = read_bundle(bundle("gqa-112")).manifest
+    small = read_bundle(bundle("mha-336")).manifest
     return dataclasses.replace(small, language_model=family.language_model, vision=family.vision)
 
 

@@ -1,0 +1,42 @@
+"""The manifest of a bundle, read, changed and written back, and what a refusal must look like."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkprune.bundle import MANIFEST, read_bundle, verify
+from sinkprune.errors import BundleError
+
+
+def manifest_data(root: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
+    return data
+
+
+def write_data(root: Path, data: Any) -> None:
+    (root / MANIFEST).write_text(json.dumps(data), encoding="utf-8")
+
+
+def refusal(root: Path) -> str:
+    """The message a bundle is refused with, which names the bundle."""
+    with pytest.raises(BundleError) as caught:
+        verify(read_bundle(root))
+    message = str(caught.value)
+    assert str(root) in message
+    return message
+
+
+def changed(data: Any, place: tuple[Any, ...], change: Callable[[Any, Any], None]) -> Any:
+    """A copy of `data` on whose container at `place` `change(container, key)` was called."""
+    result = copy.deepcopy(data)
+    container = result
+    for key in place[:-1]:
+        container = container[key]
+    change(container, place[-1])
+    return result
