@@ -13,7 +13,6 @@ from sinkprune.budgets import BUDGETS, OPTIONS
 from sinkprune.command import run_command
 from sinkprune.errors import SinkpruneError
 from sinkprune.export.presets import PRESETS
-from sinkprune.precision import DTYPES
 
 _EXAMPLES = """\
 examples:
@@ -92,6 +91,9 @@ def _known_names() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
+    from sinkprune.precision import DTYPES
+
     parser = argparse.ArgumentParser(
         prog="sinkprune-export",
         description="Cut a multimodal LLM into ONNX graphs where visual tokens are dropped.",

@@ -38,7 +38,7 @@ class Llava:
             self._config: Any = LlavaConfig.from_dict(dict(config))
         except Exception as error:
             # transformers checks configurations by many kinds of errors.
-            reason = " ".join(str(error).split())
+            reason = " ".join(str(error).split()).removesuffix(".")
             raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
         self._check()
         self._llama = _read_llama(self._config.text_config)

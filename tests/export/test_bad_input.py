@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 from commands import BIN, assert_refused, run
 
+from sinkprune.budgets import BUDGETS, OPTIONS
+from sinkprune.errors import BundleError
+from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.command import main
 from sinkprune.export.presets import PRESETS
 
 Checkpoints = Callable[[str], Path]
@@ -86,6 +90,8 @@ def test_unsupported_architecture_lists_the_supported(broken: Path, tmp_path: Pa
         ("vision_config", {"model_type": "siglip_vision_model"}, "siglip_vision_model"),
         (None, {"vision_feature_select_strategy": "full"}, "full"),
         (None, {"vision_feature_layer": [-2, -1]}, "[-2, -1]"),
+        ("text_config", {"num_key_value_heads": 3}, "4 heads, 3 key-value heads"),
+        (None, {"image_token_index": 384}, "image token 384"),
     ],
 )
 def test_unsupported_variant_is_named(
@@ -95,6 +101,24 @@ def test_unsupported_variant_is_named(
     (config[part] if part else config).update(changes)
     (broken / "config.json").write_text(json.dumps(config))
     assert_refused(export(broken, tmp_path / "out"), said, "expected")
+
+
+@pytest.mark.parametrize("layer", [0, 5, -5, -9])
+def test_feature_layer_must_be_a_block_of_the_tower(layer: int, broken: Path, tmp_path: Path) -> None:
+    edit_json(broken / "config.json", vision_feature_layer=layer)
+    assert_refused(export(broken, tmp_path / "out"), f"vision_feature_layer {layer} ", "4 blocks")
+
+
+@pytest.mark.parametrize(
+    ("part", "value"), [("hidden_size", "64"), ("hidden_size", 66), ("head_dim", 15), ("num_hidden_layers", None)]
+)
+def test_config_that_transformers_refuses(part: str, value: Any, broken: Path, tmp_path: Path) -> None:
+    config = json.loads((broken / "config.json").read_text())
+    config["text_config"][part] = value
+    (broken / "config.json").write_text(json.dumps(config))
+    outcome = export(broken, tmp_path / "out")
+    assert_refused(outcome, "config.json is not valid", str(value))
+    assert not outcome.stderr.endswith("..\n")
 
 
 def test_config_that_is_not_json(broken: Path, tmp_path: Path) -> None:
@@ -136,6 +160,38 @@ def test_unknown_budget_and_option_list_the_known(broken: Path, tmp_path: Path) 
     assert_refused(export(broken, tmp_path / "out", "--methods", "magic"), "magic", "sinkpruner")
 
 
+@pytest.mark.parametrize("option", ["--budgets", "--methods"])
+@pytest.mark.parametrize("names", [",", " , ", ""], ids=repr)
+def test_a_list_that_names_nothing(
+    option: str, names: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["llava-1.1b", "-o", str(tmp_path / "out"), option, names])
+    assert f"{option}: '{names}' names nothing" in capsys.readouterr().err
+
+
+def test_help_lists_every_budget_option_and_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {*BUDGETS["llava"], *OPTIONS, *PRESETS} <= set(words)
+
+
+def test_the_size_of_a_small_bundle_is_told_in_megabytes(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    told = export(checkpoint("gqa-112"), tmp_path / "out", "--budgets", "retain-64").stdout
+    size = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.*") if path.name != "bundle.json")
+    assert told.startswith(f"{tmp_path / 'out'}: {size / 1e6:.2f} MB, fp32, budgets none, retain-64")
+
+
+def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
+    command = [BIN / "sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out"]
+    search = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **search}, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
 def test_decoder_too_shallow_for_three_stages(tmp_path: Path) -> None:
     config = json.loads(json.dumps(PRESETS["llava-1.1b"]))
     config["text_config"]["num_hidden_layers"] = 3
@@ -170,6 +226,23 @@ def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
     (output / "bundle.json").unlink()
     foreign = run("sinkprune-export", checkpoint("gqa-112"), "-o", output, "--force")
     assert_refused(foreign, "not a bundle")
+
+
+@pytest.mark.parametrize(
+    ("name", "force", "said"), [("bundle.json", False, "--force"), ("thesis.tex", True, "not a bundle")]
+)
+def test_what_appears_during_an_export_is_not_replaced(
+    name: str, force: bool, said: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    request, output = Request(str(checkpoint("gqa-112")), budgets=("retain-64",)), tmp_path / "out"
+
+    def appear(what: str, weights: int) -> None:
+        output.mkdir(exist_ok=True)
+        (output / name).write_text("{}")
+
+    with pytest.raises(BundleError, match=said):
+        export_bundle(request, output, force=force, progress=appear)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["out", name])
 
 
 def test_no_permission(checkpoint: Checkpoints) -> None:

@@ -85,6 +85,19 @@ def test_overlay_marks_kept_tokens_on_the_image(bundle: Bundles, photo_file: Pat
         assert (pixels == colour).all(axis=1).sum() > 500
 
 
+@pytest.mark.parametrize("size", [(1200, 60), (10, 600)], ids=["20:1", "1:60"])
+def test_overlay_on_tokens_narrower_than_their_outline(
+    size: tuple[int, int], bundle: Bundles, photo: Image.Image, tmp_path: Path
+) -> None:
+    image, picture = tmp_path / "image.png", tmp_path / "kept.png"
+    photo.resize(size).save(image)
+    arguments = (bundle("mha-336"), "--image", image, *ASK, "--max-new-tokens", 1, "--overlay", picture)
+    for budget in ("retain-192", "retain-64"):
+        assert run("sinkprune-run", *arguments, "--budget", budget).code == 0
+        with Image.open(picture) as drawn:
+            assert drawn.height > round(1100 * size[1] / max(size))
+
+
 def test_profile_report_has_every_field_and_adds_up(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
     report_file, plot = tmp_path / "profile.json", tmp_path / "profile.png"
     outcome = run(
@@ -131,6 +144,15 @@ def test_profile_always_holds_the_baseline_and_takes_one_token(
     assert report["budgets"]["none"]["decode_gb_per_s"] is None
 
 
+def test_profile_tells_long_budget_names_whole(bundle: Bundles, photo_file: Path) -> None:
+    name = "retain-64+raster+drop-sink+no-diversity+serial+visual-keys+compact"
+    arguments = (bundle("gqa-112", budgets=(name,)), "--image", photo_file, *ASK, "--repeat", 1, "--new-tokens", 2)
+    rows = [line.split() for line in run("sinkprune-profile", *arguments).stdout.splitlines()]
+    assert len(next(row for row in rows if row[:1] == [name])) == len(
+        next(row for row in rows if row[:1] == ["none"])
+    )
+
+
 @pytest.mark.parametrize("command", ["sinkprune-run", "sinkprune-profile"])
 def test_bad_questions_are_refused_before_anything_is_loaded(
     command: str, bundle: Bundles, photo_file: Path, tmp_path: Path
@@ -147,7 +169,10 @@ def test_bad_questions_are_refused_before_anything_is_loaded(
     assert_refused(run(command, good, "--image", empty, *ASK), "empty.jpg", "0 bytes")
     assert_refused(run(command, good, "--image", text, *ASK), "text.jpg", "not an image")
     assert_refused(run(command, good, "--image", truncated, *ASK), "truncated.jpg", "truncated")
+    assert_refused(run(command, good, "--image", tmp_path, *ASK), "is a folder")
+    assert_refused(run(command, good, *image, *ASK, "--threads", 5000), "threads is 5000")
     assert_refused(run(command, good, *image, "--prompt", "  "), "prompt is empty")
+    assert_refused(run(command, good, *image, "--prompt", "W\udcff?"), "not valid UTF-8")
     assert_refused(
         run(command, good, *image, "--prompt", "why " * 900), "too long", "1024 positions", "visual tokens"
     )
@@ -227,9 +252,19 @@ def test_output_files_are_checked_before_anything_is_loaded(
     assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "x.txt"), ".txt", ".png")
     assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "no" / "x.png"), "folder must exist")
     assert_refused(run("sinkprune-run", *arguments, "--overlay", tmp_path / "x.png"), "--budget")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, photo_file), "the image itself")
     assert_refused(run("sinkprune-profile", *arguments, "--json", tmp_path / "no" / "x.json"), "folder must exist")
     assert_refused(run("sinkprune-profile", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_written_is_refused(bundle: Bundles, photo_file: Path) -> None:
+    arguments = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budget", "retain-64", "--max-new-tokens", 1)
+    # A folder to which even root writes nothing, and which says so only when tried.
+    outcome = run("sinkprune-run", *arguments, "--overlay", "/proc/x.png")
+    assert outcome.code == 2
+    assert outcome.stderr.startswith("error: '/proc/x.png' cannot be written")
+    assert outcome.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["sinkprune-export", "sinkprune-run", "sinkprune-profile"])
