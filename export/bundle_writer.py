@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from sinkprune.bundle import (
 from sinkprune.errors import BudgetError, BundleError, CheckpointError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import onnx24
+from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import PlanFacts, load_method
+from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, load_method
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
@@ -47,6 +49,15 @@ _SMALL_FILES_BYTES = 64 << 20
 
 Progress = Callable[[str, int], None]
 """Told what is being done and how many weights it advanced by."""
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A plan that was left out: the method cannot run on as few visual tokens as the budget asks for."""
+
+    method: str
+    budget: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -75,10 +86,16 @@ class _Source:
 
 
 def export_bundle(
-    request: Request, output: Path, *, force: bool = False, progress: Progress = lambda what, weights: None
+    request: Request,
+    output: Path,
+    *,
+    force: bool = False,
+    progress: Progress = lambda what, weights: None,
+    left_out: Callable[[Unreachable], None] = lambda plan: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
+    `left_out` is told of each budget that a method cannot reach, unless it reaches none: that is a `BudgetError`.
     Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
     `output` is left as it was.
     """
@@ -87,14 +104,15 @@ def export_bundle(
     source = _open_source(request, dialect)
     try:
         budgets = _budgets(source.family.name, request.budgets)
-        modules = {name: load_method(name) for name in request.methods}
-        layers = source.family.language_model.num_layers
-        cut_after = tuple(sorted({layer for module in modules.values() for layer in module.layers(layers)}))
+        methods = {name: load_method(name) for name in request.methods}
+        planned = _plan_graphs(source.family, precision, methods, budgets, left_out)
+        plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
+        cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         with _staging(output, source.family.parameters * precision.numpy.itemsize) as root:
             writer = _Writer(root, source, precision, progress)
-            segments = decoder_segments(cut_after, layers)
+            segments = decoder_segments(cut_after, source.family.language_model.num_layers)
             graphs = writer.weight_graphs(segments)
-            plans = writer.plans(modules, budgets, graphs)
+            plans = writer.plans(planned, budgets, graphs)
             writer.text_files()
             progress("checking sums", 0)
             files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
@@ -145,25 +163,22 @@ class _Writer:
         return specs
 
     def plans(
-        self, modules: Mapping[str, Any], budgets: Mapping[str, Budget], graphs: dict[str, GraphSpec]
+        self,
+        planned: Mapping[str, Mapping[str, PlanGraphs]],
+        budgets: Mapping[str, Budget],
+        graphs: dict[str, GraphSpec],
     ) -> dict[str, dict[str, Plan]]:
         """The weightless graphs of every method and budget; their interfaces are added to `graphs`."""
-        family = self._source.family
-        facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, self._precision)
         plans: dict[str, dict[str, Plan]] = {}
-        for method, module in modules.items():
+        for method, by_budget in planned.items():
             plans[method] = {}
-            for name, budget in budgets.items():
-                built = module.build(facts, budget)
+            for name, built in by_budget.items():
                 folder = f"{method}/{name}"
-                select_after = {}
-                for layer, graph in built.select_after.items():
-                    select_after[str(layer)] = f"{folder}/{graph.name}"
                 for graph in filter(None, [built.sanitizer, *built.select_after.values()]):
                     graphs[f"{folder}/{graph.name}"] = graph.save(self._root, f"graphs/{folder}/{graph.name}.onnx")
-                sanitizer = f"{folder}/sanitizer" if built.sanitizer else None
-                counts = budget.resolve(family.visual_tokens)
-                plans[method][name] = Plan(sanitizer, select_after, budget.positions, counts)
+                sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
+                selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
+                plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
         return plans
 
     def text_files(self) -> None:
@@ -237,6 +252,33 @@ def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
     if UNPRUNED in names:
         raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")
     return {name: parse_budget(family, name) for name in names}
+
+
+def _plan_graphs(
+    family: Family,
+    precision: Precision,
+    methods: Mapping[str, Method],
+    budgets: Mapping[str, Budget],
+    left_out: Callable[[Unreachable], None],
+) -> dict[str, dict[str, PlanGraphs]]:
+    """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
+    facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, precision)
+    planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
+    unreachable: list[Unreachable] = []
+    for (method, build), (name, budget) in product(methods.items(), budgets.items()):
+        try:
+            planned[method][name] = build(facts, budget)
+        except UnreachableMean as error:
+            unreachable.append(Unreachable(method, name, str(error)))
+    for missed in unreachable:
+        if not planned[missed.method]:
+            raise BudgetError(
+                f"method '{missed.method}' reaches none of the budgets {', '.join(budgets)}. At '{missed.budget}': "
+                f"{missed.why}. Choose larger budgets, or leave the method out of --methods."
+            )
+    for missed in unreachable:
+        left_out(missed)
+    return planned
 
 
 def _check_output(output: Path, force: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -35,7 +36,7 @@ def _export(arguments: Sequence[str] | None) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        from sinkprune.export.bundle_writer import Request, export_bundle
+        from sinkprune.export.bundle_writer import Request, Unreachable, export_bundle
     except ImportError as error:
         raise SinkpruneError(
             f"exporting needs the package '{error.name}', which is not installed. "
@@ -51,8 +52,13 @@ def _export(arguments: Sequence[str] | None) -> None:
         dialect=options.dialect,
         random_weights=options.random_weights,
     )
+    unreachable: list[Unreachable] = []
     with ExportProgress() as progress:
-        manifest = export_bundle(request, options.output, force=options.force, progress=progress)
+        manifest = export_bundle(
+            request, options.output, force=options.force, progress=progress, left_out=unreachable.append
+        )
+    for plan in unreachable:
+        sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
     size = sum(spec.size for spec in manifest.files.values())
     if options.json:
         summary = {
@@ -60,6 +66,7 @@ def _export(arguments: Sequence[str] | None) -> None:
             "bytes": size,
             "budgets": list(manifest.budgets),
             "methods": list(manifest.plans),
+            "unreachable": [dataclasses.asdict(plan) for plan in unreachable],
             "cut_after": list(manifest.cut_after),
             "precision": manifest.precision,
         }
@@ -108,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "--methods",
         type=_names,
         default=("sinkpruner",),
-        help="comma-separated methods (default: sinkpruner)",
+        help="comma-separated, as in sinkpruner,fastv,visionzip+filter; a wrong name lists all (default: sinkpruner)",
     )
     add("--precision", choices=list(DTYPES), default="fp32", help="weights and states (default: fp32)")
     add("--dialect", choices=["onnx24"], default="onnx24", help="operators of the graphs (default: onnx24)")

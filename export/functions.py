@@ -58,10 +58,10 @@ def diversity_select(rounds: int) -> ir.Function:
     """
 
     def body(op: Any, tokens: ir.Value, candidate: ir.Value, reserved: ir.Value, count: ir.Value) -> ir.Value:
-        unit = _unit_rows(op, op.Cast(tokens, to=_FLOAT))
+        unit = unit_rows(op, op.Cast(tokens, to=_FLOAT))
         # A column of -inf defines the maximum when nothing is reserved.
         floor = op.Expand(_LOWEST, op.Concat(op.Shape(candidate), [1], axis=0))
-        similarity = op.Concat(floor, _similarity(op, unit, reserved), axis=-1)
+        similarity = op.Concat(floor, cosines(op, unit, reserved), axis=-1)
         closeness = op.ReduceMax(similarity, [-1], keepdims=0)
 
         n = op.Shape(candidate, start=1, end=2)
@@ -74,7 +74,7 @@ def diversity_select(rounds: int) -> ir.Function:
             _, index = op.TopK(open_to_choice, width, axis=-1, largest=0, sorted=1, _outputs=2)
             # The last round may take fewer than it ranks.
             fresh = op.Less(place, left)
-            similarity = op.Where(fresh, _similarity(op, unit, index), _LOWEST)
+            similarity = op.Where(fresh, cosines(op, unit, index), _LOWEST)
             closeness = op.Max(closeness, op.ReduceMax(similarity, [-1], keepdims=0))
             mark = op.Expand(op.Cast(fresh, to=_INT64), op.Shape(index))
             taken = op.Cast(op.ScatterElements(nowhere, index, mark, axis=1), to=_BOOL)
@@ -90,7 +90,7 @@ def diversity_select(rounds: int) -> ir.Function:
     return _function("DiversitySelect", body, ["tokens", "candidate", "reserved", "count"], ["batch"])
 
 
-def _unit_rows(op: Any, x: ir.Value) -> ir.Value:
+def unit_rows(op: Any, x: ir.Value) -> ir.Value:
     """Rows of length 1; zero rows stay zero. Scaled by its largest element first, no row can overflow or vanish."""
     largest = op.ReduceMax(op.Abs(x), [-1], keepdims=1)
     scaled = op.Div(x, op.Where(op.Greater(largest, 0.0), largest, 1.0))
@@ -98,7 +98,7 @@ def _unit_rows(op: Any, x: ir.Value) -> ir.Value:
     return op.Div(scaled, op.Where(op.Greater(length, 0.0), length, 1.0))
 
 
-def _similarity(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
+def cosines(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
     """[G,N,K]: cosine of every row of `unit` [G,N,D] with the rows `index` [G,K] names, at most `_SAME`."""
     rows = op.GatherND(unit, op.Unsqueeze(index, [-1]), batch_dims=1)
     return op.Min(op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1])), _SAME)

@@ -1,22 +1,98 @@
 """`select_after_<layer>` of the graph contract: the text-guided stage between two decoder segments.
 
-method.md section 2. Scoring reads the L text rows only, so no [S,T] matrix exists anywhere.
+method.md section 2. Scoring reads the asking rows only, so no [S,T] matrix exists anywhere. Methods differ in which
+rows ask (`Asking`); the scorer is one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from sinkprune.budgets import Budget
 from sinkprune.bundle import LanguageModel
+from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
+from sinkprune.export.methods import PlanFacts
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 
 
-def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget) -> None:
-    """Keep the `kept` visual rows of largest text attention and every other row, in their order."""
+class Stage(NamedTuple):
+    """What a stage is given to score its visual rows by."""
+
+    hidden: ir.Value
+    """[1,S,d] float."""
+    query: ir.Value
+    """[1,H,S,h] float."""
+    key: ir.Value
+    """[1,Hkv,P+S,h] float."""
+    visual: ir.Value
+    """[V] int64: visual rows, among the S new ones."""
+    text: ir.Value
+    """[L] int64: text rows behind them."""
+    size: ir.Value
+    """[1] int64: S."""
+
+
+class Asked(NamedTuple):
+    """The rows whose attention counts."""
+
+    rows: ir.Value
+    """[R] int64, among the S new rows."""
+    weights: ir.Value | None = None
+    """[R] fp32: how much each counts; None where all count alike."""
+
+
+Asking = Callable[[Graph, Stage], Asked]
+"""Writes into a graph which rows ask."""
+
+
+def every_text_row(graph: Graph, stage: Stage) -> Asked:
+    """Every text row behind the image; the last row where there is none (method.md section 2)."""
+    op = graph.op
+    # L = 0: the last row asks instead
+    rows = op.Concat(stage.text, last_row(graph, stage).rows, axis=0)
+    return Asked(op.Slice(rows, [0], op.Max(op.Shape(stage.text), [1]), [0]))
+
+
+def last_row(graph: Graph, stage: Stage) -> Asked:
+    """The last row alone, whose output becomes the first token."""
+    return Asked(graph.op.Sub(stage.size, [1]))
+
+
+def text_like_the_image(graph: Graph, stage: Stage) -> Asked:
+    """The text rows whose mean cosine with the visual rows exceeds its mean over the text rows; all, if none does.
+
+    SparseVLM's "raters". Rows are hidden states behind the layer, the text rows those of `every_text_row`.
+    """
+    op = graph.op
+    rows = every_text_row(graph, stage).rows
+
+    def units(index: ir.Value) -> ir.Value:
+        return unit_rows(op, op.Cast(op.Gather(stage.hidden, index, axis=1), to=_FLOAT))
+
+    image = op.ReduceMean(units(stage.visual), [1], keepdims=1)
+    similarity = op.ReduceSum(op.Mul(units(rows), image), [0, 2], keepdims=0)
+    above = op.Cast(op.Greater(similarity, op.ReduceMean(similarity, [0], keepdims=1)), to=_FLOAT)
+    nobody = op.Sub(1.0, op.ReduceMax(above, [0], keepdims=1))
+    return Asked(rows, op.Add(above, nobody))
+
+
+def build_selects(facts: PlanFacts, budget: Budget, stages: Mapping[int, int], asking: Asking) -> dict[int, Graph]:
+    """A select after each layer of `stages` that keeps as many visual rows as stand there."""
+    selects = {}
+    for layer, kept in stages.items():
+        selects[layer] = Graph(f"select_after_{layer}", facts.precision)
+        build_select(selects[layer], facts.language_model, kept, budget, asking)
+    return selects
+
+
+def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget, asking: Asking) -> None:
+    """Keep the `kept` visual rows that the asking rows attend to most and every other row, in their order."""
     op, h = graph.op, model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
@@ -26,7 +102,8 @@ def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget) 
     visual = graph.input("visual_index", ["V"], _INT64)
     text = graph.input("text_index", ["L"], _INT64)
 
-    scores = _text_attention(graph, model, query, key, visual, text, budget)
+    stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
+    scores = received_attention(graph, model, stage, budget, asking)
     # K_s >= V: every visual row survives
     count = op.Min(op.Shape(visual), [kept])
     _, best = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
@@ -54,31 +131,20 @@ def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget) 
     graph.output("keep_index", keep, ["S2"], _INT64)
 
 
-def _text_attention(
-    graph: Graph,
-    model: LanguageModel,
-    query: ir.Value,
-    key: ir.Value,
-    visual: ir.Value,
-    text: ir.Value,
-    budget: Budget,
-) -> ir.Value:
-    """p [V] fp32: the attention each visual row receives from the text rows, mean over rows and heads."""
+def received_attention(graph: Graph, model: LanguageModel, stage: Stage, budget: Budget, asking: Asking) -> ir.Value:
+    """p [V] fp32: the attention each visual row receives from the asking rows, mean over rows and heads."""
     op, h = graph.op, model.head_dim
     repeats = model.num_heads // model.num_kv_heads
-    new = op.Shape(query, start=2, end=3)
-    total = op.Shape(key, start=2, end=3)
-    past = op.Sub(total, new)
-    # L = 0: the last row asks instead
-    asked = op.Concat(text, op.Sub(new, [1]), axis=0)
-    asked = op.Slice(asked, [0], op.Max(op.Shape(text), [1]), [0])
+    total = op.Shape(stage.key, start=2, end=3)
+    past = op.Sub(total, stage.size)
+    asked, rated = asking(graph, stage)
 
-    q = op.Cast(op.Gather(query, asked, axis=2), to=_FLOAT)
+    q = op.Cast(op.Gather(stage.query, asked, axis=2), to=_FLOAT)
     # The query heads of a group stand together, so that keys need not be repeated.
     q = op.Reshape(q, [1, model.num_kv_heads, -1, h])
-    k = op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2])
+    k = op.Transpose(op.Cast(stage.key, to=_FLOAT), perm=[0, 1, 3, 2])
     logits = op.MatMul(op.Mul(q, h**-0.5), k)
-    visual_keys = op.Add(visual, past)
+    visual_keys = op.Add(stage.visual, past)
     seen = op.LessOrEqual(
         op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0]), op.Unsqueeze(op.Add(asked, past), [1])
     )
@@ -86,6 +152,8 @@ def _text_attention(
         logits, seen = op.Gather(logits, visual_keys, axis=3), op.Gather(seen, visual_keys, axis=1)
     hidden_keys = op.Where(op.Tile(seen, [repeats, 1]), 0.0, -3.4028234663852886e38)
     weights = op.Softmax(op.Add(logits, hidden_keys), axis=-1)
+    if rated is not None:
+        weights = op.Mul(weights, op.Unsqueeze(op.Tile(rated, [repeats]), [-1]))
     received = op.ReduceMean(weights, [0, 1, 2], keepdims=0)
     return received if budget.scores_over == "visual_keys" else op.Gather(received, visual_keys, axis=0)
 

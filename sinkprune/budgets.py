@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from sinkprune.errors import BudgetError
@@ -133,19 +134,38 @@ def parse_budget(family: str, name: str) -> Budget:
     return budget
 
 
-def prune_layers(num_layers: int) -> tuple[int, int, int]:
-    """The 0-based decoder layers after which tokens are dropped: (2, 6, 15), or their scaling for shallow models.
+def prune_layers(num_layers: int) -> tuple[int, ...]:
+    """The 0-based decoder layers after which SinkPruner drops tokens: (2, 6, 15), or their scaling.
+
+    Raises `BudgetError` for models too shallow to prune three times.
+    """
+    return scaled_layers((2, 6, 15), num_layers)
+
+
+def scaled_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """A paper's 0-based `layers` of a 32-layer decoder, for one of `num_layers`.
 
     From 28 layers on (7B, 13B and larger) the paper's layers stand; below, they scale by depth/32, rounded half
-    up (method.md section 3). Raises `BudgetError` for models too shallow to prune three times.
+    up (method.md section 3). Raises `BudgetError` where two of them would fall together, or one on the last layer.
     """
-    paper = (2, 6, 15)
-    if num_layers >= 28:
-        return paper
-    first, second, third = ((2 * layer * num_layers + 32) // 64 for layer in paper)
-    if not first < second < third < num_layers - 1:
+    scaled = _scaled(layers, num_layers)
+    if not _apart(scaled, num_layers):
+        enough = next(depth for depth in range(1, 32) if _apart(_scaled(layers, depth), depth))
         raise BudgetError(
-            f"a decoder of {num_layers} layers is too shallow for three pruning stages (they would fall after "
-            f"layers {first}, {second}, {third}); at least 4 layers are needed."
+            f"a decoder of {num_layers} layers is too shallow for pruning after layers {_listed(layers)} of 32 (they "
+            f"would fall after layers {_listed(scaled)}); at least {enough} layers are needed."
         )
-    return first, second, third
+    return scaled
+
+
+def _scaled(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    return layers if num_layers >= 28 else tuple((2 * layer * num_layers + 32) // 64 for layer in layers)
+
+
+def _apart(layers: tuple[int, ...], num_layers: int) -> bool:
+    """Whether each stage comes after the one before, and before the last layer."""
+    return all(first < second for first, second in pairwise((*layers, num_layers - 1)))
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import onnx.inliner
 
 from sinkprune.budgets import Budget
 from sinkprune.bundle import LanguageModel
+from sinkprune.export import equal_mean
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods import PlanFacts, load_method
+from sinkprune.export.methods import PlanFacts, PlanGraphs, load_method
 from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.select import Asking, build_select
 from sinkprune.runtime.backends import load_backend
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +57,32 @@ def select(model: LanguageModel, budget: Budget, tokens: int, precision: str = "
     return _loaded(select_graph(model, budget, tokens, precision))
 
 
+def method_plan(method: str, n: int, d: int, budget: Budget, precision: str = "fp32") -> PlanGraphs:
+    """The plan of any method on a 32-layer decoder, for groups of `n` tokens of width `d`."""
+    return load_method(method)(_deep_facts(n, d, precision), budget)
+
+
+@cache
+def method_sanitizer(method: str, n: int, d: int, budget: Budget, precision: str = "fp32") -> Run:
+    """The sanitizer of `method_plan`, loaded."""
+    graph = method_plan(method, n, d, budget, precision).sanitizer
+    assert graph is not None
+    return _loaded(graph)
+
+
+def tokens_into_llm(n: int, budget: Budget) -> int:
+    """The k of `method_plan` for methods that keep as many as the budget's mean."""
+    return equal_mean.tokens_into_llm(_deep_facts(n, 1, "fp32"), budget)
+
+
+@cache
+def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking, precision: str = "fp32") -> Run:
+    """A select that keeps the `kept` visual rows the rows of `asking` attend to most, loaded."""
+    graph = Graph("select", PRECISIONS[precision])
+    build_select(graph, model, kept, budget, asking)
+    return _loaded(graph)
+
+
 def operators_on_fp16(graph: Graph) -> set[str]:
     """The standard operators that are given an fp16 tensor, functions inlined."""
     with tempfile.TemporaryDirectory() as folder:
@@ -67,8 +96,12 @@ def operators_on_fp16(graph: Graph) -> set[str]:
     return {node.op_type for node in model.graph.node if fp16.intersection(node.input)}
 
 
+def _deep_facts(n: int, d: int, precision: str) -> PlanFacts:
+    return PlanFacts(replace(language_model(), num_layers=32), n, d, PRECISIONS[precision])
+
+
 def _plan(facts: PlanFacts, budget: Budget) -> Any:
-    return load_method("sinkpruner").build(facts, budget)
+    return load_method("sinkpruner")(facts, budget)
 
 
 def _loaded(graph: Graph) -> Run:

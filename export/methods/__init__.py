@@ -1,14 +1,17 @@
 """Pruning methods: one module each. A method turns a budget into weightless graphs, a `PlanGraphs`.
 
-A module gives `build(facts, budget)`, and `layers(num_layers)`, the decoder layers after which it selects. To add
-a method, add its module and its name below.
+A module gives `METHODS`, its methods by name. To add a method, add its module: nothing else knows the names. The
+decoder is cut wherever a plan selects.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
 
+from sinkprune.budgets import Budget, Counts
 from sinkprune.bundle import LanguageModel
 from sinkprune.errors import BudgetError
 from sinkprune.export.graph import Graph
@@ -31,15 +34,30 @@ class PlanFacts:
 class PlanGraphs:
     """The graphs of one method at one budget."""
 
-    sanitizer: Graph | None
+    counts: Counts
+    """What the graphs keep of the model's visual tokens."""
+    sanitizer: Graph | None = None
+    """The graph before the LLM, for methods that drop tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)
+    """The graph behind each decoder layer (0-based) that the method drops tokens after."""
 
 
-def load_method(name: str) -> ModuleType:
-    """The module of the method `name`; raises `BudgetError` with the known names."""
-    from sinkprune.export.methods import sinkpruner
+Method = Callable[[PlanFacts, Budget], PlanGraphs]
+"""Builds the plan of a budget. Raises `UnreachableMean` where the method cannot keep as few tokens as the budget
+asks for, and `BudgetError` where the model is too shallow for it."""
 
-    methods = {"sinkpruner": sinkpruner}
+
+def load_method(name: str) -> Method:
+    """The method `name`; raises `BudgetError` with the known names."""
+    methods = all_methods()
     if name not in methods:
-        raise BudgetError(f"unknown method '{name}'; known methods: {', '.join(methods)}.")
+        raise BudgetError(f"unknown method '{name}'; known methods: {', '.join(sorted(methods))}.")
     return methods[name]
+
+
+def all_methods() -> dict[str, Method]:
+    """Every method of this package's modules, by name."""
+    methods: dict[str, Method] = {}
+    for module in pkgutil.iter_modules(__path__, f"{__name__}."):
+        methods |= importlib.import_module(module.name).METHODS
+    return methods

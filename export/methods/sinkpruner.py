@@ -11,35 +11,29 @@ from sinkprune.budgets import Budget, Counts, prune_layers
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_select
-
-_FLOAT = ir.DataType.FLOAT
-_INT64 = ir.DataType.INT64
-
-layers = prune_layers
+from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, new_sanitizer
+from sinkprune.export.select import build_selects, every_text_row
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The plan of `budget`: a sanitizer (unless the budget goes without) and a select after each prune layer."""
-    cuts = layers(facts.language_model.num_layers)
-    counts = budget.resolve(facts.visual_tokens)
-    selects = {}
-    for layer, kept in zip(cuts, counts.stages, strict=True):
-        selects[layer] = Graph(f"select_after_{layer}", facts.precision)
-        build_select(selects[layer], facts.language_model, kept, budget)
-    if not budget.sanitizer:
-        return PlanGraphs(None, selects)
-    sanitizer = Graph("sanitizer", facts.precision)
-    build_sanitizer(sanitizer, facts, budget, counts)
-    return PlanGraphs(sanitizer, selects)
+    return build_counts(facts, budget, budget.resolve(facts.visual_tokens))
 
 
-def build_sanitizer(graph: Graph, facts: PlanFacts, budget: Budget, counts: Counts) -> None:
+def build_counts(facts: PlanFacts, budget: Budget, counts: Counts) -> PlanGraphs:
+    """The plan that keeps `counts`, with the options of `budget`."""
+    cuts = prune_layers(facts.language_model.num_layers) if counts.stages else ()
+    selects = build_selects(facts, budget, dict(zip(cuts, counts.stages, strict=True)), every_text_row)
+    return PlanGraphs(counts, build_sanitizer(facts, budget, counts) if budget.sanitizer else None, selects)
+
+
+METHODS = {"sinkpruner": build}
+
+
+def build_sanitizer(facts: PlanFacts, budget: Budget, counts: Counts) -> Graph:
     """`sanitizer` of the graph contract (method.md section 1)."""
-    op, n, d = graph.op, facts.visual_tokens, facts.visual_width
-    tokens = graph.input("tokens", ["G", n, d])
-    norms = graph.input("norms", ["G", n], _FLOAT)
-    salience = graph.input("salience", ["G", n], _FLOAT)
+    graph, (tokens, norms, salience) = new_sanitizer(facts)
+    op = graph.op
 
     # 1, 2: outliers and their mean
     sink = outlier = None
@@ -49,7 +43,7 @@ def build_sanitizer(graph: Graph, facts: PlanFacts, budget: Budget, counts: Coun
 
     # 3: RES, the most salient of LOW
     _, reserved = op.TopK(salience, [counts.reserve], axis=-1, largest=1, sorted=1, _outputs=2)
-    index = _ascending(graph, reserved, counts.reserve)
+    index = ascending(graph, reserved, counts.reserve)
 
     # 4: DIV, the tokens of LOW least like what is kept
     if counts.diverse:
@@ -64,18 +58,11 @@ def build_sanitizer(graph: Graph, facts: PlanFacts, budget: Budget, counts: Coun
 
     # 5: Z = [sink ; RES ; DIV]
     if budget.order == "raster":
-        index = _ascending(graph, index, counts.reserve + counts.diverse)
-    kept = op.GatherND(tokens, op.Unsqueeze(index, [-1]), batch_dims=1)
+        index = ascending(graph, index, counts.reserve + counts.diverse)
+    kept = gather_rows(graph, tokens, index)
     if counts.sink:
         _, first = op.TopK(norms, [1], axis=-1, largest=1, sorted=1, _outputs=2)
         kept = op.Concat(sink, kept, axis=1)
         index = op.Concat(first, index, axis=1)
-    graph.output("kept_tokens", kept, ["G", counts.kept, d])
-    graph.output("kept_index", index, ["G", counts.kept], _INT64)
-
-
-def _ascending(graph: Graph, index: ir.Value, count: int) -> ir.Value:
-    """The `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
-    op = graph.op
-    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), [count], axis=-1, largest=0, sorted=1, _outputs=2)
-    return op.Cast(ordered, to=_INT64)
+    give_rows(graph, facts, kept, index, counts.kept)
+    return graph

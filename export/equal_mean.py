@@ -1,0 +1,97 @@
+"""Equal mean visual tokens per layer: what a method may keep so that a budget means the same for all of them.
+
+A budget is a schedule of SinkPruner's. Its mean over the decoder's layers, each booked with the visual tokens it
+really ran on (method.md section 5, "input counting"), is what every other method must meet (section 6). Means are
+exact fractions: no count depends on how a machine rounds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from math import floor
+
+from sinkprune.budgets import Budget, Counts, prune_layers
+from sinkprune.errors import BudgetError
+from sinkprune.export.methods import PlanFacts
+
+# Schedules are sought in steps of a millionth: finer than one token of any image.
+_STEPS = 1_000_000
+
+
+class UnreachableMean(BudgetError):
+    """The method cannot run on as few visual tokens a layer as the budget asks for."""
+
+
+def mean_tokens(counts: Counts, cuts: Sequence[int], num_layers: int) -> Fraction:
+    """Visual tokens a layer, on average, where `counts` are realised and the stages follow the layers `cuts`."""
+    total, visible, start = 0, counts.kept, 0
+    for cut, stage in zip(cuts, counts.stages, strict=True):
+        total += visible * (cut + 1 - start)
+        visible, start = min(visible, stage), cut + 1
+    return Fraction(total + visible * (num_layers - start), num_layers)
+
+
+def budget_mean(facts: PlanFacts, budget: Budget) -> Fraction:
+    """The mean that `budget` has under SinkPruner on this model."""
+    layers = facts.language_model.num_layers
+    return mean_tokens(budget.resolve(facts.visual_tokens), prune_layers(layers), layers)
+
+
+def tokens_into_llm(facts: PlanFacts, budget: Budget) -> int:
+    """The tokens a method keeps of each group that drops tokens before the LLM only: the mean, rounded half up."""
+    return min(facts.visual_tokens, max(1, _round(budget_mean(facts, budget))))
+
+
+def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Counts:
+    """All N tokens into the LLM, then `stages` after the layers `cuts`, scaled down alike until the mean is met."""
+
+    def scaled(step: int) -> tuple[int, ...]:
+        return tuple(_round(Fraction(stage * step, _STEPS)) for stage in stages)
+
+    return _nearest(facts, budget, cuts, scaled)
+
+
+def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Counts:
+    """All N tokens into the LLM, then after each of the layers `cuts` the same share of what is left."""
+
+    def shrunk(step: int) -> tuple[int, ...]:
+        ratio = Fraction(step, _STEPS)
+        return tuple(_round(facts.visual_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
+
+    return _nearest(facts, budget, cuts, shrunk)
+
+
+def _nearest(
+    facts: PlanFacts, budget: Budget, cuts: Sequence[int], schedule: Callable[[int], tuple[int, ...]]
+) -> Counts:
+    """The schedule of nearest mean. `schedule` grows with its argument, from 0 to `_STEPS`; none keeps less than 1.
+
+    Raises `UnreachableMean` where even its smallest mean rounds to another count than the budget's.
+    """
+    layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
+
+    def counts(step: int) -> Counts:
+        return unpruned_until(facts, [max(1, stage) for stage in schedule(step)])
+
+    def mean(step: int) -> Fraction:
+        return mean_tokens(counts(step), cuts, layers)
+
+    if mean(0) > wanted + Fraction(1, 2):
+        raise UnreachableMean(
+            f"layers 0 to {cuts[0]} run on all {facts.visual_tokens} visual tokens, so that the mean over "
+            f"{layers} layers is {float(mean(0)):.1f} at least; the budget's is {float(wanted):.1f}"
+        )
+    above = min(_STEPS, bisect_left(range(_STEPS + 1), wanted, key=mean))
+    return counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
+
+
+def unpruned_until(facts: PlanFacts, stages: Sequence[int]) -> Counts:
+    """Counts of a method that drops nothing before its first stage."""
+    return Counts(outliers=0, sink=0, reserve=facts.visual_tokens, diverse=0, stages=tuple(stages))
+
+
+def _round(value: Fraction) -> int:
+    """To the nearest integer, half up."""
+    return floor(value + Fraction(1, 2))

@@ -1,0 +1,61 @@
+"""The paper's ablations: SinkPruner with one part taken out, at the same mean visual tokens per layer (method.md
+section 6). Places that the missing part would have filled go to the most salient tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sinkprune.budgets import Budget, prune_layers
+from sinkprune.export.equal_mean import scaled_stages, tokens_into_llm
+from sinkprune.export.methods import PlanFacts, PlanGraphs
+from sinkprune.export.methods.sinkpruner import build_counts
+
+
+def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Every token goes to the LLM; the stages, scaled down alike, meet the mean."""
+    cuts = prune_layers(facts.language_model.num_layers)
+    counts = scaled_stages(facts, budget, cuts, budget.resolve(facts.visual_tokens).stages)
+    return build_counts(facts, replace(budget, sanitizer=False), counts)
+
+
+def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """The sanitizer keeps the mean, salient and diverse tokens in the budget's proportion; no stage drops any."""
+    sanitizing = replace(budget, sanitizer=True)
+    counts = sanitizing.resolve(facts.visual_tokens)
+    chosen = min(tokens_into_llm(facts, budget) - counts.sink, facts.visual_tokens - counts.outliers)
+    diverse = chosen * counts.diverse // max(1, counts.reserve + counts.diverse)
+    return build_counts(facts, sanitizing, replace(counts, reserve=chosen - diverse, diverse=diverse, stages=()))
+
+
+def no_diversity(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """The places of diverse tokens go to salient ones: duplicates are not avoided."""
+    counts = budget.resolve(facts.visual_tokens)
+    return build_counts(facts, budget, replace(counts, reserve=counts.reserve + counts.diverse, diverse=0))
+
+
+def no_outlier_removal(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """High-norm tokens are tokens like all others, and there is no sink; its place goes to a salient token."""
+    return _without_sink(facts, budget, replace(budget, remove_outliers=False))
+
+
+def no_aggregation(facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """High-norm tokens are dropped, not averaged; the sink's place goes to a salient token."""
+    return _without_sink(facts, budget, replace(budget, aggregate=False))
+
+
+METHODS = {
+    "sinkpruner-no-sanitizer": no_sanitizer,
+    "sinkpruner-no-text-pruner": no_text_pruner,
+    "sinkpruner-no-diversity": no_diversity,
+    "sinkpruner-no-outlier-removal": no_outlier_removal,
+    "sinkpruner-no-aggregation": no_aggregation,
+}
+
+
+def _without_sink(facts: PlanFacts, budget: Budget, without: Budget) -> PlanGraphs:
+    """The plan of `without` that keeps as many tokens as `budget`, if there are as many."""
+    n = facts.visual_tokens
+    kept, counts = budget.resolve(n).kept, without.resolve(n)
+    reserve = min(kept, n - counts.outliers) - counts.diverse
+    return build_counts(facts, without, replace(counts, reserve=reserve))

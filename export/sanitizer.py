@@ -1,0 +1,88 @@
+"""`sanitizer` of the graph contract: its inputs, its outputs, and what choosing tokens before the LLM is made of.
+
+An index is int64 [G,K] with K known when the graph is written, a mask bool [G,N]. Ties go to the lower index, as
+ONNX TopK breaks them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from sinkprune.export.graph import Graph
+from sinkprune.export.methods import PlanFacts
+
+_FLOAT = ir.DataType.FLOAT
+_INT64 = ir.DataType.INT64
+_BOOL = ir.DataType.BOOL
+
+
+class Features(NamedTuple):
+    """What the vision tower tells of its tokens."""
+
+    tokens: ir.Value
+    """[G,N,D] float."""
+    norms: ir.Value
+    """[G,N] fp32."""
+    salience: ir.Value
+    """[G,N] fp32."""
+
+
+def new_sanitizer(facts: PlanFacts) -> tuple[Graph, Features]:
+    """An empty `sanitizer` and its three inputs."""
+    graph, n = Graph("sanitizer", facts.precision), facts.visual_tokens
+    tokens = graph.input("tokens", ["G", n, facts.visual_width])
+    norms = graph.input("norms", ["G", n], _FLOAT)
+    return graph, Features(tokens, norms, graph.input("salience", ["G", n], _FLOAT))
+
+
+def give_tokens(graph: Graph, facts: PlanFacts, features: Features, index: ir.Value, count: int) -> None:
+    """Output the tokens that `index` [G,count], or [1,count] for all groups alike, names, in its order."""
+    index = in_every_group(graph, features, index)
+    give_rows(graph, facts, gather_rows(graph, features.tokens, index), index, count)
+
+
+def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: int) -> None:
+    """Output `rows` [G,count,D] and the token each stands for, `index` [G,count]."""
+    graph.output("kept_tokens", rows, ["G", count, facts.visual_width])
+    graph.output("kept_index", index, ["G", count], _INT64)
+
+
+def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
+    """`index` [1,K] or [G,K] as [G,K]."""
+    op = graph.op
+    # G is read off every input, because TensorRT drops inputs that nobody reads.
+    groups = op.Max(*(op.Shape(feature, start=0, end=1) for feature in features))
+    return op.Expand(index, op.Concat(groups, [1], axis=0))
+
+
+def gather_rows(graph: Graph, rows: ir.Value, index: ir.Value) -> ir.Value:
+    """[G,K,D]: the rows of `rows` [G,N,D] that `index` names."""
+    return graph.op.GatherND(rows, graph.op.Unsqueeze(index, [-1]), batch_dims=1)
+
+
+def largest(graph: Graph, values: ir.Value, count: int) -> ir.Value:
+    """The index of the `count` largest of each row of `values` [G,N], largest first."""
+    _, index = graph.op.TopK(values, [count], axis=-1, largest=1, sorted=1, _outputs=2)
+    return index
+
+
+def smallest(graph: Graph, values: ir.Value, count: int) -> ir.Value:
+    """The index of the `count` smallest of each row of `values` [G,N], smallest first."""
+    _, index = graph.op.TopK(values, [count], axis=-1, largest=0, sorted=1, _outputs=2)
+    return index
+
+
+def ascending(graph: Graph, index: ir.Value, count: int) -> ir.Value:
+    """The `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
+    op = graph.op
+    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), [count], axis=-1, largest=0, sorted=1, _outputs=2)
+    return op.Cast(ordered, to=_INT64)
+
+
+def mask_of(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
+    """Which tokens `index` names."""
+    op = graph.op
+    nowhere = op.Expand(0, op.Shape(features.norms))
+    return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=_BOOL)
