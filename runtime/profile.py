@@ -65,7 +65,7 @@ def profile(
         for name, runs in answers.items()
     }
     return Report(
-        model=_model_name(manifest.checkpoint.source),
+        model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,
         method=method,
@@ -94,7 +94,7 @@ def machine_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _model_name(source: str) -> str:
+def model_name(source: str) -> str:
     """A hub or preset name as it is, a local path without the folders it lies in."""
     return Path(source).name if Path(source).is_absolute() else source
 

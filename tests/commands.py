@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinkprune.calibration.commands.evaluate import main as evaluate
 from sinkprune.export.command import main as export
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
@@ -15,7 +16,12 @@ from sinkprune.runtime.commands.run import main as run_
 BIN = Path(sys.executable).parent
 """Where the installed commands stand, for tests that need a process of their own."""
 
-_ENTRY_POINTS = {"sinkprune-export": export, "sinkprune-run": run_, "sinkprune-profile": profile}
+_ENTRY_POINTS = {
+    "sinkprune-export": export,
+    "sinkprune-run": run_,
+    "sinkprune-profile": profile,
+    "sinkprune-evaluate": evaluate,
+}
 
 
 @dataclass(frozen=True)

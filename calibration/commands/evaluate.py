@@ -1,0 +1,202 @@
+"""`sinkprune-evaluate`: how much accuracy each method keeps at each budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sinkprune.bundle import read_bundle
+from sinkprune.calibration.evaluation import ask, choose_combinations, report
+from sinkprune.calibration.evaluation_plot import plot_evaluation
+from sinkprune.calibration.evaluation_report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
+from sinkprune.command import run_command
+from sinkprune.errors import UsageError
+from sinkprune.files import check_writable, write_whole
+from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.schema import to_json
+
+_EXAMPLES = """\
+examples:
+  sinkprune-evaluate bundle --limit 100
+  sinkprune-evaluate bundle --budgets retain-128,retain-64 --methods sinkpruner \\
+      --json accuracy.json --plot accuracy.png
+  sinkprune-evaluate bundle --task kitchen.jsonl --answers replies.jsonl
+  sinkprune-evaluate bundle --task kitchen.jsonl --blind      # how much can be guessed without looking
+
+a line of a task's file, `image` relative to the file; `kind` and `id` may be left out:
+  {"image": "1.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence", "id": "k1"}
+  {"image": "1.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
+"""
+
+# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
+_TABLE_WIDTH = 250
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_evaluate, arguments)
+
+
+def _evaluate(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    _check_outputs(options)
+    if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
+        raise UsageError(
+            f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
+        )
+    bundle = read_bundle(options.bundle)
+    combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
+    with status("checking the task"):
+        items = load_task(options.task, options.limit)
+    if options.blind:
+        items = [blinded(item) for item in items]
+    pipeline = load_pipeline(options, bundle)
+    replies = _ask(pipeline, items, combinations, options.max_new_tokens)
+    result = report(
+        pipeline,
+        replies,
+        unreachable,
+        task=Path(options.task).name,
+        blind=options.blind,
+        max_new_tokens=options.max_new_tokens,
+    )
+    if options.answers:
+        write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
+    if options.json:
+        write_whole(options.json, (json.dumps(to_json(result), indent=1) + "\n").encode())
+    if options.plot:
+        write_whole(options.plot, plot_evaluation(result, options.plot.suffix))
+    # Last, because whoever reads it may stop reading, as `head` does.
+    _print_tables(result)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bundle_parser(
+        "sinkprune-evaluate",
+        "Ask the questions of a task with every method and budget, in turn, and count the right answers.",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--methods", default="", help="comma-separated (default: all of the bundle)")
+    add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
+    add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
+    add("--limit", type=int, metavar="N", help="the first N questions only")
+    add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
+    add("--max-new-tokens", type=int, default=8, help="longest answer (default: 8)")
+    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    add("--plot", type=Path, metavar="FILE.png", help="draw accuracy against visual tokens")
+    add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    if options.json:
+        check_writable(options.json, (".json",))
+    if options.answers:
+        check_writable(options.answers, (".jsonl",))
+        if options.answers.absolute() == Path(options.task).absolute():
+            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
+    if options.plot:
+        check_writable(options.plot, PLOT_SUFFIXES)
+        import_matplotlib()
+
+
+def _ask(
+    pipeline: Pipeline, items: Sequence[Item], combinations: Sequence[Combination], max_new_tokens: int
+) -> list[Reply]:
+    console = Console(stderr=True)
+    columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn()]
+    times = [TimeElapsedColumn(), TimeRemainingColumn()]
+    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("warming up", total=len(items) * (1 + len(combinations)))
+        return ask(
+            pipeline,
+            items,
+            combinations,
+            max_new_tokens=max_new_tokens,
+            on_run=lambda combination: progress.update(
+                task, advance=1, description=" ".join(dict.fromkeys(combination))
+            ),
+        )
+
+
+def _answer_line(reply: Reply) -> str:
+    method, budget = reply.combination
+    line = {"id": reply.id, "method": method, "budget": budget, "reply": reply.text, "right": reply.right}
+    return json.dumps(line, ensure_ascii=False) + "\n"
+
+
+def _print_tables(result: EvaluationReport) -> None:
+    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    blind = ", every picture replaced by a grey one" if result.blind else ""
+    console.print(
+        f"{result.model}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
+        f"{result.task}, {result.questions} questions{blind}; accuracy in % ± half its 95 % interval (of none's)",
+        highlight=False,
+        markup=False,
+    )
+    if result.methods:
+        console.print()
+        console.print(_grid(result, _accuracy_and_share))
+        console.print("\nTTFT in ms: median (p95), and visual tokens a layer", highlight=False)
+        console.print(_grid(result, _ttft_and_tokens))
+    none = result.none
+    console.print(
+        f"\nnone: {_accuracy(none.accuracy, none.ci95)}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind",
+        highlight=False,
+    )
+    console.print(_kind_table(none))
+
+
+def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:
+    """One row a method, one column a budget."""
+    held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
+    budgets = dict.fromkeys(pair.budget for pair in (*held, *result.unreachable))
+    table = _table("method", *budgets)
+    for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
+        points = result.methods.get(method, {})
+        table.add_row(method, *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets))
+    return table
+
+
+def _kind_table(baseline: CombinationReport) -> Table:
+    table = _table("kind", "questions", "accuracy")
+    for kind, part in baseline.by_kind.items():
+        table.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for heading in others:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _accuracy(accuracy: float, interval: tuple[float, float]) -> str:
+    return f"{100 * accuracy:.1f} ±{50 * (interval[1] - interval[0]):.1f}"
+
+
+def _accuracy_and_share(point: CombinationReport) -> str:
+    share = "-" if point.relative is None else f"{100 * point.relative:.1f} %"
+    return f"{_accuracy(point.accuracy, point.ci95)} ({share})"
+
+
+def _ttft_and_tokens(point: CombinationReport) -> str:
+    ttft = point.ttft_ms
+    digits = 0 if ttft.median >= 100 else 1
+    return f"{ttft.median:.{digits}f} ({ttft.p95:.{digits}f}), {point.mean_visual_tokens:.0f}"

@@ -1,0 +1,112 @@
+"""The evaluation as a picture: accuracy against visual tokens."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from sinkprune.calibration.evaluation_report import CombinationReport, EvaluationReport
+from sinkprune.runtime.plot import import_matplotlib
+
+OWN = "sinkpruner"
+
+# Okabe-Ito without vermilion, which is ours, and without yellow, which is too pale for lines.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#777777")
+_OWN_COLOUR = "#D55E00"
+# With as many colours as above, 24 methods before two look alike.
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
+# Points of one budget have the same number of tokens: drawn side by side, their intervals can be told apart.
+_SIDE_STEP = 0.012
+
+
+def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
+    """One line a method with its 95 % intervals, and the unpruned engines' as a band; the bytes of a picture file."""
+    figure = import_matplotlib()(figsize=(11, 6.4), layout="constrained")
+    axes = figure.add_subplot()
+    low, high = report.none.ci95
+    axes.axhspan(100 * low, 100 * high, color="#000000", alpha=0.07, linewidth=0)
+    axes.axhline(100 * report.none.accuracy, color="#000000", linewidth=1, label="none (unpruned)")
+    others = [method for method in report.methods if method != OWN]
+    for place, method in enumerate(others):
+        linestyle, marker = _STYLES[place // len(_COLOURS) % len(_STYLES)]
+        look = {
+            "color": _COLOURS[place % len(_COLOURS)],
+            "linestyle": linestyle,
+            "marker": marker,
+            "linewidth": 1.2,
+            "markersize": 4,
+            "alpha": 0.85,
+        }
+        side_step = 1 + _SIDE_STEP * (place - (len(others) - 1) / 2)
+        _draw_method(axes, method, report.methods[method], side_step, look)
+    if OWN in report.methods:
+        look = {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
+        _draw_method(axes, OWN, report.methods[OWN], 1.0, look)
+    _label(axes, report)
+    _legend(figure, axes, report)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
+    return buffer.getvalue()
+
+
+def _draw_method(
+    axes: Any, method: str, budgets: dict[str, CombinationReport], side_step: float, look: dict[str, Any]
+) -> None:
+    points = sorted(budgets.values(), key=lambda point: point.mean_visual_tokens)
+    accuracies = [100 * point.accuracy for point in points]
+    below = [100 * (point.accuracy - point.ci95[0]) for point in points]
+    above = [100 * (point.ci95[1] - point.accuracy) for point in points]
+    tokens = [point.mean_visual_tokens * side_step for point in points]
+    axes.errorbar(tokens, accuracies, yerr=[below, above], elinewidth=look["linewidth"] * 0.6, label=method, **look)
+
+
+def _label(axes: Any, report: EvaluationReport) -> None:
+    axes.set_xscale("log")
+    tokens = {round(point.mean_visual_tokens) for budgets in report.methods.values() for point in budgets.values()}
+    axes.set_xticks(_apart(sorted(tokens)), labels=[str(count) for count in _apart(sorted(tokens))])
+    axes.minorticks_off()
+    axes.set_xlabel(
+        f"visual tokens, mean over layers and questions ({report.none.mean_visual_tokens:.0f} unpruned); "
+        "points of one budget stand side by side"
+    )
+    axes.set_ylabel("accuracy, %, with 95 % interval")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    blind = ", pictures greyed out" if report.blind else ""
+    axes.set_title(
+        f"{report.model}, {report.precision}, {report.backend}: {report.task}, {report.questions} questions{blind}",
+        fontsize=10,
+    )
+
+
+def _apart(counts: list[int]) -> list[int]:
+    """Those of ascending `counts` whose labels do not run into each other on a logarithmic axis."""
+    kept: list[int] = []
+    for count in counts:
+        if not kept or count > 1.12 * kept[-1]:
+            kept.append(count)
+    return kept
+
+
+def _legend(figure: Any, axes: Any, report: EvaluationReport) -> None:
+    """The unpruned engines, then the methods from the most accurate to the least, where each has most tokens."""
+
+    def accuracy(label: str) -> float:
+        if label not in report.methods:
+            return 2.0
+        return max(report.methods[label].values(), key=lambda point: point.mean_visual_tokens).accuracy
+
+    handles, labels = axes.get_legend_handles_labels()
+    entries = sorted(zip(labels, handles, strict=True), key=lambda entry: -accuracy(entry[0]))
+    legend = figure.legend(
+        [handle for _, handle in entries],
+        [label for label, _ in entries],
+        loc="outside right center",
+        frameon=False,
+        fontsize=9,
+        title="by accuracy at most tokens",
+        title_fontsize=9,
+    )
+    for text in legend.get_texts():
+        if text.get_text() == OWN:
+            text.set_weight("bold")

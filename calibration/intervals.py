@@ -1,0 +1,52 @@
+"""95 % intervals of accuracies and of their ratios."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Interval = tuple[float, float]
+"""Low and high end."""
+
+_Z = NormalDist().inv_cdf(0.975)
+_RESAMPLES = 10_000
+
+
+def wilson(right: int, count: int) -> Interval:
+    """The score interval of `right` successes in `count` trials (Wilson 1927), as fractions; `count` at least 1.
+
+    Unlike the usual mean plus or minus 1.96 standard errors it holds near 0 and 1 too, and for few questions.
+    """
+    share = right / count
+    middle = share + _Z**2 / (2 * count)
+    reach = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
+    scale = 1 + _Z**2 / count
+    low, high = (middle - reach) / scale, (middle + reach) / scale
+    # Rounding must not push an end beyond the share itself, nor beyond 0 and 1.
+    return max(0.0, min(low, share)), min(1.0, max(high, share))
+
+
+def relative_accuracy(right: Array, base: Array) -> float | None:
+    """Accuracy of `right` over that of `base` (bool [Q] each); None where `base` has no right answer."""
+    return float(right.sum() / base.sum()) if base.any() else None
+
+
+def paired_bootstrap(right: Array, base: Array, seed: int = 0) -> Interval | None:
+    """The percentile interval of `relative_accuracy` over 10,000 resamples of the questions (Efron 1979).
+
+    `right` and `base` (bool [Q] each) answer the same questions, and are resampled together. Questions about one
+    picture count as independent. None where `base` has no right answer; resamples without one are left out.
+    """
+    if not base.any():
+        return None
+    # Resampling questions is drawing how often each of the four pairs of outcomes comes.
+    outcomes = np.array([(right & base).sum(), (right & ~base).sum(), (~right & base).sum(), (~right & ~base).sum()])
+    drawn = np.random.default_rng(seed).multinomial(len(base), outcomes / len(base), size=_RESAMPLES)
+    drawn = drawn[drawn[:, 0] + drawn[:, 2] > 0]
+    ratios = (drawn[:, 0] + drawn[:, 1]) / (drawn[:, 0] + drawn[:, 2])
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    return float(low), float(high)

@@ -1,0 +1,105 @@
+"""Bundles as a model of `lmms-eval`, the harness multimodal LLMs are compared with.
+
+    pip install 'sinkprune[cpu,lmms-eval]'
+    lmms-eval --model sinkprune --model_args bundle=llava-7b,budget=retain-64 --tasks pope,mme,gqa
+
+The harness finds this module through the entry point group `lmms_eval.models`. Importing it needs the harness.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lmms_eval.api.model import lmms
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+
+from sinkprune.budgets import UNPRUNED
+from sinkprune.errors import ImageError, UsageError
+from sinkprune.runtime.pipeline import Pipeline
+
+_MAX_NEW_TOKENS = 128
+"""Where a task names no longest answer."""
+
+
+def manifest() -> Any:
+    """What the entry point hands to the harness: where the model's class is."""
+    from lmms_eval.models.registry_v2 import ModelManifest
+
+    return ModelManifest(model_id="sinkprune", simple_class_path=f"{__name__}.SinkpruneModel")
+
+
+class SinkpruneModel(lmms):  # type: ignore[misc]
+    """A bundle with one method at one budget. It answers questions about one image, one at a time."""
+
+    is_simple = True
+
+    def __init__(
+        self,
+        bundle: str,
+        method: str = "sinkpruner",
+        budget: str = UNPRUNED,
+        backend: str = "ort-cpu",
+        threads: int | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        """The arguments of `--model_args`, and `batch_size`, `max_batch_size` and `device`, which the harness adds.
+
+        The backend decides the device. Raises `BundleError`, `BackendError`, `BudgetError` and `UsageError`.
+        """
+        super().__init__()
+        if str(batch_size) != "1":
+            raise UsageError(f"the batch size is {batch_size}; a bundle answers one question at a time, give 1.")
+        self._pipeline = Pipeline.load(str(bundle), backend=backend, threads=threads)
+        # Told now, not at the first question
+        self._pipeline.bundle.manifest.plan(method, budget)
+        self._method, self._budget = method, budget
+
+    def generate_until(self, requests: list[Any]) -> list[str]:
+        """The replies to the harness's requests; raises `ImageError` where one is not about exactly one image."""
+        turns = track(requests, f"{self._method} {self._budget}", console=Console(stderr=True), transient=True)
+        return [self._reply(*request.args) for request in turns]
+
+    def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
+        """Not supported: a bundle takes one user turn. Raises `UsageError`."""
+        raise UsageError("a bundle answers one question, not a conversation. Choose tasks of a single round.")
+
+    def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
+        """Not supported. Raises `UsageError`."""
+        raise UsageError(
+            "a bundle generates replies and rates no given ones. Choose tasks whose output_type is generate_until, "
+            "as that of POPE, MME, GQA, TextVQA and MMBench is."
+        )
+
+    def _reply(
+        self, context: str, settings: dict[str, Any], doc_to_visual: Any, doc_id: Any, task: str, split: str
+    ) -> str:
+        images = doc_to_visual(self.task_dict[task][split][doc_id])
+        if len(images) != 1 or not isinstance(images[0], Image.Image):
+            found = ", ".join(type(image).__name__ for image in images) or "none"
+            raise ImageError(f"question {doc_id} of task '{task}' has these images: {found}; expected exactly one.")
+        if settings.get("num_beams", 1) not in (1, None):
+            raise UsageError(
+                f"task '{task}' asks for {settings['num_beams']} beams; a bundle decodes without, give 1."
+            )
+        sampled = settings.get("do_sample", False)
+        answer = self._pipeline.generate(
+            images[0],
+            context,
+            method=self._method,
+            budget=self._budget,
+            max_new_tokens=settings.get("max_new_tokens", _MAX_NEW_TOKENS),
+            temperature=settings.get("temperature", 1.0) if sampled else 0.0,
+            top_p=settings.get("top_p") or 1.0 if sampled else 1.0,
+        )
+        return _cut(answer.text, settings.get("until") or [])
+
+
+def _cut(text: str, until: str | list[str]) -> str:
+    """`text` up to the first of the words that end an answer."""
+    for end in [until] if isinstance(until, str) else until:
+        text = text.split(end, 1)[0] if end else text
+    return text

@@ -1,0 +1,50 @@
+"""Tasks: questions about pictures to evaluate a bundle on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from sinkprune.errors import TaskError
+from sinkprune.questions import Question
+
+SCENES = "scenes"
+
+_GREY = (128, 128, 128)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question and the picture it is about, which is loaded when it is needed: a task may have thousands."""
+
+    question: Question
+    load_image: Callable[[], Image.Image]
+
+
+def load_task(name: str, limit: int | None = None) -> list[Item]:
+    """The first `limit` items of a task: `scenes`, the project's own test set, or a JSONL file.
+
+    Every item is checked, its picture too; a file's lines behind the limit are not read. Raises `TaskError`.
+    """
+    return list(itertools.islice(_open(name), limit))
+
+
+def blinded(item: Item) -> Item:
+    """The same question about a uniformly grey picture of the same size: what is still right was not seen."""
+    return Item(item.question, lambda: Image.new("RGB", item.load_image().size, _GREY))
+
+
+def _open(name: str) -> Iterator[Item]:
+    if name == SCENES:
+        from sinkprune.calibration.tasks.scenes import read_scenes
+
+        return read_scenes()
+    if Path(name).suffix.lower() == ".jsonl":
+        from sinkprune.calibration.tasks.jsonl import read_jsonl
+
+        return read_jsonl(Path(name))
+    raise TaskError(f"unknown task '{name}'. Give '{SCENES}', or a file of questions that ends in .jsonl.")

@@ -1,0 +1,141 @@
+"""Own questions from a file: one JSON object a line.
+
+    {"image": "kitchen.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence"}
+    {"id": "k2", "image": "kitchen.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
+
+`image` is a path, relative to the file. `answer` is a string, or a list of strings that are all right; with
+`options` it is the letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind`
+is "all" unless given.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sinkprune.calibration.tasks import Item
+from sinkprune.errors import ImageError, TaskError
+from sinkprune.questions import Question
+from sinkprune.runtime.images import read_image
+
+_REQUIRED = ("image", "question", "answer")
+_OPTIONAL = ("options", "kind", "id")
+_FIELDS = ", ".join([*_REQUIRED, *(f"{name} (optional)" for name in _OPTIONAL)])
+
+
+def read_jsonl(path: Path) -> Iterator[Item]:
+    """The items of a JSONL file; blank lines are skipped.
+
+    Raises `TaskError`, naming file and line, at the first line that is no such object, repeats an id, or whose
+    picture is missing or damaged; and if there is no line at all.
+    """
+    lines_of_ids: dict[str, int] = {}
+    sound_images: set[Path] = set()
+    for number, line in _lines(path):
+        try:
+            image, question = _read_line(line, path.parent, number)
+            if question.id in lines_of_ids:
+                raise TaskError(
+                    f"id '{question.id}' is that of line {lines_of_ids[question.id]} too. Give each line its own "
+                    "(a line without one has its number)."
+                )
+            if image not in sound_images:
+                read_image(image)
+        except (TaskError, ImageError) as error:
+            raise TaskError(f"'{path}', line {number}: {error}") from error
+        lines_of_ids[question.id] = number
+        sound_images.add(image)
+        yield Item(question, partial(read_image, image))
+    if not lines_of_ids:
+        raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, counted from 1."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TaskError(f"'{path}' cannot be read: {error.strerror}. Give a file of questions.") from error
+    lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
+    return ((number, line) for number, line in lines if line.strip())
+
+
+def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"bad JSON: {error}. Expected one object a line: {_FIELDS}.") from error
+    if not isinstance(data, dict):
+        raise TaskError(f"found {type(data).__name__}, expected an object: {_FIELDS}.")
+    for name in data:
+        if name not in (*_REQUIRED, *_OPTIONAL):
+            raise TaskError(f"unknown field '{name}', expected {_FIELDS}.")
+    for name in _REQUIRED:
+        if name not in data:
+            raise TaskError(f"'{name}' is missing, expected {_FIELDS}.")
+    options = _options(data)
+    question = Question(
+        id=_identity(data.get("id", number)),
+        kind=_text("kind", data.get("kind", "all")),
+        text=_text("question", data["question"]),
+        answers=(_letter(data["answer"], options),) if options else _answers(data["answer"]),
+        options=options,
+    )
+    if question.is_right(""):
+        raise TaskError(f"the answer {data['answer']!r} is empty, or nothing but punctuation. Give the right words.")
+    return folder / _text("image", data["image"]), question
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TaskError(f"'{name}' is {value!r}, expected words.")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise TaskError(f"'{name}' is {value!r}, which holds half a character. Write the file as UTF-8.")
+    return value
+
+
+def _identity(value: Any) -> str:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text("id", value)
+
+
+def _answers(value: Any) -> tuple[str, ...]:
+    if value == [] or not isinstance(value, (str, list)):
+        raise TaskError(f"the answer is {value!r}, expected a string or a list of strings, or 'options' besides.")
+    return tuple(_text("answer", answer) for answer in ([value] if isinstance(value, str) else value))
+
+
+def _options(data: dict[str, Any]) -> tuple[str, ...]:
+    """The options of multiple choice, empty for other questions."""
+    if "options" not in data:
+        return ()
+    value, most = data["options"], len(string.ascii_uppercase)
+    if not isinstance(value, list) or not 2 <= len(value) <= most:
+        raise TaskError(f"'options' is {value!r}, expected a list of 2 to {most} strings.")
+    options = tuple(_text("options", option) for option in value)
+    if len(set(options)) < len(options):
+        raise TaskError(f"'options' is {value!r}, where two are the same.")
+    return options
+
+
+def _letter(answer: Any, options: tuple[str, ...]) -> str:
+    """The letter of the right option, from its letter, text or 0-based number."""
+    letters = string.ascii_uppercase[: len(options)]
+    names = [{letter, option, number} for number, (letter, option) in enumerate(zip(letters, options, strict=True))]
+    # JSON's true and 1.0 are equal to 1, but are no numbers of options.
+    meant = [
+        letter for letter, known in zip(letters, names, strict=True) if type(answer) in (str, int) and answer in known
+    ]
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        raise TaskError(
+            f"the answer {answer!r} is the letter of one option and the text of another. Give its 0-based number."
+        )
+    raise TaskError(
+        f"the answer is {answer!r}, expected a letter from A to {letters[-1]}, the text of an option, or a number "
+        f"from 0 to {len(options) - 1}."
+    )

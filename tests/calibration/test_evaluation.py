@@ -1,0 +1,169 @@
+"""The evaluation's bookkeeping, on a stand-in that replies what it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune.calibration.evaluation import ask, choose_combinations, report
+from sinkprune.calibration.evaluation_report import BASELINE, Combination, Reply, summarise
+from sinkprune.calibration.tasks import Item, blinded
+from sinkprune.errors import BudgetError, PromptError, UsageError
+from sinkprune.questions import Question
+from sinkprune.report import Spread
+
+PLANS = {
+    "sinkpruner": {"retain-64": None, "retain-32": None},
+    "fastv": {"retain-64": None},
+    "random": {"retain-32": None},
+}
+SINK, FASTV = Combination("sinkpruner", "retain-64"), Combination("fastv", "retain-64")
+GREY = (128, 128, 128)
+
+
+class FakeManifest(SimpleNamespace):
+    """Holds `PLANS`."""
+
+    plans = PLANS
+
+    def plan(self, method: str, budget: str) -> None:
+        if method not in self.plans:
+            raise BudgetError(f"no method '{method}'")
+
+
+class FakePipeline:
+    """Replies "yes" wherever `right(prompt, budget)` says so, and remembers what it was asked."""
+
+    def __init__(self, right: Callable[[str, str], bool]) -> None:
+        self.right = right
+        self.asked: list[tuple[str, str, str]] = []
+        self.images: list[Image.Image] = []
+        checkpoint = SimpleNamespace(source="/models/pocket")
+        self.bundle = SimpleNamespace(manifest=FakeManifest(precision="fp32", checkpoint=checkpoint))
+        self.backend = SimpleNamespace(name="fake", threads=1, versions={"fake": "1"})
+
+    def generate(self, image: Image.Image, prompt: str, *, method: str, budget: str, max_new_tokens: int) -> Any:
+        if prompt == "too long":
+            raise PromptError("the prompt is too long.")
+        self.asked.append((prompt, method, budget))
+        self.images.append(image)
+        layers = [576, 576, 576] if budget == "none" else [int(prompt), 20, 10]
+        # Warm-up comes first and is slow.
+        ms = 1e6 if len(self.asked) <= 3 else float(prompt)
+        return SimpleNamespace(
+            text="Yes." if self.right(prompt, budget) else "no", tokens_per_layer=layers, ms={"ttft": ms}
+        )
+
+
+def items(count: int) -> list[Item]:
+    """Questions "0", "1", ..., every third about reading."""
+    return [
+        Item(
+            Question(f"q{number}", "reading" if number % 3 == 0 else "counting", str(number), ("yes",)),
+            lambda: Image.new("RGB", (8, 6)),
+        )
+        for number in range(count)
+    ]
+
+
+def run(pipeline: FakePipeline, questions: list[Item], combinations: list[Combination]) -> Any:
+    replies = ask(pipeline, questions, combinations)
+    return report(pipeline, replies, [], task="own.jsonl", blind=False, max_new_tokens=8)
+
+
+def test_combinations_take_turns_question_by_question() -> None:
+    pipeline, told = FakePipeline(lambda prompt, budget: True), []
+    ask(pipeline, items(4), [SINK, FASTV], on_run=told.append)
+    assert [prompt for prompt, _, _ in pipeline.asked] == ["0"] * 3 + ["0"] * 3 + ["1"] * 3 + ["2"] * 3 + ["3"] * 3
+    rounds = [told[start : start + 3] for start in range(0, len(told), 3)]
+    assert all(set(turn) == {BASELINE, SINK, FASTV} for turn in rounds)
+    assert [turn[0] for turn in rounds] == [BASELINE, SINK, FASTV, BASELINE]
+    assert {budget for _, method, budget in pipeline.asked if method == "fastv"} == {"retain-64"}
+
+
+def test_each_combination_is_warmed_up_once_and_that_does_not_count() -> None:
+    pipeline = FakePipeline(lambda prompt, budget: True)
+    result = run(pipeline, items(4), [SINK, FASTV])
+    assert [budget for _, _, budget in pipeline.asked[:3]] == ["none", "retain-64", "retain-64"]
+    assert len(pipeline.asked) == 3 + 4 * 3
+    assert result.none.ttft_ms == Spread(1.5, 3.0)
+
+
+def test_accuracy_relative_kinds_and_tokens() -> None:
+    # Of 12 questions the baseline has 9 right; sinkpruner 6, all of them among the nine.
+    pipeline = FakePipeline(lambda prompt, budget: int(prompt) < (9 if budget == "none" else 6))
+    result = run(pipeline, items(12), [SINK, FASTV])
+    assert list(result.methods) == ["sinkpruner", "fastv"]
+    assert (result.questions, result.none.accuracy, result.none.relative) == (12, 0.75, 1.0)
+    assert result.none.relative_ci95 == (1.0, 1.0)
+    pruned = result.methods["sinkpruner"]["retain-64"]
+    assert (pruned.accuracy, pruned.relative) == (0.5, pytest.approx(2 / 3))
+    # (0.5 + z^2/24 -+ z sqrt(0.25/12 + z^2/576)) / (1 + z^2/12), z = 1.959964
+    assert pruned.ci95 == pytest.approx((0.253782, 0.746218), abs=1e-6)
+    low, high = pruned.relative_ci95
+    assert 0.2 < low < 2 / 3 < high < 1.0 + 1e-9
+    # Right are 0 .. 5: of reading 0 and 3 of 0, 3, 6, 9; of counting 1, 2, 4, 5 of eight.
+    kinds = {kind: (part.accuracy, part.count) for kind, part in pruned.by_kind.items()}
+    assert kinds == {"reading": (0.5, 4), "counting": (0.5, 8)}
+    assert result.none.by_kind["reading"].accuracy == 0.75
+    # Over layers (n + 20 + 10) / 3, over questions n from 0 to 11
+    assert pruned.mean_visual_tokens == pytest.approx((5.5 + 30) / 3)
+    assert result.none.mean_visual_tokens == 576
+    assert (result.model, result.versions["fake"]) == ("pocket", "1")
+
+
+def test_a_baseline_without_a_right_answer_has_no_relative() -> None:
+    pipeline = FakePipeline(lambda prompt, budget: budget != "none")
+    pruned = run(pipeline, items(3), [SINK]).methods["sinkpruner"]["retain-64"]
+    assert (pruned.accuracy, pruned.relative, pruned.relative_ci95) == (1.0, None, None)
+
+
+def test_answers_are_paired_with_the_baselines_to_the_same_question() -> None:
+    pipeline = FakePipeline(lambda prompt, budget: int(prompt) % 2 == 0)
+    assert run(pipeline, items(30), [SINK]).methods["sinkpruner"]["retain-64"].relative_ci95 == (1.0, 1.0)
+
+
+def test_a_question_that_cannot_be_asked_is_named() -> None:
+    question = Item(Question("q9", "all", "too long", ("yes",)), lambda: Image.new("RGB", (8, 6)))
+    with pytest.raises(PromptError, match="question 'q9': the prompt is too long"):
+        ask(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
+
+
+def test_blind_feeds_grey() -> None:
+    pipeline = FakePipeline(lambda prompt, budget: True)
+    ask(pipeline, [blinded(item) for item in items(2)], [SINK])
+    assert all(image.getcolors() == [(48, GREY)] for image in pipeline.images)
+
+
+def test_no_new_tokens_are_refused() -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        ask(FakePipeline(lambda prompt, budget: True), items(1), [SINK], max_new_tokens=0)
+
+
+def test_all_of_the_bundle_is_the_default_and_gaps_are_unreachable() -> None:
+    reachable, unreachable = choose_combinations(FakeManifest(), [], [])
+    assert reachable == [SINK, ("sinkpruner", "retain-32"), FASTV, ("random", "retain-32")]
+    assert unreachable == [("fastv", "retain-32"), ("random", "retain-64")]
+
+
+def test_chosen_combinations() -> None:
+    assert choose_combinations(FakeManifest(), ["fastv", "fastv"], ["none", "retain-64", "retain-64"]) == (
+        [FASTV],
+        [],
+    )
+    assert choose_combinations(FakeManifest(), ["fastv"], ["none"]) == ([], [])
+    with pytest.raises(BudgetError, match=r"no budget 'retain-1'; it holds: none, retain-64, retain-32"):
+        choose_combinations(FakeManifest(), [], ["retain-64", "retain-1"])
+    with pytest.raises(BudgetError, match="no method 'tome'"):
+        choose_combinations(FakeManifest(), ["sinkpruner", "tome"], [])
+    with pytest.raises(BudgetError, match=r"none of the chosen methods.*'fastv' has: none, retain-64"):
+        choose_combinations(FakeManifest(), ["fastv"], ["retain-32"])
+
+
+def test_one_question_is_enough() -> None:
+    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0)
+    assert summarise([reply], [reply]).ci95 == pytest.approx((1 / (1 + 3.841459), 1.0), abs=1e-6)

@@ -1,0 +1,68 @@
+"""Intervals against values worked out by hand or known from the literature."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+from sinkprune.calibration.intervals import paired_bootstrap, relative_accuracy, wilson
+
+
+@pytest.mark.parametrize(
+    ("right", "count", "low", "high"),
+    [
+        # z = 1.959964, z^2 = 3.841459. 8 of 10: (0.8 + 0.192073 -+ 1.959964 sqrt(0.016 + 0.0096036)) / 1.3841459
+        (8, 10, 0.490162, 0.943318),
+        # No right answer: the low end is 0, the high end z^2 / (n + z^2).
+        (0, 10, 0.0, 3.841459 / 13.841459),
+        (10, 10, 10 / 13.841459, 1.0),
+        (0, 1, 0.0, 3.841459 / 4.841459),
+        # Newcombe 1998, table I: 81 of 263 and 15 of 148
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+    ],
+)
+def test_wilson(right: int, count: int, low: float, high: float) -> None:
+    assert wilson(right, count) == pytest.approx((low, high), abs=5e-5)
+    assert 0.0 <= wilson(right, count)[0] <= right / count <= wilson(right, count)[1] <= 1.0
+
+
+def test_relative_accuracy() -> None:
+    base = np.array([True, True, True, True, False])
+    assert relative_accuracy(np.array([True, True, True, False, False]), base) == 0.75
+    assert relative_accuracy(base, ~np.ones(5, bool)) is None
+    assert relative_accuracy(np.ones(5, bool), base) == 1.25
+
+
+def test_the_bootstrap_is_paired() -> None:
+    base = np.arange(200) % 2 == 0
+    assert paired_bootstrap(base, base) == (1.0, 1.0)
+    low, high = paired_bootstrap(~base, base) or (0.0, 0.0)
+    assert low < 0.8 < 1.25 < high
+
+
+def test_the_bootstrap_equals_all_resamples_of_a_small_set() -> None:
+    right, base = np.array([True, False, True, False]), np.array([True, True, False, True])
+    ratios = [
+        sum(right[i] for i in chosen) / sum(base[i] for i in chosen)
+        for chosen in product(range(4), repeat=4)
+        if any(base[i] for i in chosen)
+    ]
+    assert paired_bootstrap(right, base) == pytest.approx(np.quantile(ratios, [0.025, 0.975]), abs=0.02)
+
+
+def test_the_bootstrap_narrows_with_the_root_of_the_questions() -> None:
+    few = np.random.default_rng(0).random((2, 400)) < 0.7
+    many = np.tile(few, 16)
+    width = [float(np.diff(paired_bootstrap(*pair) or (0, 0))[0]) for pair in (few, many)]
+    assert math.isclose(width[0] / width[1], 4, rel_tol=0.05)
+
+
+def test_the_bootstrap_is_seeded_and_knows_no_ratio_to_nothing() -> None:
+    right, base = np.random.default_rng(0).random((2, 50)) < 0.5
+    assert paired_bootstrap(right, base) == paired_bootstrap(right, base)
+    assert paired_bootstrap(right, base) != paired_bootstrap(right, base, seed=1)
+    assert paired_bootstrap(right, np.zeros(50, bool)) is None

@@ -1,0 +1,144 @@
+"""Tasks from JSONL files: what a line may say, and how a bad one is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune.calibration.tasks import blinded, load_task
+from sinkprune.errors import TaskError
+
+GOOD = {"image": "red.png", "question": "Is it red?", "answer": "yes"}
+CHOICE = {"image": "red.png", "question": "Which colour?", "options": ["red", "blue", "green"]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a picture, an empty file, a text and half a picture."""
+    Image.new("RGB", (40, 30), (200, 0, 0)).save(tmp_path / "red.png")
+    (tmp_path / "empty.png").touch()
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "half.png").write_bytes((tmp_path / "red.png").read_bytes()[:60])
+    return tmp_path
+
+
+def write(folder: Path, *lines: Any) -> str:
+    path = folder / "task.jsonl"
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return str(path)
+
+
+def test_lines_become_questions(folder: Path) -> None:
+    more = {**GOOD, "answer": ["yes", "yeah"], "kind": "colour", "id": "second"}
+    first, second, third = load_task(write(folder, GOOD, more, b"", {**CHOICE, "answer": "blue", "id": 7}))
+    assert (first.question.id, first.question.kind, first.question.prompt) == ("1", "all", "Is it red?")
+    assert first.question.answers == ("yes",)
+    assert (second.question.id, second.question.kind) == ("second", "colour")
+    assert second.question.is_right(" Yeah.")
+    assert third.question.id == "7"
+    assert third.question.prompt.splitlines()[:4] == ["Which colour?", "A. red", "B. blue", "C. green"]
+    assert third.load_image().getpixel((0, 0)) == (200, 0, 0)
+
+
+def test_a_line_without_an_id_has_its_number_blank_lines_counted(folder: Path) -> None:
+    assert [item.question.id for item in load_task(write(folder, b"  ", GOOD, b"", GOOD))] == ["2", "4"]
+
+
+@pytest.mark.parametrize(("answer", "letter"), [("C", "C"), ("green", "C"), (2, "C"), (0, "A"), ("A", "A")])
+def test_a_choice_is_named_by_letter_text_or_number(folder: Path, answer: Any, letter: str) -> None:
+    (item,) = load_task(write(folder, {**CHOICE, "answer": answer}))
+    assert item.question.answers == (letter,)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b'{"image": "red.png",', "bad JSON"),
+        (b'{"image": "\xff"}', "bad JSON"),
+        (b"[" * 100_000, "bad JSON"),
+        (b"[1]", "found list"),
+        ({**GOOD, "colour": 1}, "unknown field 'colour'"),
+        ({"image": "red.png", "answer": "yes"}, "'question' is missing"),
+        ({"image": "red.png", "question": "?", "options": ["a", "b"]}, "'answer' is missing"),
+        ({**GOOD, "image": "gone.png"}, "no such file"),
+        ({**GOOD, "image": "empty.png"}, "is empty"),
+        ({**GOOD, "image": "text.png"}, "not an image"),
+        ({**GOOD, "image": "half.png"}, "damaged or truncated"),
+        ({**GOOD, "image": 3}, "'image' is 3"),
+        ({**GOOD, "question": " "}, "'question' is ' '"),
+        ({**GOOD, "question": "\ud83d"}, "half a character"),
+        ({**GOOD, "kind": ""}, "'kind' is ''"),
+        ({**GOOD, "id": True}, "'id' is True"),
+        ({**GOOD, "id": "1"}, "line 1 too"),
+        ({**GOOD, "answer": ""}, "'answer' is ''"),
+        ({**GOOD, "answer": []}, "expected a string"),
+        ({**GOOD, "answer": ["yes", ""]}, "'answer' is ''"),
+        ({**GOOD, "answer": "?!"}, "nothing but punctuation"),
+        ({**GOOD, "answer": 4}, "expected a string"),
+        ({**CHOICE, "answer": "D"}, "A to C"),
+        ({**CHOICE, "answer": "b"}, "A to C"),
+        ({**CHOICE, "answer": 3}, "0 to 2"),
+        ({**CHOICE, "answer": -1}, "0 to 2"),
+        ({**CHOICE, "answer": True}, "0 to 2"),
+        ({**CHOICE, "answer": 1.0}, "0 to 2"),
+        ({**CHOICE, "answer": ["A"]}, "A to C"),
+        ({**CHOICE, "options": ["B", "A"], "answer": "A"}, "letter of one option and the text of another"),
+        ({**CHOICE, "options": ["red"], "answer": 0}, "2 to 26"),
+        ({**CHOICE, "options": ["x"] * 27, "answer": 0}, "2 to 26"),
+        ({**CHOICE, "options": ["red", "red"], "answer": 0}, "two are the same"),
+        ({**CHOICE, "options": ["red", ""], "answer": 0}, "'options' is ''"),
+        ({**CHOICE, "options": [], "answer": "x"}, "2 to 26"),
+    ],
+)
+def test_a_bad_line_is_refused_with_file_and_number(folder: Path, line: Any, said: str) -> None:
+    path = write(folder, GOOD, b"", line, GOOD)
+    with pytest.raises(TaskError) as refused:
+        load_task(path)
+    assert str(refused.value).startswith(f"'{path}', line 3: ")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_that_are_no_task_are_refused(folder: Path) -> None:
+    with pytest.raises(TaskError, match="is empty"):
+        load_task(write(folder, b"", b" "))
+    with pytest.raises(TaskError, match="cannot be read: No such file"):
+        load_task(str(folder / "gone.jsonl"))
+    with pytest.raises(TaskError, match="cannot be read: Is a directory"):
+        (folder / "folder.jsonl").mkdir()
+        load_task(str(folder / "folder.jsonl"))
+    with pytest.raises(TaskError, match=r"unknown task 'pope'.*scenes"):
+        load_task("pope")
+
+
+def test_lines_behind_the_limit_are_not_read(folder: Path) -> None:
+    assert len(load_task(write(folder, GOOD, GOOD, b"{"), limit=2)) == 2
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_first_line(folder: Path) -> None:
+    line = json.dumps(GOOD).encode()
+    assert len(load_task(write(folder, b"\xef\xbb\xbf" + line + b"\r", line + b"\r", b"\r"))) == 2
+
+
+def test_a_blinded_item_shows_grey_of_the_same_size(folder: Path) -> None:
+    (item,) = load_task(write(folder, GOOD))
+    grey = blinded(item)
+    assert grey.question is item.question
+    assert grey.load_image().size == (40, 30)
+    assert grey.load_image().getcolors() == [(1200, (128, 128, 128))]
+
+
+def test_scenes_are_the_test_set_picture_by_picture() -> None:
+    from sinkprune.demo.scenes import test_set
+
+    drawn = dict(enumerate(zip(test_set(), load_task("scenes", limit=12), strict=False)))
+    assert len(drawn) == 12
+    for (picture, question), item in drawn.values():
+        assert item.question == question
+        assert item.load_image().tobytes() == picture.convert("RGB").tobytes()
