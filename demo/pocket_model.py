@@ -1,0 +1,121 @@
+"""The pocket model's shape, tokenizer and files: a LLaVA-1.5 of 7 million parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
+
+from sinkprune.demo.scene_questions import some
+from sinkprune.demo.scenes import SIDE, make_scene
+
+VOCABULARY = 768
+SPECIAL = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
+EOS, IMAGE, PAD = 2, 3, 4
+GRID = 16
+PATCH = SIDE // GRID
+BLOCKS = 6
+"""Blocks of the tower whose output the LLM sees. The checkpoint has one more, as vision_feature_layer is -2."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper }}: "
+    "{% for item in message['content'] if item['type'] == 'image' %}<image>\n{% endfor %}"
+    "{% for item in message['content'] if item['type'] == 'text' %}{{ item['text'] }} {% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+BEFORE, AFTER, ANSWER = "USER: ", "\n{} ASSISTANT:", " {}"
+"""What the chat template puts before the picture, after it, and what the model replies."""
+
+
+def new_model() -> LlavaForConditionalGeneration:
+    """The model at its initialisation; its feature layer is the tower's last while it is trained."""
+    config = LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 192,
+            "intermediate_size": 768,
+            "num_hidden_layers": BLOCKS,
+            "num_attention_heads": 6,
+            "image_size": SIDE,
+            "patch_size": PATCH,
+            "hidden_act": "gelu",
+            "initializer_factor": 2.0,
+        },
+        text_config={
+            "model_type": "llama",
+            "hidden_size": 160,
+            "intermediate_size": 448,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 5,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 1024,
+            "initializer_range": 0.05,
+            "bos_token_id": 1,
+            "eos_token_id": EOS,
+            "pad_token_id": PAD,
+            "tie_word_embeddings": True,
+        },
+        image_token_id=IMAGE,
+        image_seq_length=GRID * GRID,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return LlavaForConditionalGeneration(config)
+
+
+def save(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write `model` as an fp16 checkpoint in Hugging Face format.
+
+    The tower gets a last block that nobody computes: LLaVA-1.5 takes its features from the last block but one.
+    """
+    config = LlavaConfig.from_dict(model.config.to_dict())
+    config.vision_config.num_hidden_layers = BLOCKS + 1
+    config.vision_feature_layer = -2
+    whole = LlavaForConditionalGeneration(config)
+    missing, unexpected = whole.load_state_dict(model.state_dict(), strict=False)
+    unused = f"vision_tower.encoder.layers.{BLOCKS}."
+    if unexpected or not all(unused in name for name in missing):
+        raise ValueError(f"the saved model differs from the trained one: lacks {missing}, has {unexpected}")
+    for name, parameter in whole.named_parameters():
+        if unused in name:
+            torch.nn.init.zeros_(parameter)
+    whole.generation_config.eos_token_id = EOS
+    whole.half().save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    ).save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    size = {"height": SIDE, "width": SIDE}
+    CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size).save_pretrained(folder)
+
+
+def new_tokenizer(scenes: int = 3000) -> Tokenizer:
+    """Byte-level BPE, learnt from the questions about `scenes` training scenes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_conversations(scenes), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def _conversations(scenes: int) -> Iterator[str]:
+    for index in range(scenes):
+        scene, _ = make_scene("training", index)
+        for question in some(scene, Random(index), 10):
+            yield BEFORE + AFTER.format(question.prompt) + ANSWER.format(question.answers[0])

@@ -1,0 +1,175 @@
+"""Questions about a scene, of the kinds multimodal LLMs are measured by, each with the one right answer.
+
+Existence as POPE asks it, with absent pairs that are random, popular, or adversarial (colour and shape are both
+there, on different objects); colour, shape, size and relation as GQA; counting; reading as TextVQA; multiple choice
+as MMBench.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from random import Random
+
+from sinkprune.demo.scenes import COLOURS, DIGITS, POPULAR, RADII, SHAPES, WORDS, Scene, Thing
+from sinkprune.questions import Question
+
+_APART = 30
+"""Pixels between the centres of objects that are asked about as left, right, above or below."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    text: str
+    answer: str
+    options: tuple[str, ...] = ()
+
+
+def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]:
+    """One question of every kind the scene has an answer to; their ids start with `name`."""
+    for kind in KINDS:
+        yield from _ask(scene, rng, kind, f"{name}-{kind}")
+
+
+def some(scene: Scene, rng: Random, count: int) -> list[Question]:
+    """Up to `count` questions of random kinds."""
+    drawn = rng.choices(list(KINDS), k=count)
+    return [question for i, kind in enumerate(drawn) for question in _ask(scene, rng, kind, str(i))]
+
+
+def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
+    asked = KINDS[kind](scene, rng)
+    if asked is not None:
+        yield Question(name, kind, asked.text, (asked.answer,), asked.options)
+
+
+def _existence(absent: Callable[[Scene, Random], list[tuple[str, str]]]) -> Callable[[Scene, Random], _Asked | None]:
+    """Asks for a pair that is there, or as often for one of `absent`."""
+
+    def ask(scene: Scene, rng: Random) -> _Asked | None:
+        present = sorted({thing.pair for thing in scene.objects})
+        there = rng.random() < 0.5
+        pairs = present if there else [pair for pair in absent(scene, rng) if pair not in present]
+        if not pairs:
+            return None
+        return _Asked(f"Is there {_a(rng.choice(pairs))}?", "yes" if there else "no")
+
+    return ask
+
+
+def _any_pair(scene: Scene, rng: Random) -> list[tuple[str, str]]:
+    return list(product(COLOURS, SHAPES))
+
+
+def _popular_pair(scene: Scene, rng: Random) -> list[tuple[str, str]]:
+    return list(POPULAR)
+
+
+def _mixed_pair(scene: Scene, rng: Random) -> list[tuple[str, str]]:
+    return list(product(sorted({t.colour for t in scene.objects}), sorted({t.shape for t in scene.objects})))
+
+
+def _colour(scene: Scene, rng: Random) -> _Asked | None:
+    thing = _one_by(scene.objects, rng, lambda thing: thing.shape)
+    return _Asked(f"What colour is the {thing.shape}?", thing.colour) if thing else None
+
+
+def _shape(scene: Scene, rng: Random) -> _Asked | None:
+    thing = _one_by(scene.objects, rng, lambda thing: thing.colour)
+    return _Asked(f"What shape is the {thing.colour} object?", thing.shape) if thing else None
+
+
+def _size(scene: Scene, rng: Random) -> _Asked | None:
+    thing = _one_by(scene.objects, rng, lambda thing: thing.pair)
+    return _Asked(f"Is the {_named(thing.pair)} {' or '.join(RADII)}?", thing.size) if thing else None
+
+
+def _relation(scene: Scene, rng: Random) -> _Asked | None:
+    unique = _all_by(scene.objects, lambda thing: thing.pair)
+    relations = []
+    for a, b in permutations(unique, 2):
+        if abs(a.x - b.x) >= _APART:
+            relations.append((a, b, "left of" if a.x < b.x else "right of", "right of" if a.x < b.x else "left of"))
+        if abs(a.y - b.y) >= _APART:
+            relations.append((a, b, "above" if a.y < b.y else "below", "below" if a.y < b.y else "above"))
+    if not relations:
+        return None
+    a, b, true, false = rng.choice(relations)
+    is_true = rng.random() < 0.5
+    text = f"Is the {_named(a.pair)} {true if is_true else false} the {_named(b.pair)}?"
+    return _Asked(text, "yes" if is_true else "no")
+
+
+def _counting(scene: Scene, rng: Random) -> _Asked | None:
+    counts = Counter(f"{thing.colour} object" for thing in scene.objects)
+    counts.update(thing.shape for thing in scene.objects)
+    # Large numbers are rare in scenes; asked about as they stand, nearly all answers would be 1.
+    numbers = sorted(set(counts.values()))
+    number = rng.choices(numbers, weights=[number**2 for number in numbers])[0]
+    what = rng.choice(sorted(what for what in counts if counts[what] == number))
+    return _Asked(f"How many {what}{'es' if what == 'cross' else 's'} are there?", str(number))
+
+
+def _reading(scene: Scene, rng: Random) -> _Asked | None:
+    plate = rng.choice(scene.plates)
+    return _Asked(f"What is written on the {plate.colour} plate?", plate.text)
+
+
+def _choice(scene: Scene, rng: Random) -> _Asked | None:
+    """A colour, a shape, a written text or an object, to be picked among four."""
+    asked = rng.choice([_colour, _shape, _reading, _present])(scene, rng)
+    if asked is None:
+        return None
+    alike = next(group for group in _ALTERNATIVES if asked.answer in group)
+    absent = [text for text in alike if text != asked.answer]
+    if asked.text == _WHICH:
+        held = {_named(thing.pair) for thing in scene.objects}
+        absent = [text for text in absent if text not in held]
+    options = [asked.answer, *rng.sample(absent, 3)]
+    rng.shuffle(options)
+    return _Asked(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
+
+
+_WHICH = "Which of these is in the picture?"
+
+
+def _present(scene: Scene, rng: Random) -> _Asked | None:
+    return _Asked(_WHICH, _named(rng.choice(scene.objects).pair))
+
+
+def _named(pair: tuple[str, str]) -> str:
+    return " ".join(pair)
+
+
+def _a(pair: tuple[str, str]) -> str:
+    return f"{'an' if pair[0][0] in 'aeiou' else 'a'} {_named(pair)}"
+
+
+def _all_by(things: Sequence[Thing], key: Callable[[Thing], object]) -> list[Thing]:
+    """The things no other shares its `key` with."""
+    counts = Counter(map(key, things))
+    return [thing for thing in things if counts[key(thing)] == 1]
+
+
+def _one_by(things: Sequence[Thing], rng: Random, key: Callable[[Thing], object]) -> Thing | None:
+    unique = _all_by(things, key)
+    return rng.choice(unique) if unique else None
+
+
+_ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(_named(pair) for pair in product(COLOURS, SHAPES)))
+
+KINDS: dict[str, Callable[[Scene, Random], _Asked | None]] = {
+    "existence-random": _existence(_any_pair),
+    "existence-popular": _existence(_popular_pair),
+    "existence-adversarial": _existence(_mixed_pair),
+    "colour": _colour,
+    "shape": _shape,
+    "size": _size,
+    "relation": _relation,
+    "counting": _counting,
+    "reading": _reading,
+    "choice": _choice,
+}
+"""The kinds of questions by name."""

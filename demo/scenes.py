@@ -1,0 +1,217 @@
+"""Seeded scenes: coloured shapes and written plates before a background, drawn as pictures.
+
+A scene is known completely, so that questions about it have one answer each (`scene_questions`). Training,
+validation and test scenes come from disjoint seeds, and test scenes stand before photos of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from PIL import Image, ImageDraw, ImageFont
+
+from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS, background
+from sinkprune.questions import Question
+
+SIDE = 224
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+COLOURS = {
+    "red": (214, 32, 38),
+    "orange": (245, 140, 20),
+    "yellow": (250, 225, 40),
+    "green": (30, 150, 60),
+    "blue": (35, 80, 210),
+    "purple": (135, 45, 165),
+}
+POPULAR = tuple(zip(COLOURS, SHAPES, strict=True))
+"""Pairs of colour and shape that most scenes hold one of, so that guessing them pays."""
+DIGITS = tuple("0123456789")
+WORDS = (
+    "STOP",
+    "EXIT",
+    "CAFE",
+    "TAXI",
+    "OPEN",
+    "PARK",
+    "BANK",
+    "HOTEL",
+    "GATE",
+    "NORTH",
+    "SALE",
+    "BUS",
+    "ZOO",
+    "KEY",
+)
+RADII = {"small": (13, 16), "large": (24, 29)}
+"""Radius of an object in pixels, from and to."""
+
+TEST_PICTURES = 80
+_OUTLINE = (20, 20, 20)
+_SUPERSAMPLING = 2
+_SPLITS = {"training": TRAINING_PHOTOS, "validation": TRAINING_PHOTOS, "test": TEST_PHOTOS}
+
+
+@dataclass(frozen=True)
+class Thing:
+    """Something in a scene, its box in pixels: an object (`text` empty), or a plate (`shape` is ``plate``)."""
+
+    shape: str
+    colour: str
+    """Of an object; of a plate's frame."""
+    size: str
+    text: str
+    x: int
+    y: int
+    half_width: int
+    half_height: int
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """Colour and shape, which a question names an object by."""
+        return self.colour, self.shape
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Objects and plates that do not overlap."""
+
+    objects: tuple[Thing, ...]
+    plates: tuple[Thing, ...]
+
+
+def make_scene(split: str, index: int) -> tuple[Scene, Image.Image]:
+    """Scene `index` of `split` (training, validation, test) and its picture [224,224] RGB."""
+    rng = Random(f"{split} {index}")
+    scene = _compose(rng)
+    return scene, _draw(scene, background(rng, SIDE, _SPLITS[split]))
+
+
+def test_set() -> Iterator[tuple[Image.Image, Question]]:
+    """The fixed test: questions of every kind about each of its pictures, picture by picture."""
+    from sinkprune.demo.scene_questions import one_of_each_kind
+
+    for index in range(TEST_PICTURES):
+        scene, picture = make_scene("test", index)
+        for question in one_of_each_kind(scene, Random(f"test questions {index}"), f"scene-{index:03d}"):
+            yield picture, question
+
+
+def _compose(rng: Random) -> Scene:
+    # Some scenes leave most of the picture empty.
+    crowded = rng.random() < 0.7
+    side = SIDE if crowded else SIDE * 2 // 3
+    left, top = rng.randint(0, SIDE - side), rng.randint(0, SIDE - side)
+    placed: list[Thing] = []
+
+    def place(shape: str, colour: str, size: str, text: str, half_width: int, half_height: int) -> None:
+        for _ in range(30):
+            x = rng.randint(left + half_width + 2, left + side - half_width - 2)
+            y = rng.randint(top + half_height + 2, top + side - half_height - 2)
+            thing = Thing(shape, colour, size, text, x, y, half_width, half_height)
+            if not any(_touch(thing, other) for other in placed):
+                placed.append(thing)
+                return
+
+    frames = rng.sample(list(COLOURS), 2 if crowded and rng.random() < 0.4 else 1)
+    for frame in frames:
+        text = rng.choice(DIGITS if rng.random() < 0.5 else WORDS)
+        width, height = _text_size(text)
+        place("plate", frame, "", text, width // 2 + 8, height // 2 + 8)
+    plates = tuple(placed)
+    for colour, shape in _pairs(rng, rng.randint(3, 6) if crowded else rng.randint(1, 3)):
+        size = rng.choice(list(RADII))
+        radius = rng.randint(*RADII[size])
+        place(shape, colour, size, "", radius, radius)
+    return Scene(tuple(placed[len(plates) :]), plates)
+
+
+def _pairs(rng: Random, count: int) -> list[tuple[str, str]]:
+    """Colours and shapes of a scene's objects; in most scenes some share one of them, to be counted."""
+    pairs = [
+        rng.choice(POPULAR) if rng.random() < 0.25 else (rng.choice(list(COLOURS)), rng.choice(SHAPES))
+        for _ in range(count)
+    ]
+    sharing = rng.choice(["colour", "shape", "shape", ""])
+    for i in range(rng.randint(2, 4) if sharing else 0):
+        if i < count:
+            pairs[i] = (pairs[0][0], pairs[i][1]) if sharing == "colour" else (pairs[i][0], pairs[0][1])
+    rng.shuffle(pairs)
+    return pairs
+
+
+def _touch(a: Thing, b: Thing) -> bool:
+    gap = 4
+    apart_x = abs(a.x - b.x) >= a.half_width + b.half_width + gap
+    apart_y = abs(a.y - b.y) >= a.half_height + b.half_height + gap
+    return not (apart_x or apart_y)
+
+
+def _draw(scene: Scene, behind: Image.Image) -> Image.Image:
+    scale = _SUPERSAMPLING
+    canvas = behind.resize((SIDE * scale, SIDE * scale))
+    draw = ImageDraw.Draw(canvas)
+    for thing in scene.objects:
+        _draw_object(draw, thing, scale)
+    for plate in scene.plates:
+        box = [
+            (plate.x - plate.half_width) * scale,
+            (plate.y - plate.half_height) * scale,
+            (plate.x + plate.half_width) * scale,
+            (plate.y + plate.half_height) * scale,
+        ]
+        draw.rectangle(box, fill=(248, 248, 244), outline=COLOURS[plate.colour], width=4 * scale)
+        font = _font(plate.text, scale)
+        draw.text((plate.x * scale, plate.y * scale), plate.text, fill=_OUTLINE, font=font, anchor="mm")
+    return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
+
+
+def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing, scale: int) -> None:
+    x, y, r = thing.x * scale, thing.y * scale, thing.half_width * scale
+    fill, line = COLOURS[thing.colour], scale
+    if thing.shape == "circle":
+        draw.ellipse([x - r, y - r, x + r, y + r], fill=fill, outline=_OUTLINE, width=line)
+    elif thing.shape == "ring":
+        draw.ellipse([x - r, y - r, x + r, y + r], outline=_OUTLINE, width=r // 2)
+        draw.ellipse([x - r + line, y - r + line, x + r - line, y + r - line], outline=fill, width=r // 2 - 2 * line)
+    else:
+        corners = [(x + r * u, y + r * v) for u, v in _corners(thing.shape)]
+        draw.polygon(corners, fill=fill, outline=_OUTLINE, width=line)
+
+
+def _corners(shape: str) -> list[tuple[float, float]]:
+    """Of a polygon within the box from -1 to 1."""
+    if shape == "square":
+        return [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)]
+    if shape == "triangle":
+        return [(0, -1), (1, 0.9), (-1, 0.9)]
+    if shape == "star":
+        radii = (1.0, 0.42)
+        turns = [math.pi * i / 5 for i in range(10)]
+        return [(radii[i % 2] * math.sin(turn), -radii[i % 2] * math.cos(turn)) for i, turn in enumerate(turns)]
+    a = 0.34
+    return [
+        (-a, -1),
+        (a, -1),
+        (a, -a),
+        (1, -a),
+        (1, a),
+        (a, a),
+        (a, 1),
+        (-a, 1),
+        (-a, a),
+        (-1, a),
+        (-1, -a),
+        (-a, -a),
+    ]
+
+
+def _font(text: str, scale: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default((24 if len(text) == 1 else 17) * scale)
+
+
+def _text_size(text: str) -> tuple[int, int]:
+    left, top, right, bottom = _font(text, 1).getbbox(text)
+    return math.ceil(right - left), math.ceil(bottom - top)

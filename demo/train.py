@@ -1,0 +1,167 @@
+"""Train the pocket model on a CPU: `python -m sinkprune.demo.train CHECKPOINT --state STATE.pt`.
+
+Three stages. `vision` warms the tower by what each patch shows. `sparse` adds the LLM, on the patches that show
+something and some background, at a third of the cost. `whole` goes on with all patches. An interrupted training
+goes on from its state file when started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+from tokenizers import Tokenizer
+
+from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
+from sinkprune.demo.training_batches import pictures, training_scenes, turns
+from sinkprune.demo.training_losses import Probe, answer_loss, salient_patches, tower_states
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training; the learning rate goes linearly from its first value to its second."""
+
+    name: str
+    steps: int
+    pictures: int
+    """A step."""
+    learning_rate: tuple[float, float]
+    questions: int = 0
+    """A picture; 0 leaves the LLM out."""
+    visual_tokens: int = 256
+    """How many patches the LLM sees."""
+    probe_weight: float = 1.0
+
+
+STAGES = (
+    Stage("vision", 1000, 16, (1e-3, 7e-4)),
+    Stage("sparse", 1800, 8, (1e-3, 6e-4), questions=14, visual_tokens=64, probe_weight=0.3),
+    Stage("whole", 500, 8, (6e-4, 0.0), questions=14, probe_weight=0.1),
+)
+_WARM_UP = 100
+_SAVE_EVERY = 100
+_LOG_EVERY = 20
+_CLIP = 1.0
+_SEED = 7
+
+
+class Training:
+    """The model in training, with all that is needed to go on with it."""
+
+    def __init__(self, state: Path) -> None:
+        torch.manual_seed(_SEED)
+        self._path = state
+        self.model, self.step, self.log = new_model(), 0, list[dict[str, float | str]]()
+        self.probe = Probe(self.model.config.vision_config.hidden_size)
+        modules = torch.nn.ModuleList([self.model, self.probe])
+        self.parameters = [parameter for parameter in modules.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in self.parameters if parameter.ndim > 1]
+        others = [parameter for parameter in self.parameters if parameter.ndim == 1]
+        groups = [{"params": matrices, "weight_decay": 0.03}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
+        if state.exists():
+            self._load()
+            self.tokenizer = Tokenizer.from_str(self._saved["tokenizer"])
+        else:
+            self.tokenizer = new_tokenizer()
+
+    def run(self, stages: Sequence[Stage]) -> None:
+        """All steps that are still to be done."""
+        start = time.perf_counter()
+        for stage, step, first_picture in _schedule(stages):
+            if step < self.step:
+                continue
+            rate = self._set_rate(stage, step, stages)
+            losses = self._train_on(stage, step, first_picture)
+            self.step = step + 1
+            if step % _LOG_EVERY == 0:
+                entry: dict[str, float | str] = {"step": step, "stage": stage.name, "rate": rate, **losses}
+                self.log.append(entry)
+                told = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in entry.items())
+                sys.stderr.write(f"{time.perf_counter() - start:7.0f} s  {told}\n")
+            if self.step % _SAVE_EVERY == 0:
+                self._save()
+        self._save()
+
+    def _train_on(self, stage: Stage, step: int, first_picture: int) -> dict[str, float]:
+        scenes = training_scenes(first_picture, stage.pictures)
+        seen = pictures(scenes)
+        torch.manual_seed(step)
+        states = tower_states(self.model, seen.pixels)
+        probe = self.probe.loss(states, seen)
+        loss, told = stage.probe_weight * probe, {"probe": probe.item()}
+        if stage.questions:
+            asked = turns([scene for scene, _ in scenes], self.tokenizer, Random(step), stage.questions)
+            shown = salient_patches(seen, stage.visual_tokens)
+            tokens = states[:, 1:].gather(1, shown[..., None].expand(-1, -1, states.shape[-1]))
+            answers = answer_loss(self.model, tokens, asked)
+            loss, told = loss + answers, {**told, "answers": answers.item()}
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
+        self.optimizer.step()
+        return told
+
+    def _set_rate(self, stage: Stage, step: int, stages: Sequence[Stage]) -> float:
+        begin = sum(earlier.steps for earlier in stages[: stages.index(stage)])
+        done = (step - begin) / stage.steps
+        first, last = stage.learning_rate
+        rate = (first + (last - first) * done) * min(1.0, (step - begin + 1) / _WARM_UP)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _save(self) -> None:
+        state = {
+            "step": self.step,
+            "log": self.log,
+            "tokenizer": self.tokenizer.to_str(),
+            "model": self.model.state_dict(),
+            "probe": self.probe.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        beside = self._path.with_suffix(".new")
+        torch.save(state, beside)
+        beside.replace(self._path)
+
+    def _load(self) -> None:
+        self._saved = torch.load(self._path)
+        self.model.load_state_dict(self._saved["model"])
+        self.probe.load_state_dict(self._saved["probe"])
+        self.optimizer.load_state_dict(self._saved["optimizer"])
+        self.step, self.log = self._saved["step"], self._saved["log"]
+
+
+def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
+    """Every step: its stage, its number, and the first of the training pictures it takes."""
+    step = picture = 0
+    for stage in stages:
+        for _ in range(stage.steps):
+            yield stage, step, picture
+            step, picture = step + 1, picture + stage.pictures
+
+
+def main() -> None:
+    """Train, then write the checkpoint and its loss curve."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="folder to write the trained model to")
+    parser.add_argument("--state", type=Path, required=True, help="file the training is saved to and resumed from")
+    options = parser.parse_args()
+    training = Training(options.state)
+    training.run(STAGES)
+    save(training.model, training.tokenizer, options.checkpoint)
+    with (options.checkpoint / "loss.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "answers"])
+        writer.writeheader()
+        writer.writerows(training.log)
+
+
+if __name__ == "__main__":
+    main()

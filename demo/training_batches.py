@@ -1,0 +1,134 @@
+"""What one training step sees: pictures, what each patch shows, and questions packed behind one picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer
+
+from sinkprune.demo.pocket_model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
+from sinkprune.demo.scene_questions import some
+from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, make_scene
+
+_SHAPES = ("", *SHAPES, "plate")
+_COLOURS = ("", *COLOURS)
+_SIZES = ("", *RADII)
+_TEXTS = ("", *DIGITS, *WORDS)
+CLASSES = (len(_SHAPES), len(_COLOURS), len(_SIZES), len(_TEXTS))
+"""Of a patch: shape, colour, size and text of what it shows; class 0 is nothing."""
+SUMMARY = len(COLOURS) * len(SHAPES) + len(_TEXTS)
+"""Of a picture: which pairs of colour and shape it holds, and which texts."""
+
+_MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
+_STD = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
+_PATCH_MARGIN = 4
+"""Pixels beyond its box in which a thing still owns a patch's centre, so that small things own some."""
+
+
+@dataclass
+class Pictures:
+    """B pictures and what can be seen on them."""
+
+    pixels: torch.Tensor
+    """[B,3,224,224] fp32, normalised as CLIP's."""
+    classes: torch.Tensor
+    """[B,N,4] int64: `CLASSES` of each patch."""
+    offsets: torch.Tensor
+    """[B,N,2] fp32: from the patch to the centre of what it shows, in patches."""
+    summary: torch.Tensor
+    """[B,`SUMMARY`] fp32, 0 or 1."""
+
+
+@dataclass
+class Turns:
+    """Questions and answers behind B pictures; each turn sees the picture and itself, not the other turns."""
+
+    before: torch.Tensor
+    """[P] token ids before the picture."""
+    ids: torch.Tensor
+    """[B,T] token ids after the picture, all turns in a row."""
+    turn: torch.Tensor
+    """[B,T] the number of the turn from 1 on, -1 for padding."""
+    place: torch.Tensor
+    """[B,T] position within the turn."""
+    targets: torch.Tensor
+    """[B,T] the token to be predicted where it is part of an answer, else -100."""
+
+
+def normalised(picture: Image.Image) -> torch.Tensor:
+    """[3,224,224] fp32, as the checkpoint's image processor gives it."""
+    values = torch.from_numpy(np.asarray(picture, np.float32) / 255).permute(2, 0, 1)
+    return (values - _MEAN) / _STD
+
+
+def pictures(scenes: list[tuple[Scene, Image.Image]]) -> Pictures:
+    """Pictures with their dense targets."""
+    patches = [_patch_targets(scene) for scene, _ in scenes]
+    return Pictures(
+        torch.stack([normalised(picture) for _, picture in scenes]),
+        torch.from_numpy(np.stack([classes for classes, _ in patches])),
+        torch.from_numpy(np.stack([offsets for _, offsets in patches])),
+        torch.stack([_summary(scene) for scene, _ in scenes]),
+    )
+
+
+def training_scenes(first: int, count: int) -> list[tuple[Scene, Image.Image]]:
+    """The training scenes `first`, `first` + 1, ..."""
+    return [make_scene("training", index) for index in range(first, first + count)]
+
+
+def turns(scenes: list[Scene], tokenizer: Tokenizer, rng: Random, questions: int) -> Turns:
+    """`questions` random questions about each scene, with their answers."""
+    rows = [[_turn(q.prompt, q.answers[0], tokenizer) for q in some(scene, rng, questions)] for scene in scenes]
+    length = max(sum(len(ids) for ids, _ in row) for row in rows)
+    shape = (len(rows), length)
+    ids, place = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64)
+    turn, targets = np.full(shape, -1, np.int64), np.full(shape, -100, np.int64)
+    for i, row in enumerate(rows):
+        at = 0
+        for number, (tokens, answer) in enumerate(row, 1):
+            span = slice(at, at + len(tokens))
+            ids[i, span], turn[i, span], place[i, span] = tokens, number, range(len(tokens))
+            # Each row predicts the next token.
+            targets[i, span.stop - answer - 1 : span.stop - 1] = tokens[-answer:]
+            at = span.stop
+    before = torch.tensor(tokenizer.encode(BEFORE).ids)
+    return Turns(before, *(torch.from_numpy(array) for array in (ids, turn, place, targets)))
+
+
+def _turn(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
+    """Token ids of a question with its answer, and how many of them are the answer's."""
+    asked = tokenizer.encode(AFTER.format(prompt), add_special_tokens=False).ids
+    replied = [*tokenizer.encode(ANSWER.format(answer), add_special_tokens=False).ids, EOS]
+    return asked + replied, len(replied)
+
+
+def _patch_targets(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
+    classes = np.zeros((GRID, GRID, len(CLASSES)), np.int64)
+    offsets = np.zeros((GRID, GRID, 2), np.float32)
+    y, x = (np.mgrid[0:GRID, 0:GRID] + 0.5) * PATCH
+    for thing in (*scene.objects, *scene.plates):
+        inside = (abs(x - thing.x) <= thing.half_width + _PATCH_MARGIN) & (
+            abs(y - thing.y) <= thing.half_height + _PATCH_MARGIN
+        )
+        classes[inside] = (
+            _SHAPES.index(thing.shape),
+            _COLOURS.index(thing.colour),
+            _SIZES.index(thing.size),
+            _TEXTS.index(thing.text),
+        )
+        offsets[inside] = np.stack([thing.x - x[inside], thing.y - y[inside]], -1) / PATCH
+    return classes.reshape(-1, len(CLASSES)), offsets.reshape(-1, 2)
+
+
+def _summary(scene: Scene) -> torch.Tensor:
+    summary = torch.zeros(SUMMARY)
+    for thing in scene.objects:
+        summary[list(COLOURS).index(thing.colour) * len(SHAPES) + SHAPES.index(thing.shape)] = 1
+    for plate in scene.plates:
+        summary[len(COLOURS) * len(SHAPES) + _TEXTS.index(plate.text)] = 1
+    return summary
