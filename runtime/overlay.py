@@ -84,7 +84,7 @@ def token_fates(plan: Plan, kept: Kept) -> Fates:
     return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
 
 
-def draw_overlay(image: Image.Image, boxes: Array, plan: Plan | None, kept: Kept) -> Image.Image:
+def draw_overlay(image: Image.Image, boxes: Array, method: str, plan: Plan | None, kept: Kept) -> Image.Image:
     """The image with every token's fate drawn on it, and a legend below. `boxes` [N,4] are in its pixels."""
     if plan is None:
         raise ValueError("an unpruned run has nothing to draw")
@@ -95,7 +95,7 @@ def draw_overlay(image: Image.Image, boxes: Array, plan: Plan | None, kept: Kept
     canvas = _tinted(canvas, np.rint(boxes * scale).astype(int), fates)
     picture = Image.fromarray(canvas.astype(np.uint8))
     _outline(picture, np.rint(boxes * scale).astype(int), fates)
-    return _with_legend(picture, _legend(fates))
+    return _with_legend(picture, _legend(fates, method))
 
 
 def picture_bytes(picture: Image.Image, path: Path) -> bytes:
@@ -145,7 +145,7 @@ def _outline(picture: Image.Image, boxes: Array, fates: Fates) -> None:
             draw.rectangle((left + 1, top + 1, *corner), outline=outline, width=2)
 
 
-def _legend(fates: Fates) -> list[tuple[str, Colour, bool]]:
+def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
     """Text, colour and whether the swatch is filled, one entry a line."""
     sink_fate = (
         f", the sink itself until layer {fates.sink_dropped_after}" if fates.sink_dropped_after is not None else ""
@@ -154,9 +154,12 @@ def _legend(fates: Fates) -> list[tuple[str, Colour, bool]]:
     if fates.sink.any():
         entries.append((f"sink members: {fates.sink.sum()} high-norm tokens out{sink_fate}", _SINK, True))
     why = "given to the LLM, no sanitizer" if fates.kept.all() else "kept for salience"
-    entries.append((f"{why}: {fates.salience.sum()}", _SALIENCE, False))
+    if fates.salience.any():
+        entries.append((f"{why}: {fates.salience.sum()}", _SALIENCE, False))
     if fates.diversity.any():
-        entries.append((f"kept for diversity: {fates.diversity.sum()}", _DIVERSITY, False))
+        # Other methods have reasons of their own.
+        why = "kept for diversity" if method.startswith("sinkpruner") else f"kept by {method}"
+        entries.append((f"{why}: {fates.diversity.sum()}", _DIVERSITY, False))
     dropped = len(fates.sink) - int(fates.sink.sum() + fates.kept.sum())
     entries.append((f"dropped by the sanitizer: {dropped}", _DROPPED, True))
     for stage, (layer, tokens) in enumerate(fates.dropped_after.items()):

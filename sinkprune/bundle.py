@@ -150,6 +150,11 @@ class Manifest:
             )
         if budget == UNPRUNED:
             return None
+        if budget in self.budgets and budget not in self.plans[method]:
+            raise BudgetError(
+                f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
+                f"it can at: {', '.join(self.plans[method])}."
+            )
         if budget not in self.plans[method]:
             held = ", ".join([UNPRUNED, *self.plans[method]])
             raise BudgetError(

@@ -48,13 +48,13 @@ def select_graph(model: LanguageModel, budget: Budget, tokens: int, precision: s
 @cache
 def sanitizer(n: int, d: int, budget: Budget, precision: str = "fp32") -> Run:
     """`sanitizer_graph`, loaded."""
-    return _loaded(sanitizer_graph(n, d, budget, precision))
+    return loaded(sanitizer_graph(n, d, budget, precision))
 
 
 @cache
 def select(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32") -> Run:
     """`select_graph`, loaded."""
-    return _loaded(select_graph(model, budget, tokens, precision))
+    return loaded(select_graph(model, budget, tokens, precision))
 
 
 def method_plan(method: str, n: int, d: int, budget: Budget, precision: str = "fp32") -> PlanGraphs:
@@ -67,7 +67,7 @@ def method_sanitizer(method: str, n: int, d: int, budget: Budget, precision: str
     """The sanitizer of `method_plan`, loaded."""
     graph = method_plan(method, n, d, budget, precision).sanitizer
     assert graph is not None
-    return _loaded(graph)
+    return loaded(graph)
 
 
 def tokens_into_llm(n: int, budget: Budget) -> int:
@@ -80,7 +80,7 @@ def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking
     """A select that keeps the `kept` visual rows the rows of `asking` attend to most, loaded."""
     graph = Graph("select", PRECISIONS[precision])
     build_select(graph, model, kept, budget, asking)
-    return _loaded(graph)
+    return loaded(graph)
 
 
 def operators_on_fp16(graph: Graph) -> set[str]:
@@ -104,7 +104,8 @@ def _plan(facts: PlanFacts, budget: Budget) -> Any:
     return load_method("sinkpruner")(facts, budget)
 
 
-def _loaded(graph: Graph) -> Run:
+def loaded(graph: Graph) -> Run:
+    """A graph, ready to run."""
     backend = load_backend("ort-cpu", threads=2)
     with tempfile.TemporaryDirectory() as folder:
         spec = graph.save(Path(folder), "graph.onnx")

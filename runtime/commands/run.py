@@ -69,7 +69,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         write_line("\n" + _timings(answer))
     if options.overlay:
         plan = bundle.manifest.plan(options.method, options.budget)
-        picture = draw_overlay(image, pipeline.family.token_boxes(image.size), plan, answer.kept)
+        picture = draw_overlay(image, pipeline.family.token_boxes(image.size), options.method, plan, answer.kept)
         write_whole(options.overlay, picture_bytes(picture, options.overlay))
 
 

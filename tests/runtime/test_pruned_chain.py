@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from transformers import LlavaForConditionalGeneration
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from conftest import SHAPES
-from reference import keep_rows, sanitize, text_attention
+from reference import sanitize
 from sinkprune.budgets import OPTIONS, parse_budget, prune_layers
 from sinkprune.bundle import Plan
 from sinkprune.runtime import Answer, Pipeline
@@ -62,25 +61,6 @@ BUDGETS = tuple(COUNTS["mha-336"])
 CASES = [(name, budget) for name in SHAPES for budget in BUDGETS]
 
 
-@dataclass
-class Sequence:
-    """The rows of a prefill, and which of them are visual and which ask."""
-
-    rows: Array
-    visual: list[int]
-    text: list[int]
-
-
-@dataclass
-class Masked:
-    """What the torch model gave on the full sequence."""
-
-    logits: Array
-    """[S,vocab] of every row."""
-    survivors: dict[int, list[int]] = field(default_factory=dict)
-    """After each pruning layer: the rows that later layers see."""
-
-
 @pytest.fixture(scope="module")
 def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
     """A checkpoint in transformers."""
@@ -95,61 +75,6 @@ def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
         return made[name]
 
     return get
-
-
-@torch.no_grad()
-def masked_forward(
-    model: Any, sequence: Sequence, budget: str, stages: dict[int, int], later: Array | None = None
-) -> Masked:
-    """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
-
-    `stages` are the visual rows to keep by pruning layer, chosen by the reference from this model's own queries and
-    keys. `later` are rows behind the prefill, which no stage touches.
-    """
-    llama = model.model.language_model
-    options = parse_budget("llava", budget)
-    prefilled = len(sequence.rows)
-    rows = sequence.rows if later is None else np.concatenate([sequence.rows, later])
-    hidden = torch.from_numpy(rows)[None]
-    visible, positions = torch.ones(len(rows), dtype=torch.bool), torch.arange(len(rows))
-    causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
-    result = Masked(np.zeros(0))
-    for number, layer in enumerate(llama.layers):
-        mask = torch.zeros(causal.shape).masked_fill(~(causal & visible), torch.finfo(torch.float32).min)
-        tables = llama.rotary_emb(hidden, position_ids=positions[None])
-        before = hidden
-        hidden = layer(hidden, attention_mask=mask[None, None], position_embeddings=tables)
-        if number in stages:
-            query, key = queries_and_keys(layer, before, tables)
-            alive = np.flatnonzero(visible[:prefilled]).tolist()
-            visual = [alive.index(row) for row in sequence.visual if row in alive]
-            text = [alive.index(row) for row in sequence.text]
-            scores = text_attention(
-                query[:, alive],
-                key[:, alive],
-                visual,
-                text,
-                visual_keys=options.scores_over == "visual_keys",
-            )
-            kept = [alive[place] for place in keep_rows(scores, len(alive), visual, stages[number])]
-            result.survivors[number] = kept
-            visible[:prefilled] = False
-            visible[kept] = True
-            if options.positions == "compact":
-                positions = torch.cumsum(visible, 0) - visible.long()
-    result.logits = model.lm_head(llama.norm(hidden))[0].numpy()
-    return result
-
-
-def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Array, Array]:
-    """A layer's queries [H,S,h] and keys [Hkv,S,h] after rotary embedding."""
-    normed, attention = layer.input_layernorm(hidden), layer.self_attn
-
-    def heads(x: torch.Tensor) -> torch.Tensor:
-        return x.view(1, x.shape[1], -1, attention.head_dim).transpose(1, 2)
-
-    query, key = apply_rotary_pos_emb(heads(attention.q_proj(normed)), heads(attention.k_proj(normed)), *tables)
-    return query[0].numpy(), key[0].numpy()
 
 
 @torch.no_grad()
@@ -178,13 +103,6 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
     rows = np.concatenate([before, image_rows.numpy(), after])
     start, end = len(before), len(before) + len(image_rows)
     return Sequence(rows, list(range(start, end)), list(range(end, len(rows)))), index
-
-
-@torch.no_grad()
-def embedded(model: Any, ids: list[int]) -> Array:
-    """Rows of the embedding table."""
-    rows: Array = model.model.language_model.embed_tokens(torch.tensor(ids)).numpy()
-    return rows
 
 
 def stages_of(name: str, budget: str) -> dict[int, int]:

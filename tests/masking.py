@@ -1,0 +1,104 @@
+"""The checkpoint's own layers in torch, on the full sequence, with dropped tokens masked instead of removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from reference import keep_rows, text_attention
+from sinkprune.budgets import parse_budget
+
+Array = np.ndarray[Any, Any]
+Asking = Callable[[Array, list[int], list[int]], list[int]]
+
+
+@dataclass
+class Sequence:
+    """The rows of a prefill, and which of them are visual and which ask."""
+
+    rows: Array
+    visual: list[int]
+    text: list[int]
+
+
+@dataclass
+class Masked:
+    """What the torch model gave on the full sequence."""
+
+    logits: Array
+    """[S,vocab] of every row."""
+    survivors: dict[int, list[int]] = field(default_factory=dict)
+    """After each pruning layer: the rows that later layers see."""
+
+
+@torch.no_grad()
+def masked_forward(
+    model: Any,
+    sequence: Sequence,
+    budget: str,
+    stages: dict[int, int],
+    later: Array | None = None,
+    asking: Asking = lambda hidden, visual, text: text,
+) -> Masked:
+    """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
+
+    `stages` are the visual rows to keep by pruning layer, chosen by the reference from this model's own queries and
+    keys. `later` are rows behind the prefill, which no stage touches. `asking` names the rows that score, from
+    the hidden states [S,d] behind the layer and the visual and text rows; all are places among the survivors.
+    """
+    llama = model.model.language_model
+    options = parse_budget("llava", budget)
+    prefilled = len(sequence.rows)
+    rows = sequence.rows if later is None else np.concatenate([sequence.rows, later])
+    hidden = torch.from_numpy(rows)[None]
+    visible, positions = torch.ones(len(rows), dtype=torch.bool), torch.arange(len(rows))
+    causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
+    result = Masked(np.zeros(0))
+    for number, layer in enumerate(llama.layers):
+        mask = torch.zeros(causal.shape).masked_fill(~(causal & visible), torch.finfo(torch.float32).min)
+        tables = llama.rotary_emb(hidden, position_ids=positions[None])
+        before = hidden
+        hidden = layer(hidden, attention_mask=mask[None, None], position_embeddings=tables)
+        if number in stages:
+            query, key = queries_and_keys(layer, before, tables)
+            alive = np.flatnonzero(visible[:prefilled]).tolist()
+            visual = [alive.index(row) for row in sequence.visual if row in alive]
+            text = [alive.index(row) for row in sequence.text]
+            scores = text_attention(
+                query[:, alive],
+                key[:, alive],
+                visual,
+                asking(hidden[0, alive].numpy(), visual, text),
+                visual_keys=options.scores_over == "visual_keys",
+            )
+            kept = [alive[place] for place in keep_rows(scores, len(alive), visual, stages[number])]
+            result.survivors[number] = kept
+            visible[:prefilled] = False
+            visible[kept] = True
+            if options.positions == "compact":
+                positions = torch.cumsum(visible, 0) - visible.long()
+    result.logits = model.lm_head(llama.norm(hidden))[0].numpy()
+    return result
+
+
+def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Array, Array]:
+    """A layer's queries [H,S,h] and keys [Hkv,S,h] after rotary embedding."""
+    normed, attention = layer.input_layernorm(hidden), layer.self_attn
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.view(1, x.shape[1], -1, attention.head_dim).transpose(1, 2)
+
+    query, key = apply_rotary_pos_emb(heads(attention.q_proj(normed)), heads(attention.k_proj(normed)), *tables)
+    return query[0].numpy(), key[0].numpy()
+
+
+@torch.no_grad()
+def embedded(model: Any, ids: list[int]) -> Array:
+    """Rows of the embedding table."""
+    rows: Array = model.model.language_model.embed_tokens(torch.tensor(ids)).numpy()
+    return rows
