@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import tensorrt_rtx as trt
 
 from sinkprune.bundle import Bundle, GraphSpec, read_bundle
 from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.methods import all_methods
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 PLAN_GRAPHS = ("sanitizer", "select_after_0", "select_after_1", "select_after_2")
@@ -42,6 +43,9 @@ PREFILL = {
 }
 DECODE = {**PREFILL, "S": (1, 1, 1), "P": (30, 400, 2000)}
 RUN_IN_DECODE = ("decoder_", "head")
+
+# The ablations are SinkPruner's own graphs with other counts.
+OTHER_METHODS = [name for name in all_methods() if not name.startswith("sinkpruner")]
 
 CONFIG: dict[str, Any] = {
     "model_type": "llava",
@@ -107,7 +111,7 @@ def add_profile(builder: Any, config: Any, spec: GraphSpec, ranges: dict[str, tu
     assert config.add_optimization_profile(profile) >= 0
 
 
-def compile_graph(path: Path, name: str, spec: GraphSpec) -> None:
+def compile_graph(path: Path, name: str, spec: GraphSpec, capabilities: Sequence[str] = COMPUTE_CAPABILITIES) -> None:
     log = ErrorLog()
     builder = trt.Builder(log)
     network = builder.create_network(0)
@@ -120,8 +124,8 @@ def compile_graph(path: Path, name: str, spec: GraphSpec) -> None:
     assert inputs <= set(layers_reading(network))
 
     config = builder.create_builder_config()
-    config.num_compute_capabilities = len(COMPUTE_CAPABILITIES)
-    for number, capability in enumerate(COMPUTE_CAPABILITIES):
+    config.num_compute_capabilities = len(capabilities)
+    for number, capability in enumerate(capabilities):
         config.set_compute_capability(getattr(trt.ComputeCapability, capability), number)
     add_profile(builder, config, spec, PREFILL)
     if name.startswith(RUN_IN_DECODE):
@@ -136,3 +140,32 @@ def test_every_graph_is_listed(fp16_bundle: Bundle) -> None:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_compiles(name: str, fp16_bundle: Bundle) -> None:
     compile_graph(fp16_bundle.graph_path(name), name, fp16_bundle.manifest.graphs[name])
+
+
+@pytest.fixture(scope="module")
+def bundle_of_methods(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Every method, on a decoder deep enough for all of them."""
+    folder = tmp_path_factory.mktemp("methods")
+    config = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    methods, budgets = tuple(all_methods()), ("retain-192", "retain-64+raster+serial+visual-keys+compact")
+    request = Request(str(folder), budgets, methods, precision="fp16", random_weights=True)
+    export_bundle(request, folder / "bundle")
+    return read_bundle(folder / "bundle")
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_other_methods_compile(method: str, bundle_of_methods: Bundle) -> None:
+    plan = bundle_of_methods.manifest.plans[method]["retain-192"]
+    # The selects of a plan differ in a number.
+    graphs = [graph for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
+    spec = bundle_of_methods.manifest.graphs[graphs[0]]
+    compile_graph(bundle_of_methods.graph_path(graphs[0]), graphs[0], spec, COMPUTE_CAPABILITIES[:1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", all_methods())
+def test_every_graph_of_every_method_compiles_everywhere(method: str, bundle_of_methods: Bundle) -> None:
+    for plan in bundle_of_methods.manifest.plans[method].values():
+        for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
+            compile_graph(bundle_of_methods.graph_path(graph), graph, bundle_of_methods.manifest.graphs[graph])
