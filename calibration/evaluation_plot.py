@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import Any
 
 from sinkprune.calibration.evaluation_report import CombinationReport, EvaluationReport
@@ -13,8 +14,8 @@ OWN = "sinkpruner"
 # Okabe-Ito without vermilion, which is ours, and without yellow, which is too pale for lines.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#777777")
 _OWN_COLOUR = "#D55E00"
-# With as many colours as above, 24 methods before two look alike.
-_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"))
+# With as many colours as above, 36 methods before two look alike.
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "x"), (":", "v"))
 # Points of one budget have the same number of tokens: drawn side by side, their intervals can be told apart.
 _SIDE_STEP = 0.012
 
@@ -26,27 +27,32 @@ def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
     low, high = report.none.ci95
     axes.axhspan(100 * low, 100 * high, color="#000000", alpha=0.07, linewidth=0)
     axes.axhline(100 * report.none.accuracy, color="#000000", linewidth=1, label="none (unpruned)")
-    others = [method for method in report.methods if method != OWN]
-    for place, method in enumerate(others):
-        linestyle, marker = _STYLES[place // len(_COLOURS) % len(_STYLES)]
-        look = {
-            "color": _COLOURS[place % len(_COLOURS)],
-            "linestyle": linestyle,
-            "marker": marker,
-            "linewidth": 1.2,
-            "markersize": 4,
-            "alpha": 0.85,
-        }
-        side_step = 1 + _SIDE_STEP * (place - (len(others) - 1) / 2)
-        _draw_method(axes, method, report.methods[method], side_step, look)
-    if OWN in report.methods:
-        look = {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
-        _draw_method(axes, OWN, report.methods[OWN], 1.0, look)
+    looks, others = _looks(list(report.methods)), [method for method in report.methods if method != OWN]
+    side_steps = {method: 1 + _SIDE_STEP * (place - (len(others) - 1) / 2) for place, method in enumerate(others)}
+    for method, budgets in report.methods.items():
+        _draw_method(axes, method, budgets, side_steps.get(method, 1.0), looks[method])
     _label(axes, report)
     _legend(figure, axes, report)
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
     return buffer.getvalue()
+
+
+def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each method is drawn: ours boldly, our variants in our colour, the others in colours of their own."""
+    variants = [method for method in methods if method.startswith(f"{OWN}-")]
+    others = [method for method in methods if method != OWN and method not in variants]
+    thin = {"linewidth": 1.2, "markersize": 4, "alpha": 0.85}
+    looks: dict[str, dict[str, Any]] = {
+        OWN: {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
+    }
+    for place, method in enumerate(variants):
+        linestyle, marker = _STYLES[place % len(_STYLES)]
+        looks[method] = {**thin, "color": _OWN_COLOUR, "linestyle": linestyle, "marker": marker}
+    for place, method in enumerate(others):
+        linestyle, marker = _STYLES[place // len(_COLOURS) % len(_STYLES)]
+        looks[method] = {**thin, "color": _COLOURS[place % len(_COLOURS)], "linestyle": linestyle, "marker": marker}
+    return looks
 
 
 def _draw_method(

@@ -3,7 +3,9 @@
     pip install 'sinkprune[cpu,lmms-eval]'
     lmms-eval --model sinkprune --model_args bundle=llava-7b,budget=retain-64 --tasks pope,mme,gqa
 
-The harness finds this module through the entry point group `lmms_eval.models`. Importing it needs the harness.
+A task's longest answer must fit the model's positions beside its prompt; `--gen_kwargs max_new_tokens=32` shortens
+MMBench's 1024. The harness finds this module through the entry point group `lmms_eval.models`. Importing it needs
+the harness.
 """
 
 from __future__ import annotations
