@@ -94,6 +94,7 @@ def report(
     *,
     task: str,
     blind: bool,
+    planted_outliers: bool,
     max_new_tokens: int,
 ) -> EvaluationReport:
     """Sum up the replies of `ask`."""
@@ -114,6 +115,7 @@ def report(
         task=task,
         questions=len(base),
         blind=blind,
+        planted_outliers=planted_outliers,
         max_new_tokens=max_new_tokens,
         versions={
             "sinkprune": version("sinkprune"),

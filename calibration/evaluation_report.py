@@ -77,6 +77,8 @@ class EvaluationReport:
     questions: int
     blind: bool
     """Whether every picture was replaced by a grey one."""
+    planted_outliers: bool
+    """Whether background tokens were turned into outliers (`sinkprune.calibration.outliers`)."""
     max_new_tokens: int
     versions: dict[str, str]
     none: CombinationReport

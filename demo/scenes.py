@@ -125,7 +125,8 @@ def _compose(rng: Random) -> Scene:
         size = rng.choice(list(RADII))
         radius = rng.randint(*RADII[size])
         place(shape, colour, size, "", radius, radius)
-    return Scene(tuple(placed[len(plates) :]), plates)
+    # Seldom is there no room left for an object.
+    return Scene(tuple(placed[len(plates) :]), plates) if len(placed) > len(plates) else _compose(rng)
 
 
 def _pairs(rng: Random, count: int) -> list[tuple[str, str]]:

@@ -41,7 +41,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("vision", 1000, 16, (1e-3, 7e-4)),
+    Stage("vision", 500, 16, (1e-3, 8.5e-4)),
+    Stage("vision", 1300, 8, (1e-3, 8e-4)),
     Stage("sparse", 1800, 8, (1e-3, 6e-4), questions=14, visual_tokens=64, probe_weight=0.3),
     Stage("whole", 500, 8, (6e-4, 0.0), questions=14, probe_weight=0.1),
 )

@@ -159,7 +159,7 @@ class Pipeline:
             raise UsageError(f"max new tokens is {max_new_tokens}, expected a whole number of at least 1.")
         plan = self.bundle.manifest.plan(method, budget)
         sampler = Sampler(temperature, top_p, seed)
-        decoded = read_image(image) if isinstance(image, (str, os.PathLike)) else to_rgb(image)
+        decoded = _decode(image)
         if plan is not None:
             self._load_plan(plan)
 
@@ -192,6 +192,11 @@ class Pipeline:
             ms=_timings(start.clock, steps),
             kept=self._kept(start),
         )
+
+    def encode(self, image: ImageLike) -> Encoded:
+        """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
+        inputs = self._preprocess(_decode(image), image)
+        return encode(self.chain, None, inputs, Stopwatch(self.backend.synchronize))
 
     def _start(
         self,
@@ -274,6 +279,10 @@ class Pipeline:
             layer: np.intersect1d(survivors, start.visual) - start.visual[0] for layer, survivors in rows.items()
         }
         return Kept(encoded.kept_index, encoded.norms, encoded.salience, after_stage)
+
+
+def _decode(image: ImageLike) -> Image.Image:
+    return read_image(image) if isinstance(image, (str, os.PathLike)) else to_rgb(image)
 
 
 def _timings(clock: Stopwatch, steps: list[float]) -> dict[str, float | None]:

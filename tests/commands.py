@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinkprune.calibration.commands.calibrate import main as calibrate
 from sinkprune.calibration.commands.evaluate import main as evaluate
 from sinkprune.export.command import main as export
 from sinkprune.runtime.commands.profile import main as profile
@@ -21,6 +22,7 @@ _ENTRY_POINTS = {
     "sinkprune-run": run_,
     "sinkprune-profile": profile,
     "sinkprune-evaluate": evaluate,
+    "sinkprune-calibrate": calibrate,
 }
 
 

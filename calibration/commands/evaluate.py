@@ -15,6 +15,7 @@ from sinkprune.bundle import read_bundle
 from sinkprune.calibration.evaluation import ask, choose_combinations, report
 from sinkprune.calibration.evaluation_plot import plot_evaluation
 from sinkprune.calibration.evaluation_report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.outliers import PlantedOutliers
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.command import run_command
 from sinkprune.errors import UsageError
@@ -60,6 +61,8 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     if options.blind:
         items = [blinded(item) for item in items]
     pipeline = load_pipeline(options, bundle)
+    if options.plant_outliers:
+        pipeline.chain.vision = PlantedOutliers(pipeline.chain.vision, pipeline.backend)
     replies = _ask(pipeline, items, combinations, options.max_new_tokens)
     result = report(
         pipeline,
@@ -67,6 +70,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         unreachable,
         task=Path(options.task).name,
         blind=options.blind,
+        planted_outliers=options.plant_outliers,
         max_new_tokens=options.max_new_tokens,
     )
     if options.answers:
@@ -91,6 +95,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
     add("--limit", type=int, metavar="N", help="the first N questions only")
     add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
+    add(
+        "--plant-outliers",
+        action="store_true",
+        help="turn 1 %% of each picture's background tokens into high-norm, salient outliers behind the vision tower",
+    )
     add("--max-new-tokens", type=int, default=8, help="longest answer (default: 8)")
     add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
     add("--plot", type=Path, metavar="FILE.png", help="draw accuracy against visual tokens")
@@ -142,9 +151,11 @@ def _answer_line(reply: Reply) -> str:
 def _print_tables(result: EvaluationReport) -> None:
     console = Console(width=_TABLE_WIDTH, soft_wrap=True)
     blind = ", every picture replaced by a grey one" if result.blind else ""
+    planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{result.model}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
-        f"{result.task}, {result.questions} questions{blind}; accuracy in % ± half its 95 % interval (of none's)",
+        f"{result.task}, {result.questions} questions{blind}{planted}; "
+        "accuracy in % ± half its 95 % interval (of none's)",
         highlight=False,
         markup=False,
     )

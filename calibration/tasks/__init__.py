@@ -22,6 +22,8 @@ class Item:
     """A question and the picture it is about, which is loaded when it is needed: a task may have thousands."""
 
     question: Question
+    picture: str
+    """Names the picture: items that share it ask about the same one."""
     load_image: Callable[[], Image.Image]
 
 
@@ -35,7 +37,7 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
 
 def blinded(item: Item) -> Item:
     """The same question about a uniformly grey picture of the same size: what is still right was not seen."""
-    return Item(item.question, lambda: Image.new("RGB", item.load_image().size, _GREY))
+    return Item(item.question, item.picture, lambda: Image.new("RGB", item.load_image().size, _GREY))
 
 
 def _open(name: str) -> Iterator[Item]:

@@ -49,7 +49,7 @@ def read_jsonl(path: Path) -> Iterator[Item]:
             raise TaskError(f"'{path}', line {number}: {error}") from error
         lines_of_ids[question.id] = number
         sound_images.add(image)
-        yield Item(question, partial(read_image, image))
+        yield Item(question, str(image), partial(read_image, image))
     if not lines_of_ids:
         raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
 

@@ -8,19 +8,19 @@ from functools import partial
 
 from PIL import Image
 
-from sinkprune.calibration.tasks import Item
+from sinkprune.calibration.tasks import SCENES, Item
 
 
 def read_scenes() -> Iterator[Item]:
     """The items of the test set, always the same."""
     from sinkprune.demo.scenes import test_set
 
-    last, png = None, b""
+    last, png, number = None, b"", 0
     for picture, question in test_set():
         # Consecutive questions are about the same picture.
         if picture is not last:
-            last, png = picture, _png(picture)
-        yield Item(question, partial(_decode, png))
+            last, png, number = picture, _png(picture), number + 1
+        yield Item(question, f"{SCENES} {number}", partial(_decode, png))
 
 
 def _png(picture: Image.Image) -> bytes:

@@ -71,6 +71,20 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
     assert sorted(tmp_path.iterdir()) == sorted(files.values())
 
 
+def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    kept = {}
+    for name, flags in (("plain", ()), ("planted", ("--plant-outliers",))):
+        report = tmp_path / f"{name}.json"
+        outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", task, *BUDGETS, *flags, "--json", report)
+        assert outcome.code == 0, outcome.stderr
+        assert ("outliers planted" in outcome.stdout) == bool(flags)
+        kept[name] = json.loads(report.read_text())
+    assert (kept["plain"]["planted_outliers"], kept["planted"]["planted_outliers"]) == (False, True)
+    # The known answers are those of the tower as it is.
+    assert kept["plain"]["none"]["by_kind"]["known"]["accuracy"] == 1
+    assert kept["planted"]["none"]["by_kind"]["known"]["accuracy"] < 1
+
+
 def test_blind_shows_grey_pictures_to_the_model(
     bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
 ) -> None:

@@ -64,6 +64,7 @@ def items(count: int) -> list[Item]:
     return [
         Item(
             Question(f"q{number}", "reading" if number % 3 == 0 else "counting", str(number), ("yes",)),
+            "grey",
             lambda: Image.new("RGB", (8, 6)),
         )
         for number in range(count)
@@ -72,7 +73,7 @@ def items(count: int) -> list[Item]:
 
 def run(pipeline: FakePipeline, questions: list[Item], combinations: list[Combination]) -> Any:
     replies = ask(pipeline, questions, combinations)
-    return report(pipeline, replies, [], task="own.jsonl", blind=False, max_new_tokens=8)
+    return report(pipeline, replies, [], task="own.jsonl", blind=False, planted_outliers=False, max_new_tokens=8)
 
 
 def test_combinations_take_turns_question_by_question() -> None:
@@ -128,7 +129,7 @@ def test_answers_are_paired_with_the_baselines_to_the_same_question() -> None:
 
 
 def test_a_question_that_cannot_be_asked_is_named() -> None:
-    question = Item(Question("q9", "all", "too long", ("yes",)), lambda: Image.new("RGB", (8, 6)))
+    question = Item(Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)))
     with pytest.raises(PromptError, match="question 'q9': the prompt is too long"):
         ask(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
 

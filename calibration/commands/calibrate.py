@@ -1,0 +1,78 @@
+"""`sinkprune-calibrate`: what a vision tower's tokens are like, and whether the method's outliers are among them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from sinkprune.bundle import read_bundle
+from sinkprune.calibration.norms import NormReport, measure_norms
+from sinkprune.calibration.norms_plot import plot_norms
+from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.command import run_command
+from sinkprune.files import check_writable, write_whole
+from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
+from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.schema import to_json
+
+_EXAMPLES = """\
+examples:
+  sinkprune-calibrate bundle
+  sinkprune-calibrate bundle --task kitchen.jsonl --json norms.json --plot norms.png
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_calibrate, arguments)
+
+
+def _calibrate(arguments: Sequence[str] | None) -> None:
+    parser = bundle_parser(
+        "sinkprune-calibrate",
+        "Measure the norms of a vision tower's tokens over a task's pictures: are there outliers to be removed?",
+        _EXAMPLES,
+    )
+    add = parser.add_argument
+    add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
+    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the histogram of the norms")
+    options = parser.parse_args(arguments)
+    if options.json:
+        check_writable(options.json, (".json",))
+    if options.plot:
+        check_writable(options.plot, PLOT_SUFFIXES)
+        import_matplotlib()
+    bundle = read_bundle(options.bundle)
+    with status("checking the task"):
+        items = _one_a_picture(load_task(options.task))
+    pipeline = load_pipeline(options, bundle)
+    console = Console(stderr=True)
+    shown = track(items, "looking", console=console, transient=True, disable=not console.is_terminal)
+    report = measure_norms(pipeline, (item.load_image() for item in shown))
+    if options.json:
+        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
+    if options.plot:
+        write_whole(options.plot, plot_norms(report, options.plot.suffix))
+    sys.stdout.write(_text(report))
+
+
+def _one_a_picture(items: Sequence[Item]) -> list[Item]:
+    """The items but those that ask about the same picture as the one before."""
+    return [item for i, item in enumerate(items) if i == 0 or item.picture != items[i - 1].picture]
+
+
+def _text(report: NormReport) -> str:
+    overlap, chance = 100 * report.top_overlap, 100 * report.chance_overlap
+    return (
+        f"{report.model}: {report.pictures} pictures, {report.tokens} visual tokens\n"
+        f"{report.verdict}\n"
+        f"Of the 1 % of largest norms, {overlap:.1f} % are among the most salient 1 % (by chance: {chance:.1f} %)\n"
+        f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "
+        f"{report.norm_salience_correlation:.2f}.\n"
+    )

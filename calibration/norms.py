@@ -1,0 +1,102 @@
+"""Do the outliers that the visual sanitizer removes exist in a vision tower? A report of its norms and salience."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.profile import model_name
+
+Array = np.ndarray[Any, Any]
+
+OUTLIER = 2.0
+"""Norm, in median norms of its group, from which a token counts as an outlier."""
+_PER_MILLE = 10
+_BINS = 60
+_FEW = 0.05
+
+
+@dataclass(frozen=True)
+class NormReport:
+    """Norms of a tower's tokens over some pictures, each group's in units of its median."""
+
+    model: str
+    pictures: int
+    tokens: int
+    """All of them together."""
+    histogram: tuple[int, ...]
+    """Tokens by norm, in `edges`."""
+    edges: tuple[float, ...]
+    largest: float
+    """The largest norm."""
+    outlier_share: float
+    """Of the tokens, those with a norm of at least `OUTLIER` medians."""
+    top_overlap: float
+    """Of the 1 % of a group's tokens with the largest norms, the share that is in the most salient 1 % too."""
+    chance_overlap: float
+    """What `top_overlap` would be if norm and salience had nothing to do with each other."""
+    top_salience_share: float
+    """Share of the patches' salience that falls on the 1 % with the largest norms."""
+    norm_salience_correlation: float
+    """Spearman's, mean over groups."""
+    verdict: str
+    """In words: whether the tower has the outliers the paper describes."""
+
+
+def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormReport:
+    """Run the vision tower on `pictures` and look at what it gives."""
+    encoded = [pipeline.encode(picture) for picture in pictures]
+    norms = np.concatenate([features.norms for features in encoded])
+    salience = np.concatenate([features.salience for features in encoded])
+    return summarise(model_name(pipeline.bundle.manifest.checkpoint.source), len(encoded), norms, salience)
+
+
+def summarise(model: str, pictures: int, norms: Array, salience: Array) -> NormReport:
+    """The report of `norms` and `salience` [G,N] of all groups of some pictures."""
+    scaled = norms / np.median(norms, axis=1, keepdims=True)
+    count = max(1, -(-norms.shape[1] * _PER_MILLE // 1000))
+    largest = np.argsort(-norms, axis=1, kind="stable")[:, :count]
+    salient = np.argsort(-salience, axis=1, kind="stable")[:, :count]
+    overlap_of = [len(np.intersect1d(a, b)) / count for a, b in zip(largest, salient, strict=True)]
+    overlap, chance = float(np.mean(overlap_of)), count / norms.shape[1]
+    share, top = float((scaled >= OUTLIER).mean()), float(scaled.max())
+    received = np.take_along_axis(salience, largest, axis=1).sum(axis=1) / salience.sum(axis=1)
+    histogram, edges = np.histogram(scaled, bins=_BINS, range=(0.0, max(3.0, top)))
+    return NormReport(
+        model=model,
+        pictures=pictures,
+        tokens=norms.size,
+        histogram=tuple(histogram.tolist()),
+        edges=tuple(edges.tolist()),
+        largest=top,
+        outlier_share=share,
+        top_overlap=overlap,
+        chance_overlap=chance,
+        top_salience_share=float(received.mean()),
+        norm_salience_correlation=float(np.mean([_spearman(a, b) for a, b in zip(norms, salience, strict=True)])),
+        verdict=_verdict(share, top, attended=overlap > 2 * chance),
+    )
+
+
+def _verdict(share: float, largest: float, *, attended: bool) -> str:
+    if share == 0:
+        return f"No outliers: no token reaches {OUTLIER:g} times its picture's median norm (largest {largest:.1f})."
+    found = (
+        f"{100 * share:.2f} % of the tokens have {OUTLIER:g} times their picture's median norm or more (largest "
+        f"{largest:.1f})"
+    )
+    if attended and share <= _FEW:
+        return f"Outliers as the paper describes them: {found}, and they draw the CLS token's attention."
+    why = "they are too many to be outliers" if attended else "they do not draw the CLS token's attention"
+    return f"Not the outliers the paper describes: {found}, but {why}."
+
+
+def _spearman(a: Array, b: Array) -> float:
+    """Rank correlation; ties are broken by position, which is nothing among floats."""
+    ranks = [np.argsort(np.argsort(x, kind="stable"), kind="stable") for x in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])

@@ -1,0 +1,52 @@
+"""Plants outlier tokens into a vision tower's output, to see how pruning methods cope with them.
+
+What the paper finds in large towers: about 1 % of the tokens, in background, have large norms, draw the attention of
+the CLS token and say nothing of their place (method.md section 1). A tower without them can be given some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sinkprune.runtime.backends import Backend, Engine, Tensor
+
+Array = np.ndarray[Any, Any]
+
+_PER_MILLE = 10
+_NORM = 4.0
+"""Norm of a planted token, in median norms of its group."""
+
+
+class PlantedOutliers:
+    """A vision engine that gives what `vision` gives, with outliers in it."""
+
+    def __init__(self, vision: Engine, backend: Backend) -> None:
+        self._vision, self._backend = vision, backend
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`tokens`, `norms` and `salience` of the graph contract."""
+        features = self._vision(inputs)
+        arrays = [self._backend.numpy(features[name]) for name in ("tokens", "norms", "salience")]
+        planted = zip(("tokens", "norms", "salience"), plant_outliers(*arrays), strict=True)
+        return {name: self._backend.tensor(array) for name, array in planted}
+
+
+def plant_outliers(tokens: Array, norms: Array, salience: Array) -> tuple[Array, Array, Array]:
+    """Turn the least salient 1 % of each group's tokens (at least one) into outliers; returns copies.
+
+    `tokens` [G,N,D] float, `norms` [G,N] and `salience` [G,N] fp32. A planted token points where the group's mean
+    does, at 4 times the group's median norm, and is as salient as the group's most salient token.
+    """
+    tokens, norms, salience = tokens.copy(), norms.copy(), salience.copy()
+    count = -(-norms.shape[1] * _PER_MILLE // 1000)
+    for group in range(len(norms)):
+        background = np.argsort(salience[group], kind="stable")[:count]
+        mean = tokens[group].astype(np.float32).mean(axis=0)
+        norm = _NORM * float(np.median(norms[group]))
+        tokens[group, background] = mean * (norm / max(float(np.linalg.norm(mean)), 1e-6))
+        norms[group, background] = norm
+        salience[group, background] = salience[group].max()
+    return tokens, norms, salience

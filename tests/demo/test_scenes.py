@@ -1,0 +1,140 @@
+"""Scenes are what they say they are, and the answers to their questions are right."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+
+from sinkprune.demo import scenes
+from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS
+from sinkprune.demo.scene_questions import KINDS, some
+from sinkprune.demo.scenes import COLOURS, SIDE, Scene, make_scene
+from sinkprune.questions import Question
+
+TEST = list(scenes.test_set())
+SCENES = [make_scene("validation", index)[0] for index in range(150)]
+
+
+def test_the_test_set_is_fixed() -> None:
+    asked = "\n".join(f"{q.id} {q.prompt} {q.answers}" for _, q in TEST)
+    assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "f947e440d49c9e2a"
+
+
+def test_the_test_set_has_enough_questions_of_every_kind() -> None:
+    kinds = Counter(question.kind for _, question in TEST)
+    assert sum(kinds.values()) >= 600
+    assert set(kinds) == set(KINDS)
+    assert min(kinds.values()) >= 60
+    assert len({question.id for _, question in TEST}) == len(TEST)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("existence") or kind == "relation"])
+def test_yes_and_no_are_about_as_frequent(kind: str) -> None:
+    replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)
+    assert set(replies) == {"yes", "no"}
+    assert max(replies.values()) <= 0.62 * sum(replies.values())
+
+
+def test_no_answer_is_a_good_guess() -> None:
+    for kind in ("colour", "shape", "reading", "choice", "counting"):
+        replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)
+        assert max(replies.values()) <= 0.5 * sum(replies.values()), kind
+
+
+def test_questions_about_one_picture_follow_each_other() -> None:
+    pictures = [picture for picture, _ in TEST]
+    changes = sum(a is not b for a, b in pairwise(pictures))
+    assert changes == len({id(picture) for picture in pictures}) - 1
+
+
+def test_splits_share_neither_scenes_nor_test_photos() -> None:
+    drawn = {split: {make_scene(split, i)[0] for i in range(60)} for split in ("training", "validation", "test")}
+    assert not drawn["training"] & drawn["validation"]
+    assert not drawn["training"] & drawn["test"]
+    assert not drawn["validation"] & drawn["test"]
+    assert not set(TRAINING_PHOTOS) & set(TEST_PHOTOS)
+
+
+def test_a_scene_is_drawn_the_same_every_time() -> None:
+    (first, picture), (second, again) = make_scene("training", 5), make_scene("training", 5)
+    assert first == second
+    assert np.array_equal(np.asarray(picture), np.asarray(again))
+
+
+def test_things_do_not_overlap_and_lie_within_the_picture() -> None:
+    for scene in SCENES:
+        things = [*scene.objects, *scene.plates]
+        for i, a in enumerate(things):
+            assert a.half_width <= a.x <= SIDE - a.half_width
+            assert a.half_height <= a.y <= SIDE - a.half_height
+            for b in things[:i]:
+                apart_x = abs(a.x - b.x) > a.half_width + b.half_width
+                assert apart_x or abs(a.y - b.y) > a.half_height + b.half_height
+
+
+def test_objects_have_their_colours() -> None:
+    for index in range(30):
+        scene, picture = make_scene("validation", index)
+        pixels = np.asarray(picture).astype(int)
+        for thing in scene.objects:
+            # A ring is hollow: its colour is half-way between its hole and its rim.
+            x = thing.x - (thing.half_width * 3 // 4 if thing.shape == "ring" else 0)
+            assert abs(pixels[thing.y, x] - COLOURS[thing.colour]).max() < 25, thing
+
+
+def test_some_scenes_leave_most_of_the_picture_empty() -> None:
+    def box(scene: Scene) -> float:
+        things = [*scene.objects, *scene.plates]
+        width = max(t.x + t.half_width for t in things) - min(t.x - t.half_width for t in things)
+        height = max(t.y + t.half_height for t in things) - min(t.y - t.half_height for t in things)
+        return width * height / SIDE**2
+
+    assert sum(box(scene) < 0.45 for scene in SCENES) > 0.2 * len(SCENES)
+
+
+@pytest.mark.parametrize("index", range(0, 150, 3))
+def test_answers_are_right(index: int) -> None:
+    scene = SCENES[index]
+    for question in some(scene, Random(index), 40):
+        assert question.answers == (right_answer(scene, question),), question
+
+
+def right_answer(scene: Scene, question: Question) -> str:
+    """The answer, from the words of the question alone."""
+    if question.options:
+        plain = Question("", "", question.text, ("",))
+        if question.text.startswith("Which"):
+            held = [" ".join(thing.pair) for thing in scene.objects]
+            (right,) = [option for option in question.options if option in held]
+        else:
+            right = right_answer(scene, plain)
+        return "ABCD"[question.options.index(right)]
+    words = question.text.rstrip("?").split()
+    objects = scene.objects
+    if question.text.startswith("Is there"):
+        return "yes" if tuple(words[3:5]) in [thing.pair for thing in objects] else "no"
+    if question.text.startswith("What colour"):
+        (thing,) = [thing for thing in objects if thing.shape == words[4]]
+        return thing.colour
+    if question.text.startswith("What shape"):
+        (thing,) = [thing for thing in objects if thing.colour == words[4]]
+        return thing.shape
+    if question.text.startswith("What is written"):
+        (plate,) = [plate for plate in scene.plates if plate.colour == words[5]]
+        return plate.text
+    if question.text.startswith("How many"):
+        if words[3].startswith("object"):
+            return str(sum(thing.colour == words[2] for thing in objects))
+        return str(sum(words[2] in (f"{thing.shape}s", f"{thing.shape}es") for thing in objects))
+    (first,) = [thing for thing in objects if thing.pair == tuple(words[2:4])]
+    if question.text.endswith("small or large?"):
+        return first.size
+    (second,) = [thing for thing in objects if thing.pair == tuple(words[-2:])]
+    x, y = first.x - second.x, first.y - second.y
+    holds = {"left": x < 0, "right": x > 0, "above": y < 0, "below": y > 0}[words[4]]
+    return "yes" if holds else "no"
