@@ -2,8 +2,8 @@
 Models"); method.md section 6.
 
 Our DIV rule with one token reserved: the one whose largest similarity to any other is smallest. Like DIV it takes
-`batch` tokens a round; DivPrune's own serial rule is the budget's option `serial`, one round a token, and a graph of
-some 500 bytes a round.
+`batch` tokens a round; DivPrune's own serial rule is the budget's option `serial`, one round a token, 1.6 kB of graph
+a round.
 """
 
 from __future__ import annotations
