@@ -99,4 +99,4 @@ def _verdict(share: float, largest: float, *, attended: bool) -> str:
 def _spearman(a: Array, b: Array) -> float:
     """Rank correlation; ties are broken by position, which is nothing among floats."""
     ranks = [np.argsort(np.argsort(x, kind="stable"), kind="stable") for x in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -1,8 +1,8 @@
 """Train the pocket model on a CPU: `python -m sinkprune.demo.train CHECKPOINT --state STATE.pt`.
 
-Three stages. `vision` warms the tower by what each patch shows. `sparse` adds the LLM, on the patches that show
-something and some background, at a third of the cost. `whole` goes on with all patches. An interrupted training
-goes on from its state file when started again.
+Three stages. `vision` warms the tower by what each patch shows, `sparse` adds the LLM; both see the patches that
+show something and some background only, which costs a third. `whole` goes on with all patches. An interrupted
+training goes on from its state file when started again.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import csv
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
+from sinkprune.demo.scenes import Scene
 from sinkprune.demo.training_batches import pictures, training_scenes, turns
-from sinkprune.demo.training_losses import Probe, answer_loss, salient_patches, tower_states
+from sinkprune.demo.training_losses import Probe, answer_loss, tower_states
 
 
 @dataclass(frozen=True)
@@ -36,15 +39,14 @@ class Stage:
     questions: int = 0
     """A picture; 0 leaves the LLM out."""
     visual_tokens: int = 256
-    """How many patches the LLM sees."""
+    """How many patches of each picture exist: those that show something, then random background."""
     probe_weight: float = 1.0
 
 
 STAGES = (
-    Stage("vision", 500, 16, (1e-3, 8.5e-4)),
-    Stage("vision", 1300, 8, (1e-3, 8e-4)),
-    Stage("sparse", 1800, 8, (1e-3, 6e-4), questions=14, visual_tokens=64, probe_weight=0.3),
-    Stage("whole", 500, 8, (6e-4, 0.0), questions=14, probe_weight=0.1),
+    Stage("vision", 1400, 16, (1e-3, 8e-4), visual_tokens=96),
+    Stage("sparse", 1800, 12, (1e-3, 6e-4), questions=12, visual_tokens=80, probe_weight=0.3),
+    Stage("whole", 500, 8, (6e-4, 0.0), questions=12, probe_weight=0.1),
 )
 _WARM_UP = 100
 _SAVE_EVERY = 100
@@ -76,11 +78,9 @@ class Training:
     def run(self, stages: Sequence[Stage]) -> None:
         """All steps that are still to be done."""
         start = time.perf_counter()
-        for stage, step, first_picture in _schedule(stages):
-            if step < self.step:
-                continue
+        for stage, step, scenes in _drawn_ahead(_schedule(stages), self.step):
             rate = self._set_rate(stage, step, stages)
-            losses = self._train_on(stage, step, first_picture)
+            losses = self._train_on(stage, step, scenes)
             self.step = step + 1
             if step % _LOG_EVERY == 0:
                 entry: dict[str, float | str] = {"step": step, "stage": stage.name, "rate": rate, **losses}
@@ -91,18 +91,14 @@ class Training:
                 self._save()
         self._save()
 
-    def _train_on(self, stage: Stage, step: int, first_picture: int) -> dict[str, float]:
-        scenes = training_scenes(first_picture, stage.pictures)
-        seen = pictures(scenes)
-        torch.manual_seed(step)
-        states = tower_states(self.model, seen.pixels)
+    def _train_on(self, stage: Stage, step: int, scenes: list[tuple[Scene, Image.Image]]) -> dict[str, float]:
+        seen = pictures(scenes, stage.visual_tokens, seed=step)
+        states = tower_states(self.model, seen)
         probe = self.probe.loss(states, seen)
         loss, told = stage.probe_weight * probe, {"probe": probe.item()}
         if stage.questions:
             asked = turns([scene for scene, _ in scenes], self.tokenizer, Random(step), stage.questions)
-            shown = salient_patches(seen, stage.visual_tokens)
-            tokens = states[:, 1:].gather(1, shown[..., None].expand(-1, -1, states.shape[-1]))
-            answers = answer_loss(self.model, tokens, asked)
+            answers = answer_loss(self.model, states[:, 1:], asked)
             loss, told = loss + answers, {**told, "answers": answers.item()}
         self.optimizer.zero_grad()
         loss.backward()
@@ -147,6 +143,23 @@ def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
         for _ in range(stage.steps):
             yield stage, step, picture
             step, picture = step + 1, picture + stage.pictures
+
+
+def _drawn_ahead(
+    schedule: Iterator[tuple[Stage, int, int]], first: int
+) -> Iterator[tuple[Stage, int, list[tuple[Scene, Image.Image]]]]:
+    """The steps from `first` on with their scenes, which are drawn while the step before is computed."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = None
+        for stage, step, picture in schedule:
+            if step < first:
+                continue
+            drawing = pool.submit(training_scenes, picture, stage.pictures)
+            if waiting is not None:
+                yield *waiting[:2], waiting[2].result()
+            waiting = stage, step, drawing
+        if waiting is not None:
+            yield *waiting[:2], waiting[2].result()
 
 
 def main() -> None:

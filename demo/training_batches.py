@@ -31,14 +31,16 @@ _PATCH_MARGIN = 4
 
 @dataclass
 class Pictures:
-    """B pictures and what can be seen on them."""
+    """B pictures, V patches of each, and what can be seen on them."""
 
     pixels: torch.Tensor
     """[B,3,224,224] fp32, normalised as CLIP's."""
+    patches: torch.Tensor
+    """[B,V] int64 ascending: the patches that are shown."""
     classes: torch.Tensor
-    """[B,N,4] int64: `CLASSES` of each patch."""
+    """[B,V,4] int64: `CLASSES` of each patch."""
     offsets: torch.Tensor
-    """[B,N,2] fp32: from the patch to the centre of what it shows, in patches."""
+    """[B,V,2] fp32: from the patch to the centre of what it shows, in patches."""
     summary: torch.Tensor
     """[B,`SUMMARY`] fp32, 0 or 1."""
 
@@ -65,15 +67,23 @@ def normalised(picture: Image.Image) -> torch.Tensor:
     return (values - _MEAN) / _STD
 
 
-def pictures(scenes: list[tuple[Scene, Image.Image]]) -> Pictures:
-    """Pictures with their dense targets."""
-    patches = [_patch_targets(scene) for scene, _ in scenes]
+def pictures(scenes: list[tuple[Scene, Image.Image]], shown: int = GRID * GRID, seed: int = 0) -> Pictures:
+    """Pictures with their dense targets; `shown` patches of each: first those of things, then random background."""
+    targets = [_patch_targets(scene) for scene, _ in scenes]
+    rng = np.random.default_rng(seed)
+    patches = np.stack([_show(classes, shown, rng) for classes, _ in targets])
     return Pictures(
         torch.stack([normalised(picture) for _, picture in scenes]),
-        torch.from_numpy(np.stack([classes for classes, _ in patches])),
-        torch.from_numpy(np.stack([offsets for _, offsets in patches])),
+        torch.from_numpy(patches),
+        torch.from_numpy(np.stack([targets[i][0][row] for i, row in enumerate(patches)])),
+        torch.from_numpy(np.stack([targets[i][1][row] for i, row in enumerate(patches)])),
         torch.stack([_summary(scene) for scene, _ in scenes]),
     )
+
+
+def _show(classes: np.ndarray, shown: int, rng: np.random.Generator) -> np.ndarray:
+    preference = rng.random(len(classes)) + (classes[:, 0] > 0)
+    return np.sort(np.argsort(-preference)[:shown])
 
 
 def training_scenes(first: int, count: int) -> list[tuple[Scene, Image.Image]]:

@@ -24,7 +24,7 @@ class Probe(nn.Module):
         self.picture = nn.Linear(width, SUMMARY)
 
     def loss(self, states: torch.Tensor, seen: Pictures) -> torch.Tensor:
-        """Of the tower's output `states` [B,1+N,D]; scalar."""
+        """Of the tower's output `states` [B,1+V,D], of pictures with V patches each; scalar."""
         states = self.norm(states)
         *guesses, offsets = self.patch(states[:, 1:]).split([*CLASSES, 2], dim=-1)
         shows = seen.classes[..., 0] > 0
@@ -36,16 +36,13 @@ class Probe(nn.Module):
         return total + 4 * binary_cross_entropy_with_logits(self.picture(states[:, 0]), seen.summary)
 
 
-def tower_states(model: LlavaForConditionalGeneration, pixels: torch.Tensor) -> torch.Tensor:
-    """[B,1+N,D]: the output of the tower's feature layer, CLS first."""
-    return model.model.vision_tower(pixels, output_hidden_states=True).hidden_states[-1]
-
-
-def salient_patches(seen: Pictures, count: int) -> torch.Tensor:
-    """[B,count] ascending: the patches that show something, then random background."""
-    random = torch.rand(seen.classes.shape[:2])
-    chosen = torch.topk(random + (seen.classes[..., 0] > 0), count, dim=1).indices
-    return chosen.sort(dim=1).values
+def tower_states(model: LlavaForConditionalGeneration, seen: Pictures) -> torch.Tensor:
+    """[B,1+V,D]: the output of the tower's feature layer, CLS first, where only the V patches `seen` shows exist."""
+    tower = model.model.vision_tower
+    embedded = tower.embeddings(seen.pixels)
+    places = torch.nn.functional.pad(seen.patches + 1, (1, 0))
+    embedded = embedded.gather(1, places[..., None].expand(-1, -1, embedded.shape[-1]))
+    return tower.encoder(inputs_embeds=tower.pre_layrnorm(embedded)).last_hidden_state
 
 
 def answer_loss(model: LlavaForConditionalGeneration, tokens: torch.Tensor, asked: Turns) -> torch.Tensor:

@@ -186,8 +186,8 @@ def test_the_size_of_a_small_bundle_is_told_in_megabytes(checkpoint: Checkpoints
 def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
     command = [BIN / "sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out"]
-    search = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **search}, check=False)
+    search = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=search, check=False)
     assert done.returncode == 130
     assert "Traceback" not in done.stderr
 

@@ -1,0 +1,36 @@
+"""Write the first test scenes as pictures, with their questions: `python -m sinkprune.demo.write_scenes FOLDER COUNT`.
+
+The questions are `FOLDER/scenes.jsonl`, as `sinkprune-evaluate --task` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from sinkprune.demo.scenes import test_set
+
+
+def write_scenes(folder: Path, count: int) -> None:
+    """`count` pictures `scene-0.png`, ... and `scenes.jsonl` into `folder`."""
+    lines = []
+    for number, (_, group) in enumerate(groupby(test_set(), key=lambda pair: id(pair[0]))):
+        if number == count:
+            break
+        for picture, question in group:
+            picture.save(folder / f"scene-{number}.png")
+            line = {
+                "id": question.id,
+                "image": f"scene-{number}.png",
+                "kind": question.kind,
+                "question": question.text,
+            }
+            line |= {"options": question.options} if question.options else {}
+            lines.append(json.dumps({**line, "answer": question.answers[0]}) + "\n")
+    (folder / "scenes.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_scenes(Path(sys.argv[1]), int(sys.argv[2]))
