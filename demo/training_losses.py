@@ -27,12 +27,11 @@ class Probe(nn.Module):
         """Of the tower's output `states` [B,1+V,D], of pictures with V patches each; scalar."""
         states = self.norm(states)
         *guesses, offsets = self.patch(states[:, 1:]).split([*CLASSES, 2], dim=-1)
-        shows = seen.classes[..., 0] > 0
-        total = smooth_l1_loss(offsets[shows], seen.offsets[shows])
-        for i, guess in enumerate(guesses):
-            # Shape tells things from background; the rest is asked of things alone.
-            total = total + cross_entropy(guess[shows], seen.classes[shows][:, i])
-        total = total + cross_entropy(guesses[0][~shows], seen.classes[~shows][:, 0])
+        shape, _, _, text = seen.classes.unbind(-1)
+        asked_of = (shape >= 0, shape > 0, shape > 0, text > 0)
+        total = smooth_l1_loss(offsets[shape > 0], seen.offsets[shape > 0])
+        for i, (guess, asked) in enumerate(zip(guesses, asked_of, strict=True)):
+            total = total + cross_entropy(guess[asked], seen.classes[asked][:, i])
         return total + 4 * binary_cross_entropy_with_logits(self.picture(states[:, 0]), seen.summary)
 
 

@@ -1,6 +1,6 @@
-"""Write the first test scenes as pictures, with their questions: `python -m sinkprune.demo.write_scenes FOLDER COUNT`.
+"""Write the first test scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT`.
 
-The questions are `FOLDER/scenes.jsonl`, as `sinkprune-evaluate --task` reads them.
+Their questions are in `FOLDER/scenes.jsonl`, as `sinkprune-evaluate --task` reads them.
 """
 
 from __future__ import annotations
