@@ -45,11 +45,15 @@ WORDS = (
     "ZOO",
     "KEY",
 )
-RADII = {"small": (13, 16), "large": (24, 29)}
-"""Radius of an object in pixels, from and to."""
+RADII = {"small": 14, "large": 26}
+"""Radius of an object in pixels."""
 
 TEST_PICTURES = 80
+_LATTICE = 7
+"""Pixels between possible centres: half a patch, or hours on two cores would not be enough to learn the shapes."""
 _OUTLINE = (20, 20, 20)
+_LINE = 2
+"""Width of outlines in pixels."""
 _SUPERSAMPLING = 2
 _SPLITS = {"training": TRAINING_PHOTOS, "validation": TRAINING_PHOTOS, "test": TEST_PHOTOS}
 
@@ -108,8 +112,8 @@ def _compose(rng: Random) -> Scene:
 
     def place(shape: str, colour: str, size: str, text: str, half_width: int, half_height: int) -> None:
         for _ in range(30):
-            x = rng.randint(left + half_width + 2, left + side - half_width - 2)
-            y = rng.randint(top + half_height + 2, top + side - half_height - 2)
+            x = _on_lattice(rng, left + half_width + 2, left + side - half_width - 2)
+            y = _on_lattice(rng, top + half_height + 2, top + side - half_height - 2)
             thing = Thing(shape, colour, size, text, x, y, half_width, half_height)
             if not any(_touch(thing, other) for other in placed):
                 placed.append(thing)
@@ -123,10 +127,13 @@ def _compose(rng: Random) -> Scene:
     plates = tuple(placed)
     for colour, shape in _pairs(rng, rng.randint(3, 6) if crowded else rng.randint(1, 3)):
         size = rng.choice(list(RADII))
-        radius = rng.randint(*RADII[size])
-        place(shape, colour, size, "", radius, radius)
+        place(shape, colour, size, "", RADII[size], RADII[size])
     # Seldom is there no room left for an object.
     return Scene(tuple(placed[len(plates) :]), plates) if len(placed) > len(plates) else _compose(rng)
+
+
+def _on_lattice(rng: Random, first: int, last: int) -> int:
+    return rng.randrange(-(-first // _LATTICE) * _LATTICE, last + 1, _LATTICE)
 
 
 def _pairs(rng: Random, count: int) -> list[tuple[str, str]]:
@@ -171,7 +178,7 @@ def _draw(scene: Scene, behind: Image.Image) -> Image.Image:
 
 def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing, scale: int) -> None:
     x, y, r = thing.x * scale, thing.y * scale, thing.half_width * scale
-    fill, line = COLOURS[thing.colour], scale
+    fill, line = COLOURS[thing.colour], _LINE * scale
     if thing.shape == "circle":
         draw.ellipse([x - r, y - r, x + r, y + r], fill=fill, outline=_OUTLINE, width=line)
     elif thing.shape == "ring":
