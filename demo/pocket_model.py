@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from sinkprune.demo.scene_questions import some
-from sinkprune.demo.scenes import SIDE, make_scene
+from sinkprune.demo.scenes import SIDE, compose_scene
 
 VOCABULARY = 768
 SPECIAL = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
@@ -138,6 +138,5 @@ def new_tokenizer(scenes: int = 3000) -> Tokenizer:
 
 def _conversations(scenes: int) -> Iterator[str]:
     for index in range(scenes):
-        scene, _ = make_scene("training", index)
-        for question in some(scene, Random(index), 10):
+        for question in some(compose_scene("training", index), Random(index), 10):
             yield BEFORE + AFTER.format(question.prompt) + ANSWER.format(question.answers[0])

@@ -86,6 +86,11 @@ class Scene:
     plates: tuple[Thing, ...]
 
 
+def compose_scene(split: str, index: int) -> Scene:
+    """Scene `index` of `split` (training, validation, test), not drawn."""
+    return _compose(Random(f"{split} {index}"))
+
+
 def make_scene(split: str, index: int) -> tuple[Scene, Image.Image]:
     """Scene `index` of `split` (training, validation, test) and its picture [224,224] RGB."""
     rng = Random(f"{split} {index}")
