@@ -9,7 +9,7 @@ SOURCES := pyproject.toml $(wildcard sinkprune/*.py runtime/*.py runtime/*/*.py 
 export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest test-slow clean
+.PHONY: demo test lint types pytest test-slow test-harness clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -25,10 +25,20 @@ types: .venv/.dev
 	cd build && ../$(BIN)/mypy --config-file ../pyproject.toml -p sinkprune
 
 pytest: .venv/.dev
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -m "not slow and not gpu and not harness"
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow
+
+# lmms-eval asks for some fifty packages, CUDA builds among them; these are what it needs to run a task.
+HARNESS := accelerate datasets dill evaluate fsspec jsonlines loguru multiprocess numexpr pandas \
+	portalocker psutil pyarrow pytablewriter python-dateutil python-dotenv regex requests sacrebleu scikit-learn \
+	tenacity tqdm-multiprocess xxhash zstandard aiohttp httpx
+
+test-harness: .venv/.dev
+	$(BIN)/pip install --quiet --no-deps lmms-eval==0.7.3
+	$(BIN)/pip install --quiet $(HARNESS)
+	$(BIN)/pytest -m harness
 
 clean:
 	rm -rf .venv build demo-output *.egg-info

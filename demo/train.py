@@ -44,9 +44,9 @@ class Stage:
 
 
 STAGES = (
-    Stage("vision", 700, 16, (1.2e-3, 9.2e-4), visual_tokens=96),
-    Stage("sparse", 1800, 12, (1e-3, 6e-4), questions=12, visual_tokens=80, probe_weight=0.3),
-    Stage("whole", 500, 8, (6e-4, 0.0), questions=12, probe_weight=0.1),
+    Stage("vision", 700, 16, (1.2e-3, 9e-4), visual_tokens=96),
+    Stage("sparse", 3000, 6, (5e-4, 3e-4), questions=12, visual_tokens=80, probe_weight=0.3),
+    Stage("whole", 1000, 6, (3e-4, 0.0), questions=12, probe_weight=0.1),
 )
 _WARM_UP = 100
 _SAVE_EVERY = 100

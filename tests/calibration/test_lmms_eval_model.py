@@ -1,8 +1,8 @@
 """The model class for `lmms-eval`.
 
-The harness brings some fifty packages along and is no part of the development environment. The test that runs it
-for real, with a small local task, is skipped where it is absent; install lmms-eval beside the project to run it. The
-other tests then stand on a stand-in for the harness's base class.
+The harness brings some fifty packages along and is no part of the development environment. `make test-harness` installs
+what it needs and runs the test that runs it for real, with a small local task. The other tests stand on a stand-in
+for the harness's base class where it is not installed.
 """
 
 from __future__ import annotations
@@ -132,9 +132,7 @@ def test_the_harness_finds_the_model_by_its_entry_point() -> None:
     assert found.value == f"{MODULE}:manifest"
 
 
-@pytest.mark.skipif(
-    not HAS_HARNESS, reason="lmms-eval is not installed; it is no part of the development environment"
-)
+@pytest.mark.harness
 def test_a_local_task_in_the_harness(
     bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], tmp_path: Path
 ) -> None:
