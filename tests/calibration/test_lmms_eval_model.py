@@ -1,8 +1,8 @@
 """The model class for `lmms-eval`.
 
-The harness brings some fifty packages along and is no part of the development environment. `make test-harness` installs
-what it needs and runs the test that runs it for real, with a small local task. The other tests stand on a stand-in
-for the harness's base class where it is not installed.
+The harness brings some fifty packages along and is no part of the development environment. `make test-harness`
+installs what it needs and runs the test that runs it for real, with a small local task. The other tests stand on a
+stand-in for the harness's base class where it is not installed.
 """
 
 from __future__ import annotations
