@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -72,7 +73,7 @@ def new_model() -> LlavaForConditionalGeneration:
     return model
 
 
-def _see_neighbours(tower: nn.Module) -> None:
+def _see_neighbours(tower: Any) -> None:
     """Start the tower with attention to near and alike patches, which small towers are slow to find by themselves.
 
     Positions start as sines and cosines of row and column; keys start as queries, so that attention starts as
