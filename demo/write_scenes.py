@@ -21,14 +21,16 @@ def write_scenes(folder: Path, count: int) -> None:
             break
         for picture, question in group:
             picture.save(folder / f"scene-{number}.png")
-            line = {
+            line: dict[str, object] = {
                 "id": question.id,
                 "image": f"scene-{number}.png",
                 "kind": question.kind,
                 "question": question.text,
+                "answer": question.answers[0],
             }
-            line |= {"options": question.options} if question.options else {}
-            lines.append(json.dumps({**line, "answer": question.answers[0]}) + "\n")
+            if question.options:
+                line["options"] = question.options
+            lines.append(json.dumps(line) + "\n")
     (folder / "scenes.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
