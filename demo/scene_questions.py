@@ -39,6 +39,13 @@ def some(scene: Scene, rng: Random, count: int) -> list[Question]:
     return [question for i, kind in enumerate(drawn) for question in _ask(scene, rng, kind, str(i))]
 
 
+def description(scene: Scene) -> Question:
+    """All there is, from the top down: no kind of the test, but the most that can be learnt from one picture."""
+    things = sorted((*scene.objects, *scene.plates), key=lambda thing: (thing.y, thing.x))
+    said = [f"{t.colour} plate {t.text}" if t.text else f"{t.size} {_named(t.pair)}" for t in things]
+    return Question("description", "description", "What is in the picture?", (", ".join(said),))
+
+
 def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
     asked = KINDS[kind](scene, rng)
     if asked is not None:

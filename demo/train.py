@@ -45,8 +45,8 @@ class Stage:
 
 STAGES = (
     Stage("vision", 700, 16, (1.2e-3, 9e-4), visual_tokens=96),
-    Stage("sparse", 3000, 6, (5e-4, 3e-4), questions=12, visual_tokens=80, probe_weight=0.3),
-    Stage("whole", 1000, 6, (3e-4, 0.0), questions=12, probe_weight=0.1),
+    Stage("sparse", 6000, 6, (8e-4, 3e-4), questions=8, visual_tokens=64, probe_weight=0.3),
+    Stage("whole", 1000, 6, (3e-4, 0.0), questions=8, probe_weight=0.1),
 )
 _WARM_UP = 100
 _SAVE_EVERY = 100

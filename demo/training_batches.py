@@ -11,7 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from sinkprune.demo.pocket_model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
-from sinkprune.demo.scene_questions import some
+from sinkprune.demo.scene_questions import description, some
 from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, make_scene
 
 _SHAPES = ("", *SHAPES, "plate")
@@ -92,8 +92,9 @@ def training_scenes(first: int, count: int) -> list[tuple[Scene, Image.Image]]:
 
 
 def turns(scenes: list[Scene], tokenizer: Tokenizer, rng: Random, questions: int) -> Turns:
-    """`questions` random questions about each scene, with their answers."""
-    rows = [[_turn(q.prompt, q.answers[0], tokenizer) for q in some(scene, rng, questions)] for scene in scenes]
+    """Each scene's description and `questions` random questions about it, with their answers."""
+    asked = [[description(scene), *some(scene, rng, questions)] for scene in scenes]
+    rows = [[_turn(q.prompt, q.answers[0], tokenizer) for q in row] for row in asked]
     length = max(sum(len(ids) for ids, _ in row) for row in rows)
     shape = (len(rows), length)
     ids, place = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64)
