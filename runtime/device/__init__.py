@@ -1,0 +1,70 @@
+"""A CUDA device behind one small interface: memory, one stream, kernels, and graphs where the library has them.
+
+`cuda-python` is the default; `pycuda`, which many JetPack 6 images carry, has no graphs and runs everything eagerly.
+Both share the device's primary context with TensorRT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+Address = int
+"""A device address in bytes."""
+
+
+class Device(Protocol):
+    """One GPU with one stream; every copy, launch and replay is enqueued on it, in order."""
+
+    name: str
+    compute_capability: int
+    """E.g. 87."""
+    stream: int
+    """The CUstream handle, as TensorRT takes it."""
+    has_graphs: bool
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        ...
+
+    def allocate(self, size: int) -> Address:
+        """`size` bytes; raises `BackendError` that names need and free."""
+        ...
+
+    def free(self, address: Address) -> None: ...
+
+    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
+        """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
+        ...
+
+    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
+        """Fill a C-contiguous host array from the device, after all that was enqueued before."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done all it was given."""
+        ...
+
+    def load_kernel(self, image: bytes, name: str) -> Any:
+        """The kernel `name` of a cubin or PTX."""
+        ...
+
+    def launch(
+        self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: Sequence[int]
+    ) -> None:
+        """Enqueue a kernel. `arguments` are 64-bit addresses and 32-bit integers, told apart by the kernel's image."""
+        ...
+
+    def begin_capture(self) -> None:
+        """From here on what is enqueued is recorded, not run; only where `has_graphs`."""
+        ...
+
+    def end_capture(self) -> Any:
+        """The graph recorded since `begin_capture`, instantiated."""
+        ...
+
+    def replay(self, graph: Any) -> None:
+        """Enqueue a recorded graph."""
+        ...
