@@ -48,7 +48,7 @@ class EngineSpec:
     file: str
     """Relative to the engines folder."""
     profiles: dict[str, dict[str, Range]]
-    """By profile name (`prefill`, and `decode` for graphs that run in both), in the engine's order: each input's range."""
+    """By profile name (`prefill`, and `decode` for graphs that run in both), in the engine's order: input ranges."""
     nodes: dict[str, Realisation]
     """What became of each node of domain `sinkprune`, by the node's name."""
     device_memory: int

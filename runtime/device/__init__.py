@@ -52,9 +52,14 @@ class Device(Protocol):
         ...
 
     def launch(
-        self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: Sequence[int]
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel. `arguments` are 64-bit addresses and 32-bit integers, told apart by the kernel's image."""
+        """Enqueue a kernel; addresses are uint64, integers int32."""
         ...
 
     def begin_capture(self) -> None:
