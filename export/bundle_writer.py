@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
@@ -17,10 +14,10 @@ from safetensors.numpy import save_file
 
 from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, parse_budget
 from sinkprune.bundle import (
+    BUNDLE,
     CHAT_TEMPLATE,
     EMBEDDING,
     FORMAT_VERSION,
-    MANIFEST,
     TOKENIZER,
     Checkpoint,
     GraphSpec,
@@ -28,10 +25,9 @@ from sinkprune.bundle import (
     Plan,
     Tokens,
     decoder_segments,
-    file_specs,
     write_manifest,
 )
-from sinkprune.errors import BudgetError, BundleError, CheckpointError
+from sinkprune.errors import BudgetError, CheckpointError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.equal_mean import UnreachableMean
@@ -41,6 +37,8 @@ from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, load_method
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
+from sinkprune.folders import check_replaceable, install, staging
+from sinkprune.manifest_file import file_specs
 
 DIALECTS = {onnx24.NAME: onnx24}
 
@@ -100,7 +98,7 @@ def export_bundle(
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
-    _check_output(output, force)
+    check_replaceable(output, BUNDLE, force=force)
     source = _open_source(request, dialect)
     try:
         budgets = _budgets(source.family.name, request.budgets)
@@ -108,7 +106,8 @@ def export_bundle(
         planned = _plan_graphs(source.family, precision, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        with _staging(output, source.family.parameters * precision.numpy.itemsize) as root:
+        needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
+        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
             writer = _Writer(root, source, precision, progress)
             segments = decoder_segments(cut_after, source.family.language_model.num_layers)
             graphs = writer.weight_graphs(segments)
@@ -135,8 +134,8 @@ def export_bundle(
             )
             write_manifest(root, manifest)
             # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-            _check_output(output, force)
-            _install(root, output)
+            check_replaceable(output, BUNDLE, force=force)
+            install(root, output)
         return manifest
     finally:
         source.weights.close()
@@ -279,50 +278,3 @@ def _plan_graphs(
     for missed in unreachable:
         left_out(missed)
     return planned
-
-
-def _check_output(output: Path, force: bool) -> None:
-    if not output.exists():
-        return
-    if not (output / MANIFEST).is_file():
-        raise BundleError(f"'{output}' exists and is not a bundle. Choose another place; it is left as it is.")
-    if not force:
-        raise BundleError(f"'{output}' is a bundle already. Add --force to replace it, or choose another place.")
-
-
-@contextmanager
-def _staging(output: Path, weights_bytes: int) -> Iterator[Path]:
-    """A temporary folder on the file system of `output`, with room for the bundle; removed whatever happens."""
-    parent = next(folder for folder in output.absolute().parents if folder.exists())
-    try:
-        root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
-    except OSError as error:
-        raise BundleError(
-            f"'{output}' cannot be written: {error.strerror} in '{parent}'. Choose a place you may write to."
-        ) from error
-    try:
-        needed, free = weights_bytes + _SMALL_FILES_BYTES, shutil.disk_usage(root).free
-        if free < needed:
-            raise BundleError(
-                f"no room for the bundle: it needs {needed / 1e9:.1f} GB, '{parent}' has {free / 1e9:.1f} GB free. "
-                "Free space, choose another place, or export with --precision fp16."
-            )
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _install(root: Path, output: Path) -> None:
-    """Rename the finished bundle into place; a bundle that stands there is removed only after."""
-    root.chmod(0o755)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    old = root.with_suffix(".old")
-    if output.exists():
-        output.rename(old)
-    try:
-        root.rename(output)
-    except BaseException:
-        if old.exists():
-            old.rename(output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
