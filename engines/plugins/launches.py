@@ -1,7 +1,8 @@
 """What a plugin enqueues: the kernel launches of `TopRho` and `DiversitySelect`, from raw device addresses.
 
 Nothing of Triton is needed here. The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's
-parameters stand in the order an ahead-of-time TensorRT plugin passes them: inputs, integers, outputs.
+parameters stand in the order an ahead-of-time TensorRT plugin passes them: inputs, integers, outputs. Masks are int32,
+not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`), and the graph casts.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ def top_rho_launches(
 ) -> list[Launch]:
     """`TopRho`: the mean of each group's `count` tokens of largest norm, and which those are.
 
-    Addresses: norms [G,N] fp32, tokens [G,N,D]; out: sink [G,1,D] in the type of the tokens, outlier [G,N] bool, a
-    byte each. `count` is at least 1.
+    Addresses: norms [G,N] fp32, tokens [G,N,D]; out: sink [G,1,D] in the type of the tokens, outlier [G,N] int32,
+    1 or 0. `count` is at least 1.
     """
     arguments = (*_addresses(norms, tokens), *_integers(n, width, count), *_addresses(sink, outlier))
     return [Launch("top_rho", dtype, top_rho_grid(groups, width), arguments)]
@@ -76,9 +77,9 @@ def diversity_launches(
     count: int,
     batch: int,
 ) -> list[Launch]:
-    """`DiversitySelect`: `count` candidates of each group least like what is kept, `batch` a round, one launch a phase.
+    """`DiversitySelect`: `count` candidates of each group, `batch` a round, least like what is kept; a launch a phase.
 
-    Addresses: tokens [G,N,D], candidate [G,N] bool, a byte each, with at least `count` set in each group, reserved
+    Addresses: tokens [G,N,D], candidate [G,N] int32, not 0 where true, at least `count` in each group, reserved
     [G,`reserves`] int64 (any address where `reserves` is 0); out: chosen [G,`count`] int64, ascending; workspace.
     The last phase only chooses, so it takes one block a group.
     """
