@@ -20,6 +20,7 @@ from sinkprune.bundle import (
     FORMAT_VERSION,
     TOKENIZER,
     Checkpoint,
+    DialectName,
     GraphSpec,
     Manifest,
     Plan,
@@ -29,7 +30,7 @@ from sinkprune.bundle import (
 )
 from sinkprune.errors import BudgetError, CheckpointError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
-from sinkprune.export.dialects import onnx24
+from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
@@ -39,8 +40,6 @@ from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
 from sinkprune.folders import check_replaceable, install, staging
 from sinkprune.manifest_file import file_specs
-
-DIALECTS = {onnx24.NAME: onnx24}
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
@@ -68,7 +67,7 @@ class Request:
     """Budget names; None is every budget of the family."""
     methods: tuple[str, ...] = ("sinkpruner",)
     precision: str = "fp32"
-    dialect: str = onnx24.NAME
+    dialect: DialectName = "onnx24"
     random_weights: bool = False
 
 
@@ -99,16 +98,16 @@ def export_bundle(
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
     check_replaceable(output, BUNDLE, force=force)
-    source = _open_source(request, dialect)
+    source = _open_source(request)
     try:
         budgets = _budgets(source.family.name, request.budgets)
         methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source.family, precision, methods, budgets, left_out)
+        planned = _plan_graphs(source.family, precision, dialect, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
         with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
-            writer = _Writer(root, source, precision, progress)
+            writer = _Writer(root, source, precision, dialect, progress)
             segments = decoder_segments(cut_after, source.family.language_model.num_layers)
             graphs = writer.weight_graphs(segments)
             plans = writer.plans(planned, budgets, graphs)
@@ -120,7 +119,7 @@ def export_bundle(
                 sinkprune_version=version("sinkprune"),
                 family=source.family.name,
                 precision=precision.name,
-                dialect=request.dialect,  # type: ignore[arg-type]
+                dialect=request.dialect,
                 checkpoint=source.checkpoint,
                 language_model=source.family.language_model,
                 vision=source.family.vision,
@@ -144,8 +143,11 @@ def export_bundle(
 class _Writer:
     """Writes the parts of a bundle below `root`."""
 
-    def __init__(self, root: Path, source: _Source, precision: Precision, progress: Progress) -> None:
-        self._root, self._source, self._precision, self._progress = root, source, precision, progress
+    def __init__(
+        self, root: Path, source: _Source, precision: Precision, dialect: Dialect, progress: Progress
+    ) -> None:
+        self._root, self._source, self._progress = root, source, progress
+        self._precision, self._dialect = precision, dialect
 
     def weight_graphs(self, segments: Sequence[range]) -> dict[str, GraphSpec]:
         """Every graph that holds weights, one after the other."""
@@ -156,7 +158,7 @@ class _Writer:
             weights = _Reported(self._source.weights, name, self._progress)
             location = f"weights/{name}.bin"
             with (self._root / "graphs" / location).open("wb") as data:
-                graph = WeightedGraph(name, self._precision, weights, data, location)
+                graph = WeightedGraph(name, self._precision, self._dialect, weights, data, location)
                 family.build(name, graph, segments, weights)
             specs[name] = graph.save(self._root, f"graphs/{name}.onnx")
         return specs
@@ -209,10 +211,10 @@ class _Reported:
         return array
 
 
-def _open_source(request: Request, dialect: Any) -> _Source:
+def _open_source(request: Request) -> _Source:
     if request.random_weights:
         config = _random_config(request.source)
-        family = read_family(request.source, config, dialect)
+        family = read_family(request.source, config)
         text = small_text(family.language_model.vocab_size, family.image_token, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
         return _Source(family, RandomWeights(), text, family.processor({}), checkpoint)
@@ -223,7 +225,7 @@ def _open_source(request: Request, dialect: Any) -> _Source:
         )
     folder = locate(request.source)
     config = read_json(folder / "config.json")
-    family = read_family(request.source, config, dialect)
+    family = read_family(request.source, config)
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
@@ -256,12 +258,13 @@ def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
 def _plan_graphs(
     family: Family,
     precision: Precision,
+    dialect: Dialect,
     methods: Mapping[str, Method],
     budgets: Mapping[str, Budget],
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
-    facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, precision)
+    facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, precision, dialect)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):

@@ -36,6 +36,7 @@ BUNDLE = ManifestFile(
 )
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
+DialectName = Literal["onnx24", "trt10"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Manifest:
     sinkprune_version: str
     family: str
     precision: PrecisionName
-    dialect: Literal["onnx24"]
+    dialect: DialectName
     checkpoint: Checkpoint
     language_model: LanguageModel
     vision: dict[str, Any]

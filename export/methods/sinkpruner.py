@@ -38,7 +38,7 @@ def build_sanitizer(facts: PlanFacts, budget: Budget, counts: Counts) -> Graph:
     # 1, 2: outliers and their mean
     sink = outlier = None
     if counts.outliers:
-        sink, outlier = op.call(top_rho(), norms, tokens, per_mille=budget.outlier_per_mille)
+        sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, tokens, per_mille=budget.outlier_per_mille)
         salience = op.Where(outlier, float("-inf"), salience)
 
     # 3: RES, the most salient of LOW
@@ -52,7 +52,7 @@ def build_sanitizer(facts: PlanFacts, budget: Budget, counts: Counts) -> Graph:
         candidate = op.Cast(free, to=ir.DataType.BOOL)
         if counts.outliers:
             candidate = op.And(candidate, op.Not(outlier))
-        function = diversity_select(rounds=-(-counts.diverse // budget.batch))
+        function = diversity_select(rounds=-(-counts.diverse // budget.batch), opset=facts.dialect.OPSET)
         diverse = op.call(function, tokens, candidate, reserved, [counts.diverse], batch=budget.batch)
         index = op.Concat(index, diverse, axis=1)
 

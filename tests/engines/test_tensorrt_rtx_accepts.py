@@ -1,5 +1,7 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
+Those of dialect `trt10` they accept in fp32 too.
+
 TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
 be refused there; that one compiles says nothing about its numbers or its speed.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ GRAPHS = [
     *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"),
     *(f"sinkpruner/{budget}/{graph}" for budget in BUDGETS for graph in PLAN_GRAPHS),
 ]
+TRT10_GRAPHS = [*GRAPHS[:7], *GRAPHS[-4:]]
+# The kernel's name, as it stands in a plan.
+FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = ("SM86", "SM89", "SM120")
 
 # Smallest, usual and largest value of each dynamic dimension
@@ -111,7 +116,10 @@ def add_profile(builder: Any, config: Any, spec: GraphSpec, ranges: dict[str, tu
     assert config.add_optimization_profile(profile) >= 0
 
 
-def compile_graph(path: Path, name: str, spec: GraphSpec, capabilities: Sequence[str] = COMPUTE_CAPABILITIES) -> None:
+def compile_graph(
+    path: Path, name: str, spec: GraphSpec, capabilities: Sequence[str] = COMPUTE_CAPABILITIES
+) -> bytes:
+    """The plan of a graph."""
     log = ErrorLog()
     builder = trt.Builder(log)
     network = builder.create_network(0)
@@ -130,7 +138,9 @@ def compile_graph(path: Path, name: str, spec: GraphSpec, capabilities: Sequence
     add_profile(builder, config, spec, PREFILL)
     if name.startswith(RUN_IN_DECODE):
         add_profile(builder, config, spec, DECODE)
-    assert builder.build_serialized_network(network, config) is not None, log.errors
+    plan = builder.build_serialized_network(network, config)
+    assert plan is not None, log.errors
+    return bytes(plan)
 
 
 def test_every_graph_is_listed(fp16_bundle: Bundle) -> None:
@@ -140,6 +150,33 @@ def test_every_graph_is_listed(fp16_bundle: Bundle) -> None:
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graph_compiles(name: str, fp16_bundle: Bundle) -> None:
     compile_graph(fp16_bundle.graph_path(name), name, fp16_bundle.manifest.graphs[name])
+
+
+@pytest.fixture(scope="module")
+def trt10_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """The same model lowered for TensorRT 10.3, in a precision."""
+    made: dict[str, Bundle] = {}
+
+    def get(precision: str) -> Bundle:
+        if precision not in made:
+            folder = tmp_path_factory.mktemp("trt10")
+            (folder / "config.json").write_text(json.dumps(CONFIG))
+            request = Request(str(folder), BUDGETS[-1:], precision=precision, dialect="trt10", random_weights=True)
+            export_bundle(request, folder / "bundle")
+            made[precision] = read_bundle(folder / "bundle")
+        return made[precision]
+
+    return get
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", TRT10_GRAPHS)
+def test_trt10_graph_compiles(name: str, precision: str, trt10_bundle: Callable[[str], Bundle]) -> None:
+    bundle = trt10_bundle(precision)
+    plan = compile_graph(bundle.graph_path(name), name, bundle.manifest.graphs[name])
+    # TensorRT has fused kernels for attention in fp16, none for fp32.
+    has_attention = name == "vision" or name.startswith("decoder_")
+    assert (FUSED_ATTENTION in plan) == (has_attention and precision == "fp16")
 
 
 @pytest.fixture(scope="module")
