@@ -52,9 +52,8 @@ OPERATORS = {
 }
 """The operators of the list, each with the types of the data it works on."""
 
-# Which inputs and outputs that data is: the first input, for all others.
+# Which inputs that data is: the first, for all others.
 _DATA_INPUTS = {"Where": (1,), "OneHot": (2,), "Pow": (0, 1)}
-_DATA_OUTPUTS = {"Cast", "CastLike", "Constant", "ConstantOfShape", "EyeLike"}
 # Which inputs must be constants, where they are given.
 _CONSTANT_INPUTS = {"CumSum": 1, "OneHot": 1, "Pad": 3, "Squeeze": 1, "Unsqueeze": 1}
 _CONSTANT_INPUTS |= {name: 1 for name in OPERATORS if name.startswith("Reduce")}
@@ -165,12 +164,9 @@ def _check_types(graph: str, node: onnx.NodeProto, types: Mapping[str, str]) -> 
         found = types.get(name, "a type that cannot be inferred")
         if found not in _ALL:
             _refuse(graph, node, f"reads or writes '{name}', {found}", ", ".join(sorted(_ALL)))
-    data = [node.input[place] for place in _DATA_INPUTS.get(node.op_type, (0,)) if place < len(node.input)]
-    if node.op_type in _DATA_OUTPUTS:
-        data.append(node.output[0])
-    for name in data:
-        if types[name] not in OPERATORS[node.op_type]:
-            _refuse(graph, node, f"is given {types[name]}", ", ".join(sorted(OPERATORS[node.op_type])))
+    for place in _DATA_INPUTS.get(node.op_type, (0,)):
+        if place < len(node.input) and (found := types[node.input[place]]) not in OPERATORS[node.op_type]:
+            _refuse(graph, node, f"is given {found}", ", ".join(sorted(OPERATORS[node.op_type])))
 
 
 def _check_inputs(graph: str, node: onnx.NodeProto, constants: Mapping[str, Any]) -> None:
