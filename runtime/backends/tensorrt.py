@@ -7,7 +7,6 @@ safe. Never run on a GPU yet; tested with fakes of the library and the device.
 from __future__ import annotations
 
 import mmap
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,15 @@ from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
 from sinkprune.runtime.device import Device, open_device
 from sinkprune.runtime.device.memory_pool import MemoryPool
+from sinkprune.runtime.tensorrt_library import import_tensorrt, new_error_log
 
 PLUGINS = "sinkprune.tensorrt_plugins"
 """The entry points that register plugins: called with the library, each returns the sha256 of its kernels by name."""
 
-_INSTALL = {
-    "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "
-    "elsewhere: pip install tensorrt",
-    "tensorrt-rtx": "Install it with: pip install tensorrt-rtx",
-}
-
 
 def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
     """The backend `name` on the first GPU; raises `BackendError` and `EnginesError`."""
-    try:
-        library = import_module(name.replace("-", "_"))
-    except ImportError as error:
-        raise BackendError(f"backend '{name}' needs {name}, which cannot be imported. {_INSTALL[name]}") from error
-    return TensorRTBackend(name, library, open_device(), built)
+    return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
 
 
 class TensorRTBackend:
@@ -57,7 +47,7 @@ class TensorRTBackend:
         self.versions = {name: library.__version__, "gpu": device.name, "cuda_graphs": str(device.has_graphs).lower()}
         self._device, self._built = device, built
         self._pool = MemoryPool(device)
-        log = _error_log(library)
+        log = new_error_log(library)
         self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
         self._runtime = library.Runtime(log)
         self._specs = {built.path(graph): (graph, spec) for graph, spec in built.engines.manifest.engines.items()}
@@ -118,18 +108,3 @@ def _register_plugins(library: Any) -> dict[str, str]:
     for entry in entry_points(group=PLUGINS):
         found.update(entry.load()(library))
     return found
-
-
-def _error_log(library: Any) -> Any:
-    """A logger of `library` that keeps what it says of severity error or worse."""
-
-    class ErrorLog(library.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= library.ILogger.ERROR:
-                self.errors.append(message)
-
-    return ErrorLog()
