@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 from onnx import helper, numpy_helper
 
-from sinkprune.engines.plugins.descriptions import NAMESPACE, PLUGINS, VERSION, Plugin
+from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, VERSION, Plugin
 from sinkprune.engines_manifest import Realisation
 from sinkprune.errors import EnginesError
 
@@ -25,18 +25,28 @@ _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
     """The nodes of domain `sinkprune` by name; raises `EnginesError` if one has none of its own."""
-    nodes = [node for node in model.graph.node if node.domain == NAMESPACE]
+    nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     found = {node.name: node for node in nodes}
     if len(found) < len(nodes) or "" in found:
         raise EnginesError(
-            f"graph '{model.graph.name}' has {len(nodes)} nodes of domain {NAMESPACE} and {len(found)} names for "
+            f"graph '{model.graph.name}' has {len(nodes)} nodes of domain {DOMAIN} and {len(found)} names for "
             "them; each needs its own. Export the bundle again with this sinkprune."
         )
     return found
 
 
-def for_plugins(model: onnx.ModelProto, version: tuple[int, ...]) -> onnx.ModelProto:
-    """`model` as a plugin build of TensorRT `version` needs it; the original is left alone.
+def has_shape_inputs(model: onnx.ModelProto) -> bool:
+    """Whether a node of domain `sinkprune` takes a size that is computed, not a constant of the graph.
+
+    Raises `EnginesError` for a node no plugin is known for.
+    """
+    constants = dict(_constants(model.graph))
+    nodes = custom_nodes(model).values()
+    return any(value not in constants for node in nodes for value in node.input[len(_plugin(node).inputs) :])
+
+
+def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str) -> onnx.ModelProto:
+    """`model` as a build of TensorRT `version` with the plugins of `namespace` needs it; the original is left alone.
 
     Each node of domain `sinkprune` names its plugin; its masks are cast, INT32 inside and BOOL outside; a shape input
     that is constant becomes an attribute, which all variants and versions take, and any other is marked as one (10.1
@@ -48,19 +58,14 @@ def for_plugins(model: onnx.ModelProto, version: tuple[int, ...]) -> onnx.ModelP
     constants = dict(_constants(fitted.graph))
     for node in custom_nodes(fitted).values():
         plugin = _plugin(node)
-        _name_plugin(node)
+        _name_plugin(node, namespace)
         _fold_shape_inputs(node, plugin, constants)
         _cast_masks(fitted.graph, node, plugin)
     if version < PLUGINS_FIRST:
-        kept = [function for function in fitted.functions if function.domain != NAMESPACE]
+        kept = [function for function in fitted.functions if function.domain != DOMAIN]
         del fitted.functions[:]
         fitted.functions.extend(kept)
     return fitted
-
-
-def has_shape_inputs(model: onnx.ModelProto) -> bool:
-    """Whether a node of `model`, made by `for_plugins`, takes a size that only a tensor holds."""
-    return any(attribute.name == _SHAPE_INPUTS for node in model.graph.node for attribute in node.attribute)
 
 
 def realisations(model: onnx.ModelProto, network: Any, library: Any) -> dict[str, Realisation]:
@@ -70,7 +75,7 @@ def realisations(model: onnx.ModelProto, network: Any, library: Any) -> dict[str
     layer has its node's name; a function's layers name the node in their metadata (before 10.6 only the operator).
     Raises `EnginesError` for a node no layer stands for.
     """
-    functions = {function.name for function in model.functions if function.domain == NAMESPACE}
+    functions = {function.name for function in model.functions if function.domain == DOMAIN}
     layers = list(_layers(network))
     told: dict[str, Realisation] = {}
     for name, node in custom_nodes(model).items():
@@ -109,14 +114,14 @@ def _plugin(node: onnx.NodeProto) -> Plugin:
         if plugin.name == node.op_type:
             return plugin
     raise EnginesError(
-        f"no plugin is known for node '{node.name}', {node.op_type} of domain {NAMESPACE}; there are "
+        f"no plugin is known for node '{node.name}', {node.op_type} of domain {DOMAIN}; there are "
         f"{', '.join(plugin.name for plugin in PLUGINS)}. Build with a newer sinkprune, or without plugins."
     )
 
 
-def _name_plugin(node: onnx.NodeProto) -> None:
+def _name_plugin(node: onnx.NodeProto, namespace: str) -> None:
     """What the parser looks a plugin up by; since 10.10 it also tries the domain (`FallbackPluginImporter`)."""
-    for name, value in (("plugin_namespace", NAMESPACE), ("plugin_version", VERSION)):
+    for name, value in (("plugin_namespace", namespace), ("plugin_version", VERSION)):
         node.attribute.append(helper.make_attribute(name, value))
 
 

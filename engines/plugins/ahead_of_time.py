@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sinkprune.engines.plugins.binaries import ptx
-from sinkprune.engines.plugins.descriptions import NAMESPACE, Plugin, bind
+from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plugin, bind
 from sinkprune.errors import EnginesError
 
 
@@ -29,9 +29,9 @@ def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: 
     Once in a process; a second time is left out. While the engine is built it raises `BackendError` where no kernel
     is shipped for `sm`, and `EnginesError` where the width of the tokens is not fixed.
     """
-    if hasattr(getattr(plugins.op, NAMESPACE, None), description.name):
+    if hasattr(getattr(plugins.op, AHEAD_OF_TIME_NAMESPACE, None), description.name):
         return
-    identity = f"{NAMESPACE}::{description.name}"
+    identity = f"{AHEAD_OF_TIME_NAMESPACE}::{description.name}"
     outputs = (*description.outputs, *description.single.scratch)
     tensors = [
         Parameter(t.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=plugins.TensorDesc) for t in description.inputs

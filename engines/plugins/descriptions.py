@@ -21,9 +21,13 @@ from sinkprune.engines.plugins.launches import (
     variant,
 )
 
+DOMAIN = "sinkprune"
+"""Of the nodes in ONNX."""
 NAMESPACE = "sinkprune"
+AHEAD_OF_TIME_NAMESPACE = "sinkprune_ahead_of_time"
 VERSION = "1"
-"""TensorRT looks a plugin up by name, version and namespace."""
+"""TensorRT looks a plugin up by name, version and namespace. Both kinds of plugin may be known at once, so each has
+a namespace of its own; the version of ahead-of-time plugins is always 1."""
 
 Sizes = Mapping[str, int]
 """G groups, N tokens a group of width D, R reserved tokens, and the plugin's attributes, by name."""

@@ -69,7 +69,8 @@ class KernelRunner:
                 self._driver = self._open()
             code = binary(kernel, dtype, self._compute_capability())
             module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            self._do("cuModuleLoadData", ctypes.byref(module), code.image)
+            # PTX is text and must end in a zero byte; a cubin does not mind one.
+            self._do("cuModuleLoadData", ctypes.byref(module), code.image + b"\0")
             self._do("cuModuleGetFunction", ctypes.byref(function), module, code.entry.encode())
             self._loaded[kernel, dtype] = function, code
         return self._loaded[kernel, dtype]

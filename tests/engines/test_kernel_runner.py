@@ -79,7 +79,7 @@ def test_a_launch_reaches_the_driver_as_it_is() -> None:
     runner = KernelRunner(lambda: driver)
     runner.run([launch("small", np.uint64(2**63 + 1), np.int32(-7), np.uint64(5))], stream=77)
     assert driver.calls == [
-        ("load", b"small"),
+        ("load", b"small\0"),
         ("get", 101, b"small_entry"),
         ("launch", 1 << 40, [4, 2, 1, 128, 1, 1, 1000], 77, [2**63 + 1, -7, 5]),
     ]
@@ -90,7 +90,7 @@ def test_kernels_are_loaded_once_and_before_they_run() -> None:
     runner = KernelRunner(lambda: driver)
     runner.prepare([launch("small"), launch("other"), launch("small")])
     loading = list(driver.calls)
-    assert [call for call in loading if call[0] == "load"] == [("load", b"small"), ("load", b"other")]
+    assert [call for call in loading if call[0] == "load"] == [("load", b"small\0"), ("load", b"other\0")]
     runner.run([launch("other"), launch("small")], stream=1)
     assert [call[0] for call in driver.calls[len(loading) :]] == ["launch", "launch"]
 
