@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 from runtime.fake_device import FakeDevice
-from runtime.fake_tensorrt import ACTIVATIONS, LIMITS, FakeContext, FakeTensorRT, build_fake_engines
+from runtime.fake_tensorrt import (
+    ACTIVATIONS,
+    LIMITS,
+    FakeContext,
+    FakeEngine,
+    FakeRuntime,
+    FakeTensorRT,
+    FakeTensorRTRTX,
+    RuntimeConfig,
+    build_fake_engines,
+)
 
 from sinkprune.bundle import Bundle, read_bundle
 from sinkprune.errors import BackendError, PromptError
@@ -35,9 +45,11 @@ STEPS = NEW_TOKENS - 1
 class Rig:
     """A pipeline on fake engines and a fake device."""
 
-    def __init__(self, bundle: Bundle, engines: Path, **device: Any) -> None:
+    def __init__(
+        self, bundle: Bundle, engines: Path, library: type[FakeTensorRT] = FakeTensorRT, **device: Any
+    ) -> None:
         self.device = FakeDevice(**device)
-        self.library = FakeTensorRT(self.device)
+        self.library = library(self.device)
         built = open_engines(engines, bundle)
         self.backend = TensorRTBackend("tensorrt", self.library, self.device, built)
         self.pipeline = Pipeline(bundle, self.backend, built)
@@ -278,6 +290,39 @@ def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graph
     _, after = ask(rig.pipeline, photo, "retain-64")
     assert rig.decode_calls() == {STEPS}
     np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+def test_rtx_swaps_no_kernels_behind_captured_graphs(has_graphs: bool, small: Bundle, engines: Path) -> None:
+    rig = Rig(small, engines, FakeTensorRTRTX, has_graphs=has_graphs)
+    strategies = [
+        context.created_with.dynamic_shapes_kernel_specialization_strategy.name for context in rig.contexts("head")
+    ]
+    assert strategies == ["LAZY", "NONE" if has_graphs else "LAZY"]
+
+
+def test_the_fakes_know_no_name_that_the_library_lacks() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    for fake, real in (
+        (FakeTensorRTRTX, trt),
+        (FakeRuntime, trt.Runtime),
+        (FakeEngine, trt.ICudaEngine),
+        (FakeContext, trt.IExecutionContext),
+        (RuntimeConfig, trt.IRuntimeConfig),
+    ):
+        ours = {"compute", "output_shapes", "strategy"}
+        used = {name for name in dir(fake) if not name.startswith("_")} - ours
+        assert used <= set(dir(real)), fake
+    for enumeration, names in (
+        ("TensorIOMode", ["INPUT"]),
+        ("TensorLocation", ["DEVICE"]),
+        ("ExecutionContextAllocationStrategy", ["USER_MANAGED"]),
+        ("DynamicShapesKernelSpecializationStrategy", ["NONE"]),
+        ("ILogger", ["ERROR"]),
+    ):
+        assert set(names) <= set(dir(getattr(trt, enumeration)))
+    assert hasattr(trt.ICudaEngine, "device_memory_size_v2") and hasattr(trt.ICudaEngine, "num_io_tensors")
+    assert trt.nptype(trt.int64) is np.int64
 
 
 def test_graphs_are_captured_second_replayed_third_and_the_oldest_goes_first() -> None:
