@@ -244,6 +244,12 @@ def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[st
     assert rig.enqueued() == 0
 
 
+def test_the_head_names_the_profile_that_comes_nearest(rig: Rig) -> None:
+    hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
+    with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
+        rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+
+
 def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
     chain = rig.pipeline.chain
     model, tensor = chain.model, rig.backend.tensor
