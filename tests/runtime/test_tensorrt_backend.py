@@ -24,6 +24,7 @@ from runtime.fake_tensorrt import (
     RuntimeConfig,
     build_fake_engines,
 )
+from runtime.logits import QUESTION, ask
 
 from sinkprune.bundle import Bundle, read_bundle
 from sinkprune.errors import BackendError, PromptError
@@ -32,11 +33,9 @@ from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 from sinkprune.runtime.chain import decode_one_token, prefill
-from sinkprune.runtime.pipeline import Answer
 from sinkprune.runtime.stopwatch import Stopwatch
 
 Array = np.ndarray[Any, Any]
-ASK = "What is in the picture?"
 NEW_TOKENS = 4
 STEPS = NEW_TOKENS - 1
 """The first token comes from the prefill."""
@@ -93,35 +92,17 @@ def rig(small: Bundle, engines: Path) -> Rig:
     return Rig(small, engines)
 
 
-def ask(pipeline: Pipeline, photo: Image.Image, budget: str, new_tokens: int = NEW_TOKENS) -> tuple[Answer, Array]:
-    """The answer, and the logits of all its tokens."""
-    logits: list[Array] = []
-    vocabulary = (1, pipeline.bundle.manifest.language_model.vocab_size)
-    numpy = pipeline.backend.numpy
-
-    def recorded(tensor: Any) -> Array:
-        array = numpy(tensor)
-        if array.shape == vocabulary:
-            logits.append(array)
-        return array
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.backend, "numpy", recorded)
-        answer = pipeline.generate(photo, ASK, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-    return answer, np.concatenate(logits)
-
-
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
 def test_answers_and_logits_are_those_of_onnxruntime(
     has_graphs: bool, small: Bundle, engines: Path, photo: Image.Image
 ) -> None:
     rig, reference = Rig(small, engines, has_graphs=has_graphs), Pipeline.load(small.path, check_sums=False)
     budgets = ["none", "retain-64", "retain-64+compact"]
-    expected = {budget: ask(reference, photo, budget) for budget in budgets}
+    expected = {budget: ask(reference, photo, budget, NEW_TOKENS) for budget in budgets}
     # Budgets take turns, as in a robot's frames: eager, captured, replayed.
     for turn in range(3):
         for budget in budgets:
-            answer, logits = ask(rig.pipeline, photo, budget)
+            answer, logits = ask(rig.pipeline, photo, budget, NEW_TOKENS)
             wanted, wanted_logits = expected[budget]
             assert answer.token_ids == wanted.token_ids
             assert answer.tokens_per_layer == wanted.tokens_per_layer
@@ -135,7 +116,7 @@ def test_answers_and_logits_are_those_of_onnxruntime(
 def test_decode_is_captured_the_second_time_and_replayed_from_then_on(rig: Rig, photo: Image.Image) -> None:
     # A call that is captured is run, then recorded.
     for calls_of_a_step in (1, 2, 0, 0):
-        ask(rig.pipeline, photo, "retain-64")
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
         assert rig.decode_calls() == {calls_of_a_step * STEPS}
         assert {len(rig.contexts(graph)[0].enqueued) for graph in rig.decoders} == {1}
         if calls_of_a_step == 0:
@@ -146,25 +127,25 @@ def test_decode_is_captured_the_second_time_and_replayed_from_then_on(rig: Rig, 
 
 def test_what_differs_in_a_shape_or_an_address_is_not_replayed(rig: Rig, photo: Image.Image) -> None:
     for _ in range(2):
-        ask(rig.pipeline, photo, "retain-64")
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     rig.clear()
     # Another budget has caches of other lengths.
-    ask(rig.pipeline, photo, "none")
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     rig.clear()
     # Somebody holds a tensor of the size of a token's hidden state: later ones lie elsewhere.
     model, dtype = rig.pipeline.chain.model, rig.pipeline.chain.dtype
     held = rig.backend.tensor(np.zeros((1, 1, model.hidden_size), dtype))
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     del held
     rig.clear()
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {0}
 
 
 def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> None:
-    ask(rig.pipeline, photo, "none")
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
 
     def addresses() -> list[Any]:
         engines = rig.library.engines.values()
@@ -172,19 +153,19 @@ def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> No
 
     rig.clear()
     rig.device.has_graphs = False
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     first = addresses()
     rig.clear()
-    ask(rig.pipeline, photo, "none")
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
     rig.clear()
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert addresses() == first
     assert rig.device.calls.count("allocate") == 0
 
 
 def test_nothing_waits_between_embeddings_and_logits(rig: Rig) -> None:
     chain, manifest = rig.pipeline.chain, rig.pipeline.bundle.manifest
-    plan = manifest.plan("sinkpruner", "retain-64")
+    plan = manifest.plan("sinkpruner", "retain-64", NEW_TOKENS)
     assert plan is not None and len(plan.select_after) == 3
     kept = plan.counts.kept
     rows = np.random.default_rng(0).standard_normal((10 + kept + 20, chain.model.hidden_size)).astype(chain.dtype)
@@ -264,7 +245,7 @@ def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
     ("prompt", "new_tokens", "flag", "most"),
     [
         ("word " * 80, 4, "--max-prompt", LIMITS.prompt_tokens),
-        (ASK, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
+        (QUESTION, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
     ],
 )
 def test_a_request_beyond_the_limits_names_limit_and_flag(
@@ -276,7 +257,7 @@ def test_a_request_beyond_the_limits_names_limit_and_flag(
 
 
 def test_activations_of_all_engines_lie_in_one_block(rig: Rig, photo: Image.Image) -> None:
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     contexts = [context for engine in rig.library.engines.values() for context in engine.contexts]
     used = {context.activations for context in contexts if context.enqueued}
     assert {size for _, size in used} == {max(ACTIVATIONS.values())}
@@ -287,13 +268,13 @@ def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graph
     rig: Rig, photo: Image.Image
 ) -> None:
     for _ in range(2):
-        ask(rig.pipeline, photo, "retain-64")
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     rig.clear()
-    _, before = ask(rig.pipeline, photo, "retain-64")
+    _, before = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {0}
     rig.clear()
     rig.backend._session.activations.reserve(2 * max(ACTIVATIONS.values()))
-    _, after = ask(rig.pipeline, photo, "retain-64")
+    _, after = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     np.testing.assert_array_equal(before, after)
 
