@@ -1,7 +1,8 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
-That is every method at every budget, in both dialects; of `trt10` also what SinkPruner needs in fp32. The builder is the one of `sinkprune-build`, with its profiles; it
-compares each network with the contract, and refuses inputs that no layer reads.
+That is every method at every budget, in both dialects; of `trt10` also what SinkPruner needs in fp32. The builder is
+the one of `sinkprune-build`, with its profiles; it compares each network with the contract, and refuses inputs that
+no layer reads.
 
 TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
 be refused there; that one compiles says nothing about its numbers or its speed.
@@ -94,9 +95,10 @@ def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]
     bundle = graphs(dialect, "fp16").bundle
     listed = [*with_weights(bundle), *(graph for method in all_methods() for graph in of_method(bundle, method))]
     assert sorted(listed) == sorted(bundle.manifest.graphs)
-    assert {method: tuple(plans) for method, plans in bundle.manifest.plans.items()} == dict.fromkeys(
-        all_methods(), BUDGETS
-    )
+    cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
+    # What prunes in the decoder alone cannot reach the smallest budgets.
+    assert cut_short == {"fastv", "pyramiddrop", "sinkpruner-no-sanitizer", "sparsevlm"}
+    assert all("retain-192" in plans for plans in bundle.manifest.plans.values())
 
 
 @pytest.mark.parametrize(("dialect", "precision"), KINDS)
