@@ -187,6 +187,12 @@ def test_outputs_follow_the_type_of_the_tokens(tokens: Any) -> None:
     assert make(DIVERSITY_SELECT, batch=16).get_output_data_types([tokens, TYPES.INT32, TYPES.INT64]) == [TYPES.INT64]
 
 
+def test_the_real_shape_expressions_are_made_by_a_builder_alone() -> None:
+    assert len(trt.DimsExprs(3)) == 3
+    with pytest.raises(TypeError, match="No constructor"):
+        trt.IDimensionExpr()
+
+
 def test_shapes() -> None:
     library, builder = LibraryWithFakeDimensions(), FakeExprBuilder()
     plugin = make(TOP_RHO, library=library, per_mille=10)
