@@ -25,19 +25,19 @@ from sinkprune.bundle import (
     Checkpoint,
     GraphSpec,
     Manifest,
-    Plan,
+    PlanSpec,
     Tokens,
     decoder_segments,
     file_specs,
     write_manifest,
 )
-from sinkprune.errors import BudgetError, BundleError, CheckpointError
+from sinkprune.errors import BudgetError, BundleError, CheckpointError, UsageError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, load_method
+from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_method
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
@@ -72,6 +72,10 @@ class Request:
     precision: str = "fp32"
     dialect: str = onnx24.NAME
     random_weights: bool = False
+    min_pixels: int | None = None
+    """Images are enlarged to at least as many; None is what the checkpoint says."""
+    max_pixels: int | None = None
+    """Images are scaled down to at most as many; None is what the checkpoint says."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ def export_bundle(
     try:
         budgets = _budgets(source.family.name, request.budgets)
         methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source.family, precision, methods, budgets, left_out)
+        planned = _plan_graphs(source, precision, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         with _staging(output, source.family.parameters * precision.numpy.itemsize) as root:
@@ -125,6 +129,8 @@ def export_bundle(
                 checkpoint=source.checkpoint,
                 language_model=source.family.language_model,
                 vision=source.family.vision,
+                most_visual_tokens=_most(source.family.tokens_of(source.processor)),
+                projector=source.family.projector,
                 processor=source.processor,
                 tokens=Tokens(source.family.image_token, source.text.stop, source.text.bos, source.text.eos),
                 cut_after=cut_after,
@@ -167,9 +173,9 @@ class _Writer:
         planned: Mapping[str, Mapping[str, PlanGraphs]],
         budgets: Mapping[str, Budget],
         graphs: dict[str, GraphSpec],
-    ) -> dict[str, dict[str, Plan]]:
+    ) -> dict[str, dict[str, PlanSpec]]:
         """The weightless graphs of every method and budget; their interfaces are added to `graphs`."""
-        plans: dict[str, dict[str, Plan]] = {}
+        plans: dict[str, dict[str, PlanSpec]] = {}
         for method, by_budget in planned.items():
             plans[method] = {}
             for name, built in by_budget.items():
@@ -178,7 +184,7 @@ class _Writer:
                     graphs[f"{folder}/{graph.name}"] = graph.save(self._root, f"graphs/{folder}/{graph.name}.onnx")
                 sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
                 selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-                plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
+                plans[method][name] = PlanSpec(sanitizer, selects, budgets[name].positions, built.counts)
         return plans
 
     def text_files(self) -> None:
@@ -214,9 +220,9 @@ def _open_source(request: Request, dialect: Any) -> _Source:
     if request.random_weights:
         config = _random_config(request.source)
         family = read_family(request.source, config, dialect)
-        text = small_text(family.language_model.vocab_size, family.image_token, family.chat_template)
+        text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        return _Source(family, RandomWeights(), text, family.processor({}), checkpoint)
+        return _Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
     if request.source in PRESETS:
         raise CheckpointError(
             f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
@@ -228,10 +234,22 @@ def _open_source(request: Request, dialect: Any) -> _Source:
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
-    processor = family.processor(settings)
+    processor = _processor(family, settings, request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
     return _Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+
+
+def _processor(family: Family, settings: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """The image processor's settings, with the pixel counts that were asked for."""
+    asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
+    asked = {name: count for name, count in asked.items() if count is not None}
+    processor = family.processor({**settings, **asked})
+    if not asked.keys() <= processor.keys():
+        raise UsageError(
+            f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
+        )
+    return processor
 
 
 def _random_config(source: str) -> dict[str, Any]:
@@ -255,14 +273,15 @@ def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
 
 
 def _plan_graphs(
-    family: Family,
+    source: _Source,
     precision: Precision,
     methods: Mapping[str, Method],
     budgets: Mapping[str, Budget],
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
-    facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, precision)
+    family = source.family
+    facts = PlanFacts(family.language_model, family.tokens_of(source.processor), family.visual_width, precision)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):
@@ -279,6 +298,10 @@ def _plan_graphs(
     for missed in unreachable:
         left_out(missed)
     return planned
+
+
+def _most(tokens: int | UpTo) -> int:
+    return tokens.most if isinstance(tokens, UpTo) else tokens
 
 
 def _check_output(output: Path, force: bool) -> None:

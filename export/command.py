@@ -51,6 +51,8 @@ def _export(arguments: Sequence[str] | None) -> None:
         precision=options.precision,
         dialect=options.dialect,
         random_weights=options.random_weights,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
     )
     unreachable: list[Unreachable] = []
     with ExportProgress() as progress:
@@ -124,6 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
     )
+    add("--min-pixels", type=int, help="enlarge smaller images to as many (default: the checkpoint's)")
+    add("--max-pixels", type=int, help="scale larger images down to as many (default: the checkpoint's)")
     add("--force", action="store_true", help="replace an existing bundle")
     add("--json", action="store_true", help="print the summary as JSON")
     return parser

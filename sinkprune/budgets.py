@@ -87,12 +87,22 @@ def _llava_row(reserve: int, diverse: int, *stages: int) -> Budget:
     return Budget(Share(reserve, 576), Share(diverse, 576), tuple(Share(stage, 576) for stage in stages))
 
 
+def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
+    """A row of shares of N, for families whose images differ in theirs."""
+    return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
+
+
 BUDGETS: dict[str, dict[str, Budget]] = {
     "llava": {
         "retain-192": _llava_row(192, 192, 345, 195, 138),
         "retain-128": _llava_row(128, 128, 230, 130, 92),
         "retain-64": _llava_row(64, 64, 110, 74, 42),
         "retain-32": _llava_row(32, 32, 54, 36, 22),
+    },
+    "qwen2.5-vl": {
+        "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
+        "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
+        "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
     },
 }
 """The budgets of each family by name (method.md section 3)."""

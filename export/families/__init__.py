@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from sinkprune.bundle import LanguageModel
 from sinkprune.errors import CheckpointError
 from sinkprune.export.graph import WeightedGraph, Weights
+from sinkprune.export.methods import UpTo
+from sinkprune.export.text import SpecialTokens
 
 
 class Family(Protocol):
@@ -20,13 +22,19 @@ class Family(Protocol):
     language_model: LanguageModel
     vision: dict[str, Any]
     """Facts for the runtime's module of the same name."""
-    visual_tokens: int
     visual_width: int
+    projector: str | None
+    """The weight graph behind the tower; None where the tower ends in the decoder's width."""
     image_token: int
     chat_template: str
     """The template of checkpoints that bring none."""
     embedding: str
     """The name of the embedding table."""
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """What stands in the tokenizer of random weights, at the ids the configuration gives."""
+        ...
 
     @property
     def parameters(self) -> int:
@@ -45,12 +53,17 @@ class Family(Protocol):
         """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`."""
         ...
 
+    def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
+        """N: the visual tokens of an image that went through a processor of these settings."""
+        ...
+
 
 def read_family(source: str, config: Mapping[str, Any], dialect: Any) -> Family:
     """The family of a parsed config.json; raises `CheckpointError` with the supported architectures."""
     from sinkprune.export.families.llava import Llava
+    from sinkprune.export.families.qwen2_5_vl import Qwen25VL
 
-    families = {Llava.model_type: Llava}
+    families: dict[str, type[Llava | Qwen25VL]] = {kind.model_type: kind for kind in (Llava, Qwen25VL)}
     model_type = config.get("model_type")
     if model_type not in families:
         found = ", ".join(config.get("architectures") or [str(model_type)])

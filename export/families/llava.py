@@ -7,11 +7,12 @@ from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-from sinkprune.bundle import LanguageModel
 from sinkprune.errors import CheckpointError
 from sinkprune.export.clip import ACTIVATIONS, Clip, activation, build_vision
+from sinkprune.export.families.configuration import check_settings, check_shapes, parse_config, read_language_model
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
+from sinkprune.export.text import SpecialTokens
 
 
 class Llava:
@@ -21,6 +22,7 @@ class Llava:
     model_type = "llava"
     architecture = "LlavaForConditionalGeneration"
     embedding = "language_model.embed_tokens.weight"
+    projector: str | None = "projector"
     chat_template = (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
@@ -34,12 +36,7 @@ class Llava:
         from transformers import LlavaConfig
 
         self._source, self._dialect = source, dialect
-        try:
-            self._config: Any = LlavaConfig.from_dict(dict(config))
-        except Exception as error:
-            # transformers checks configurations by many kinds of errors.
-            reason = " ".join(str(error).split()).removesuffix(".")
-            raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
+        self._config: Any = parse_config(source, LlavaConfig, config)
         self._check()
         self._llama = _read_llama(self._config.text_config)
         self._clip = _read_clip(self._config)
@@ -47,6 +44,16 @@ class Llava:
         self.visual_tokens, self.visual_width = self._clip.tokens, self._clip.hidden_size
         self.vision = {**asdict(self._clip), "tokens": self._clip.tokens}
         self.image_token: int = self._config.image_token_id
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Llama's first three ids, and the image token."""
+        texts = {0: "<unk>", 1: "<s>", 2: "</s>", self.image_token: "<image>"}
+        return SpecialTokens(texts, bos="<s>", eos="</s>", unknown="<unk>")
+
+    def tokens_of(self, processor: Mapping[str, Any]) -> int:
+        """N, the same for every image."""
+        return self.visual_tokens
 
     @property
     def default_processor(self) -> dict[str, Any]:
@@ -141,14 +148,8 @@ class Llava:
             ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),
             ("quantization_config", getattr(config, "quantization_config", None), (None,)),
         ]
-        for name, found, supported in settings:
-            if found not in supported:
-                expected = " or ".join(map(str, supported))
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
-                    f"Other variants of {self.architecture} are not supported yet."
-                )
-        self._check_shapes(text)
+        check_settings(self._source, self.architecture, settings)
+        check_shapes(self._source, text, config.image_token_id)
         if not isinstance(config.vision_feature_layer, int):
             raise CheckpointError(
                 f"checkpoint '{self._source}': vision_feature_layer is {config.vision_feature_layer}, expected one "
@@ -161,37 +162,12 @@ class Llava:
                 f"tower's {available} blocks."
             )
 
-    def _check_shapes(self, text: Any) -> None:
-        """Refuse shapes that no weights can have."""
-        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-        expectations = [
-            ("num_attention_heads is a multiple of num_key_value_heads", heads % kv_heads == 0),
-            ("hidden_size is a multiple of num_attention_heads", text.hidden_size % heads == 0),
-            ("head_dim is even", _head_dim(text) % 2 == 0),
-            ("the image token is in the vocabulary", self._config.image_token_id < text.vocab_size),
-        ]
-        for expectation, holds in expectations:
-            if not holds:
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': expected that {expectation}; found hidden_size "
-                    f"{text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, "
-                    f"vocabulary {text.vocab_size}, image token {self._config.image_token_id}. Mend config.json."
-                )
-
 
 def _read_llama(text: Any) -> Llama:
-    facts = LanguageModel(
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=_head_dim(text),
-        vocab_size=text.vocab_size,
-        max_positions=text.max_position_embeddings,
-        rope_theta=float(text.rope_parameters["rope_theta"]),
+    bias = text.attention_bias
+    return Llama(
+        read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=text.mlp_bias
     )
-    return Llama(facts, text.rms_norm_eps, text.attention_bias, text.mlp_bias)
 
 
 def _read_clip(config: Any) -> Clip:
@@ -206,10 +182,6 @@ def _read_clip(config: Any) -> Clip:
         layer_norm_eps=vision.layer_norm_eps,
         activation=vision.hidden_act,
     )
-
-
-def _head_dim(text: Any) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _feature_blocks(config: Any) -> int:

@@ -68,7 +68,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     else:
         write_line("\n" + _timings(answer))
     if options.overlay:
-        plan = bundle.manifest.plan(options.method, options.budget)
+        groups, tokens = answer.kept.norms.shape
+        plan = bundle.manifest.plan_for(options.method, options.budget, tokens, groups)
         picture = draw_overlay(image, pipeline.family.token_boxes(image.size), options.method, plan, answer.kept)
         write_whole(options.overlay, picture_bytes(picture, options.overlay))
 
