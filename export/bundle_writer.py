@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
@@ -17,23 +14,23 @@ from safetensors.numpy import save_file
 
 from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, parse_budget
 from sinkprune.bundle import (
+    BUNDLE,
     CHAT_TEMPLATE,
     EMBEDDING,
     FORMAT_VERSION,
-    MANIFEST,
     TOKENIZER,
     Checkpoint,
+    DialectName,
     GraphSpec,
     Manifest,
     PlanSpec,
     Tokens,
     decoder_segments,
-    file_specs,
     write_manifest,
 )
-from sinkprune.errors import BudgetError, BundleError, CheckpointError, UsageError
+from sinkprune.errors import BudgetError, CheckpointError, UsageError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
-from sinkprune.export.dialects import onnx24
+from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
@@ -41,8 +38,8 @@ from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_m
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
-
-DIALECTS = {onnx24.NAME: onnx24}
+from sinkprune.folders import check_replaceable, install, staging
+from sinkprune.manifest_file import file_specs
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
@@ -70,7 +67,7 @@ class Request:
     """Budget names; None is every budget of the family."""
     methods: tuple[str, ...] = ("sinkpruner",)
     precision: str = "fp32"
-    dialect: str = onnx24.NAME
+    dialect: DialectName = "onnx24"
     random_weights: bool = False
     min_pixels: int | None = None
     """Images are enlarged to at least as many; None is what the checkpoint says."""
@@ -104,16 +101,17 @@ def export_bundle(
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
-    _check_output(output, force)
-    source = _open_source(request, dialect)
+    check_replaceable(output, BUNDLE, force=force)
+    source = _open_source(request)
     try:
         budgets = _budgets(source.family.name, request.budgets)
         methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source, precision, methods, budgets, left_out)
+        planned = _plan_graphs(source, precision, dialect, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        with _staging(output, source.family.parameters * precision.numpy.itemsize) as root:
-            writer = _Writer(root, source, precision, progress)
+        needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
+        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
+            writer = _Writer(root, source, precision, dialect, progress)
             segments = decoder_segments(cut_after, source.family.language_model.num_layers)
             graphs = writer.weight_graphs(segments)
             plans = writer.plans(planned, budgets, graphs)
@@ -125,7 +123,7 @@ def export_bundle(
                 sinkprune_version=version("sinkprune"),
                 family=source.family.name,
                 precision=precision.name,
-                dialect=request.dialect,  # type: ignore[arg-type]
+                dialect=request.dialect,
                 checkpoint=source.checkpoint,
                 language_model=source.family.language_model,
                 vision=source.family.vision,
@@ -141,8 +139,8 @@ def export_bundle(
             )
             write_manifest(root, manifest)
             # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-            _check_output(output, force)
-            _install(root, output)
+            check_replaceable(output, BUNDLE, force=force)
+            install(root, output)
         return manifest
     finally:
         source.weights.close()
@@ -151,8 +149,11 @@ def export_bundle(
 class _Writer:
     """Writes the parts of a bundle below `root`."""
 
-    def __init__(self, root: Path, source: _Source, precision: Precision, progress: Progress) -> None:
-        self._root, self._source, self._precision, self._progress = root, source, precision, progress
+    def __init__(
+        self, root: Path, source: _Source, precision: Precision, dialect: Dialect, progress: Progress
+    ) -> None:
+        self._root, self._source, self._progress = root, source, progress
+        self._precision, self._dialect = precision, dialect
 
     def weight_graphs(self, segments: Sequence[range]) -> dict[str, GraphSpec]:
         """Every graph that holds weights, one after the other."""
@@ -163,7 +164,7 @@ class _Writer:
             weights = _Reported(self._source.weights, name, self._progress)
             location = f"weights/{name}.bin"
             with (self._root / "graphs" / location).open("wb") as data:
-                graph = WeightedGraph(name, self._precision, weights, data, location)
+                graph = WeightedGraph(name, self._precision, self._dialect, weights, data, location)
                 family.build(name, graph, segments, weights)
             specs[name] = graph.save(self._root, f"graphs/{name}.onnx")
         return specs
@@ -216,10 +217,10 @@ class _Reported:
         return array
 
 
-def _open_source(request: Request, dialect: Any) -> _Source:
+def _open_source(request: Request) -> _Source:
     if request.random_weights:
         config = _random_config(request.source)
-        family = read_family(request.source, config, dialect)
+        family = read_family(request.source, config)
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
         return _Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
@@ -230,7 +231,7 @@ def _open_source(request: Request, dialect: Any) -> _Source:
         )
     folder = locate(request.source)
     config = read_json(folder / "config.json")
-    family = read_family(request.source, config, dialect)
+    family = read_family(request.source, config)
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
@@ -275,13 +276,14 @@ def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
 def _plan_graphs(
     source: _Source,
     precision: Precision,
+    dialect: Dialect,
     methods: Mapping[str, Method],
     budgets: Mapping[str, Budget],
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
-    family = source.family
-    facts = PlanFacts(family.language_model, family.tokens_of(source.processor), family.visual_width, precision)
+    family, tokens = source.family, source.family.tokens_of(source.processor)
+    facts = PlanFacts(family.language_model, tokens, family.visual_width, precision, dialect)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):
@@ -302,50 +304,3 @@ def _plan_graphs(
 
 def _most(tokens: int | UpTo) -> int:
     return tokens.most if isinstance(tokens, UpTo) else tokens
-
-
-def _check_output(output: Path, force: bool) -> None:
-    if not output.exists():
-        return
-    if not (output / MANIFEST).is_file():
-        raise BundleError(f"'{output}' exists and is not a bundle. Choose another place; it is left as it is.")
-    if not force:
-        raise BundleError(f"'{output}' is a bundle already. Add --force to replace it, or choose another place.")
-
-
-@contextmanager
-def _staging(output: Path, weights_bytes: int) -> Iterator[Path]:
-    """A temporary folder on the file system of `output`, with room for the bundle; removed whatever happens."""
-    parent = next(folder for folder in output.absolute().parents if folder.exists())
-    try:
-        root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
-    except OSError as error:
-        raise BundleError(
-            f"'{output}' cannot be written: {error.strerror} in '{parent}'. Choose a place you may write to."
-        ) from error
-    try:
-        needed, free = weights_bytes + _SMALL_FILES_BYTES, shutil.disk_usage(root).free
-        if free < needed:
-            raise BundleError(
-                f"no room for the bundle: it needs {needed / 1e9:.1f} GB, '{parent}' has {free / 1e9:.1f} GB free. "
-                "Free space, choose another place, or export with --precision fp16."
-            )
-        yield root
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-
-
-def _install(root: Path, output: Path) -> None:
-    """Rename the finished bundle into place; a bundle that stands there is removed only after."""
-    root.chmod(0o755)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    old = root.with_suffix(".old")
-    if output.exists():
-        output.rename(old)
-    try:
-        root.rename(output)
-    except BaseException:
-        if old.exists():
-            old.rename(output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -7,7 +7,6 @@ keys, never the full matrix.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import onnx_ir as ir
 
@@ -43,14 +42,14 @@ class Clip:
         return self.num_blocks * block + d * (3 * self.patch_size**2 + self.tokens + 2 + 2)
 
 
-def build_vision(graph: WeightedGraph, dialect: ModuleType, clip: Clip) -> None:
+def build_vision(graph: WeightedGraph, clip: Clip) -> None:
     """`vision` of the graph contract for CLIP: pixel values to patch tokens, their norms and their salience."""
     op, n, d = graph.op, clip.tokens, clip.hidden_size
     pixels = graph.input("pixel_values", ["G", 3, clip.image_size, clip.image_size])
     x = _embed(graph, clip, pixels)
     query = key = None
     for block in range(clip.num_blocks):
-        x, query, key = _block(graph, dialect, clip, f"vision_tower.encoder.layers.{block}", x)
+        x, query, key = _block(graph, clip, f"vision_tower.encoder.layers.{block}", x)
     tokens = op.Slice(x, [1], [n + 1], [1])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("tokens", tokens, ["G", n, d])
@@ -71,9 +70,7 @@ def _embed(graph: WeightedGraph, clip: Clip, pixels: ir.Value) -> ir.Value:
     return _layer_norm(graph, clip, x, "vision_tower.pre_layrnorm")
 
 
-def _block(
-    graph: WeightedGraph, dialect: ModuleType, clip: Clip, name: str, x: ir.Value
-) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _block(graph: WeightedGraph, clip: Clip, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One encoder block; returns its output, and the queries and keys [G,H,1+N,h] of its attention."""
     op, d, m, count = graph.op, clip.hidden_size, clip.intermediate_size, clip.num_heads
 
@@ -83,7 +80,7 @@ def _block(
 
     y = _layer_norm(graph, clip, x, f"{name}.layer_norm1")
     query, key, value = heads(y, "q_proj"), heads(y, "k_proj"), heads(y, "v_proj")
-    mixed = dialect.attention(op, query, key, value)
+    mixed = graph.dialect.attention(op, query, key, value)
     mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d])
     x = op.Add(x, graph.linear(mixed, f"{name}.self_attn.out_proj", d, d, bias=True))
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from sinkprune.budgets import BUDGETS, OPTIONS
 from sinkprune.command import run_command
@@ -19,6 +20,7 @@ _EXAMPLES = """\
 examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
   sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
+  sinkprune-export ./my-checkpoint -o orin --precision fp16 --dialect trt10      # for JetPack 6
   sinkprune-export llava-1.1b --random-weights -o sizing      # true shapes, no download
 
 Every bundle also runs unpruned.
@@ -71,6 +73,7 @@ def _export(arguments: Sequence[str] | None) -> None:
             "unreachable": [dataclasses.asdict(plan) for plan in unreachable],
             "cut_after": list(manifest.cut_after),
             "precision": manifest.precision,
+            "dialect": manifest.dialect,
         }
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
@@ -101,6 +104,7 @@ def _known_names() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
+    from sinkprune.bundle import DialectName
     from sinkprune.precision import DTYPES
 
     parser = argparse.ArgumentParser(
@@ -120,7 +124,12 @@ def _parser() -> argparse.ArgumentParser:
         help="comma-separated, as in sinkpruner,fastv,visionzip+filter; a wrong name lists all (default: sinkpruner)",
     )
     add("--precision", choices=list(DTYPES), default="fp32", help="weights and states (default: fp32)")
-    add("--dialect", choices=["onnx24"], default="onnx24", help="operators of the graphs (default: onnx24)")
+    add(
+        "--dialect",
+        choices=get_args(DialectName),
+        default="onnx24",
+        help="operators of the graphs: trt10 for TensorRT 10.3, as on JetPack 6 (default: onnx24)",
+    )
     add(
         "--random-weights",
         action="store_true",

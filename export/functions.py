@@ -12,8 +12,6 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import build_function
 
-from sinkprune.export.graph import OPSET
-
 DOMAIN = "sinkprune"
 
 _FLOAT = ir.DataType.FLOAT
@@ -24,7 +22,7 @@ _LOWEST = float("-inf")
 _SAME = 1.0 - 2.0**-18
 
 
-def top_rho() -> ir.Function:
+def top_rho(opset: int) -> ir.Function:
     """`TopRho`: the mean of each group's tokens of largest norm, and which those are (method.md section 1, 1-2).
 
     Inputs: norms [G,N] fp32, tokens [G,N,D] float. Attribute `per_mille`: rho; the count is its share of N rounded
@@ -40,10 +38,10 @@ def top_rho() -> ir.Function:
         nowhere, ones = op.Expand(0, op.Shape(norms)), op.Expand(1, op.Shape(top))
         return [sink, op.Cast(op.ScatterElements(nowhere, top, ones, axis=1), to=_BOOL)]
 
-    return _function("TopRho", body, ["norms", "tokens"], ["per_mille"])
+    return _function("TopRho", body, ["norms", "tokens"], ["per_mille"], opset)
 
 
-def diversity_select(rounds: int) -> ir.Function:
+def diversity_select(rounds: int, opset: int) -> ir.Function:
     """`DiversitySelect`: the candidates least similar to what is kept, `batch` a round (method.md section 1, 4).
 
     Each round takes the candidates whose largest cosine similarity to the kept set is smallest; members of one
@@ -87,7 +85,7 @@ def diversity_select(rounds: int) -> ir.Function:
         ascending, _ = op.TopK(order, count, axis=-1, largest=0, sorted=1, _outputs=2)
         return op.Cast(ascending, to=_INT64)
 
-    return _function("DiversitySelect", body, ["tokens", "candidate", "reserved", "count"], ["batch"])
+    return _function("DiversitySelect", body, ["tokens", "candidate", "reserved", "count"], ["batch"], opset)
 
 
 def unit_rows(op: Any, x: ir.Value) -> ir.Value:
@@ -109,7 +107,7 @@ def _attribute(op: Any, name: str) -> ir.Value:
     return op.Unsqueeze(op.Constant(value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT)), [0])
 
 
-def _function(name: str, body: Any, inputs: list[str], attributes: list[str]) -> ir.Function:
+def _function(name: str, body: Any, inputs: list[str], attributes: list[str], opset: int) -> ir.Function:
     declared = [ir.Attr(attribute, ir.AttributeType.INT, None) for attribute in attributes]
     values = [ir.Value(name=value) for value in inputs]
-    return build_function(body, values, domain=DOMAIN, name=name, attributes=declared, opset_imports={"": OPSET})
+    return build_function(body, values, domain=DOMAIN, name=name, attributes=declared, opset_imports={"": opset})

@@ -18,10 +18,8 @@ from onnxscript import GraphBuilder
 
 from sinkprune.bundle import GraphSpec, TensorSpec
 from sinkprune.errors import CheckpointError
+from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
-
-OPSET = 23
-IR_VERSION = 11
 
 # Offsets a runtime can map; 4096 is the page size ONNX asks for, where a page per tensor is no waste.
 _PAGE = 4096
@@ -43,10 +41,11 @@ class Weights(Protocol):
 class Graph:
     """A graph without weights; `WeightedGraph` adds them."""
 
-    def __init__(self, name: str, precision: Precision) -> None:
+    def __init__(self, name: str, precision: Precision, dialect: Dialect) -> None:
         self.name = name
         self.precision = precision
-        graph = ir.Graph([], [], nodes=[], opset_imports={"": OPSET}, name=name)
+        self.dialect = dialect
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": dialect.OPSET}, name=name)
         self.builder = GraphBuilder(graph)
         self.op = self.builder.op
         self._graph = graph
@@ -74,7 +73,9 @@ class Graph:
         for node in [*self._graph, *(node for function in functions for node in function)]:
             # Scopes of the builder's module system, which these graphs do not use.
             node.metadata_props.clear()
-        model = ir.Model(self._graph, ir_version=IR_VERSION, producer_name="sinkprune", functions=functions)
+        model = ir.Model(
+            self._graph, ir_version=self.dialect.IR_VERSION, producer_name="sinkprune", functions=functions
+        )
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         onnx.save(ir.to_proto(model), root / file)
         inputs = tuple(_spec(value) for value in self._graph.inputs)
@@ -87,8 +88,10 @@ class WeightedGraph(Graph):
     `location` is the file's path relative to the graph's, as the graph names it.
     """
 
-    def __init__(self, name: str, precision: Precision, weights: Weights, data: BinaryIO, location: str) -> None:
-        super().__init__(name, precision)
+    def __init__(
+        self, name: str, precision: Precision, dialect: Dialect, weights: Weights, data: BinaryIO, location: str
+    ) -> None:
+        super().__init__(name, precision, dialect)
         self._weights = weights
         self._data = data
         self._location = location

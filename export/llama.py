@@ -6,7 +6,6 @@ Names of weights are the checkpoint's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import onnx_ir as ir
 
@@ -26,7 +25,7 @@ class Llama:
     mlp_bias: bool
 
 
-def build_segment(graph: WeightedGraph, dialect: ModuleType, llama: Llama, layers: range) -> None:
+def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
     """`decoder_s` of the graph contract: `layers` of the decoder, with their caches."""
     facts = llama.facts
     is_last = layers.stop == facts.num_layers
@@ -45,7 +44,7 @@ def build_segment(graph: WeightedGraph, dialect: ModuleType, llama: Llama, layer
     caches = []
     query = None
     for layer in layers:
-        hidden, query, key, value = _layer(graph, dialect, llama, layer, hidden, cos, sin, *past[layer], mask)
+        hidden, query, key, value = _layer(graph, llama, layer, hidden, cos, sin, *past[layer], mask)
         caches.append((layer, key, value))
     graph.output("hidden_out", hidden, [1, "S", facts.hidden_size])
     for layer, key, value in caches:
@@ -55,13 +54,13 @@ def build_segment(graph: WeightedGraph, dialect: ModuleType, llama: Llama, layer
         graph.output("query", query, [1, facts.num_heads, "S", facts.head_dim])
 
 
-def build_head(graph: WeightedGraph, dialect: ModuleType, llama: Llama, lm_head: str) -> None:
+def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
     """`head` of the graph contract: final norm and vocabulary projection `lm_head` of the last row."""
     op, facts = graph.op, llama.facts
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
     last = op.Squeeze(op.Slice(hidden, [-1], [2**31 - 1], [1]), [0])
     weight = graph.parameter("language_model.norm.weight", [facts.hidden_size])
-    normed = dialect.rms_norm(op, last, weight, llama.rms_norm_eps)
+    normed = graph.dialect.rms_norm(op, last, weight, llama.rms_norm_eps)
     logits = graph.linear(normed, lm_head, facts.hidden_size, facts.vocab_size, bias=False)
     graph.output("logits", logits, [1, facts.vocab_size])
 
@@ -78,7 +77,6 @@ def _causal_mask(graph: WeightedGraph, hidden: ir.Value, past_key: ir.Value) -> 
 
 def _layer(
     graph: WeightedGraph,
-    dialect: ModuleType,
     llama: Llama,
     layer: int,
     hidden: ir.Value,
@@ -89,7 +87,7 @@ def _layer(
     mask: ir.Value,
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """One decoder layer; returns hidden, the rotated query, and the grown key and value caches."""
-    op, facts, name = graph.op, llama.facts, f"language_model.layers.{layer}"
+    op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
     d, m = facts.hidden_size, facts.intermediate_size
 
     def norm(x: ir.Value, which: str) -> ir.Value:

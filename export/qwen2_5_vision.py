@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -83,7 +83,7 @@ class _Attending(NamedTuple):
     """[B,T,x] back to [patches,x]."""
 
 
-def build_vision(graph: WeightedGraph, dialect: Any, vision: QwenVision, salience_block: int) -> None:
+def build_vision(graph: WeightedGraph, vision: QwenVision, salience_block: int) -> None:
     """`vision` of the graph contract: pixel patches to merged tokens, their norms and their salience.
 
     Salience is the attention a token's patches receive in `salience_block` (0-based), mean over heads, over all
@@ -104,12 +104,12 @@ def build_vision(graph: WeightedGraph, dialect: Any, vision: QwenVision, salienc
     salience = None
     for block in range(vision.num_blocks):
         attending = full if block in vision.full_attention_blocks else windowed
-        x, query, key = _block(graph, dialect, vision, f"visual.blocks.{block}", x, attending)
+        x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
         if block == salience_block:
             salience = _received(graph, vision, query, key, attending)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
     unit = vision.merge_size**2
-    graph.output("tokens", op.Unsqueeze(_merged(graph, dialect, vision, x), [0]), [1, "N", vision.out_size])
+    graph.output("tokens", op.Unsqueeze(_merged(graph, vision, x), [0]), [1, "N", vision.out_size])
     graph.output("norms", op.ReduceMax(op.Reshape(norms, [1, -1, unit]), [-1], keepdims=0), [1, "N"], _FLOAT)
     graph.output("salience", op.ReduceMean(op.Reshape(salience, [1, -1, unit]), [-1], keepdims=0), [1, "N"], _FLOAT)
 
@@ -133,21 +133,21 @@ def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value
 
 
 def _block(
-    graph: WeightedGraph, dialect: Any, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
+    graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One block on `x` [patches,D]; returns its output, and its rotated queries and keys [B,H,T,h]."""
     op, d, m = graph.op, vision.hidden_size, vision.intermediate_size
 
     def norm(which: str) -> ir.Value:
-        return dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), _EPSILON)
+        return graph.dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), _EPSILON)
 
     def heads(y: ir.Value) -> ir.Value:
         return op.Transpose(op.Reshape(y, [0, 0, vision.num_heads, vision.head_dim]), perm=[0, 2, 1, 3])
 
     qkv = attending.gather(graph.linear(norm("norm1"), f"{name}.attn.qkv", d, 3 * d, bias=True))
     query, key, value = map(heads, op.Split(qkv, axis=-1, num_outputs=3, _outputs=3))
-    query, key = (dialect.rotary(op, y, attending.cos, attending.sin) for y in (query, key))
-    mixed = dialect.attention(op, query, key, value, attending.mask)
+    query, key = (graph.dialect.rotary(op, y, attending.cos, attending.sin) for y in (query, key))
+    mixed = graph.dialect.attention(op, query, key, value, attending.mask)
     mixed = attending.scatter(op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d]))
     x = op.Add(x, graph.linear(mixed, f"{name}.attn.proj", d, d, bias=True))
 
@@ -180,9 +180,9 @@ def _received(
     return op.Div(total, op.Mul(patches, float(vision.num_heads)))
 
 
-def _merged(graph: WeightedGraph, dialect: Any, vision: QwenVision, x: ir.Value) -> ir.Value:
+def _merged(graph: WeightedGraph, vision: QwenVision, x: ir.Value) -> ir.Value:
     """[N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
     op, joined = graph.op, vision.joined_size
-    x = dialect.rms_norm(op, x, graph.parameter("visual.merger.ln_q.weight", [vision.hidden_size]), _EPSILON)
+    x = graph.dialect.rms_norm(op, x, graph.parameter("visual.merger.ln_q.weight", [vision.hidden_size]), _EPSILON)
     x = graph.linear(op.Reshape(x, [-1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
     return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, vision.out_size, bias=True)

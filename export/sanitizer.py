@@ -34,7 +34,7 @@ class Features(NamedTuple):
 
 def new_sanitizer(facts: PlanFacts) -> tuple[Graph, Features]:
     """An empty `sanitizer` and its three inputs."""
-    graph, n = Graph("sanitizer", facts.precision), facts.visual_dim
+    graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
     tokens = graph.input("tokens", ["G", n, facts.visual_width])
     norms = graph.input("norms", ["G", n], _FLOAT)
     return graph, Features(tokens, norms, graph.input("salience", ["G", n], _FLOAT))

@@ -89,7 +89,7 @@ def build_selects(
     """A select after each layer of `stages` that keeps as many visual rows as stand there."""
     selects = {}
     for layer, kept in stages.items():
-        selects[layer] = Graph(f"select_after_{layer}", facts.precision)
+        selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
         build_select(selects[layer], facts.language_model, kept, budget, asking)
     return selects
 
@@ -118,7 +118,7 @@ def build_select(graph: Graph, model: LanguageModel, kept: int | Share, budget: 
     survivors = op.Gather(visual, best, axis=0)
     dropped = op.ScatterElements(op.Expand(1, rows), visual, op.Expand(0, op.Shape(visual)), axis=0)
     survives = op.ScatterElements(dropped, survivors, op.Expand(1, op.Shape(survivors)), axis=0)
-    place = op.Sub(op.CumSum(survives, 0), 1)
+    place = op.Sub(graph.dialect.running_sum(op, survives), 1)
     new_rows = op.Add(op.Sub(rows, op.Shape(visual)), count)
     keep = _where_alive(graph, op.Range(0, op.Squeeze(rows), 1), survives, new_rows)
     visual_out = _where_alive(graph, op.Gather(place, visual, axis=0), op.Gather(survives, visual, axis=0), count)
@@ -175,7 +175,7 @@ def _where_alive(graph: Graph, values: ir.Value, alive: ir.Value, count: ir.Valu
     """The `count` values whose `alive` is 1, in their order, without sorting and without a data-dependent shape."""
     op = graph.op
     # The dead are all scattered to one slot behind the last survivor, which the slice cuts off.
-    slot = op.Where(op.Equal(alive, 1), op.Sub(op.CumSum(alive, 0), 1), count)
+    slot = op.Where(op.Equal(alive, 1), op.Sub(graph.dialect.running_sum(op, alive), 1), count)
     # The target is longer than needed because TensorRT scatters into nothing shorter than the indices.
     nothing = op.Expand(0, op.Add(op.Shape(values), [1]))
     gathered = op.ScatterElements(nothing, slot, values, axis=0)

@@ -13,6 +13,7 @@ import numpy as np
 
 from sinkprune.bundle import Bundle, Plan
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.rotary import Positions, Rotary
 from sinkprune.runtime.stopwatch import Stopwatch
 
@@ -60,8 +61,12 @@ class Prefill:
 class Chain:
     """The loaded engines of a bundle."""
 
-    def __init__(self, bundle: Bundle, backend: Backend, dtype: np.dtype[Any]) -> None:
-        self._bundle, self.backend, self.dtype = bundle, backend, dtype
+    def __init__(
+        self, bundle: Bundle, backend: Backend, dtype: np.dtype[Any], built: BuiltEngines | None = None
+    ) -> None:
+        """Loads the bundle's graphs, or the engines that were built from them."""
+        self.backend, self.dtype = backend, dtype
+        self._path = bundle.graph_path if built is None else built.path
         self.model = model = bundle.manifest.language_model
         self.segments = bundle.manifest.segments
         self.rotary = Rotary(model.rope_theta, model.head_dim, dtype, model.rope_sections)
@@ -80,7 +85,7 @@ class Chain:
         return self._plan_engines[graph]
 
     def _load(self, graph: str) -> Engine:
-        return self.backend.load(self._bundle.graph_path(graph))
+        return self.backend.load(self._path(graph))
 
 
 def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: Stopwatch) -> Encoded:

@@ -15,10 +15,12 @@ from PIL import Image
 
 from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, PlanSpec, read_bundle, verify
+from sinkprune.engines_manifest import Limits, verify_engines
 from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
 from sinkprune.precision import DTYPES
 from sinkprune.report import PARTS
-from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends import Backend, load_backend
+from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
 from sinkprune.runtime.chain import (
     Chain,
     Encoded,
@@ -94,15 +96,16 @@ class _Start:
 class Pipeline:
     """A loaded bundle; every budget and the unpruned baseline run on the same engines."""
 
-    def __init__(self, bundle: Bundle, backend: str = "ort-cpu", threads: int | None = None) -> None:
+    def __init__(self, bundle: Bundle, backend: Backend, built: BuiltEngines | None = None) -> None:
+        """Loads the bundle's graphs on `backend`, or the engines `built` from them."""
         manifest = bundle.manifest
-        self.bundle = bundle
-        self.backend = load_backend(backend, threads)
+        self.bundle, self.backend = bundle, backend
+        self._limits = built.limits if built else None
         self.family = load_family(manifest)
         self._dtype = DTYPES[manifest.precision]
         self._prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
         self._embedding = Embedding(bundle.file(EMBEDDING))
-        self.chain = Chain(bundle, self.backend, self._dtype)
+        self.chain = Chain(bundle, backend, self._dtype, built)
 
     @classmethod
     def load(
@@ -111,17 +114,23 @@ class Pipeline:
         *,
         backend: str = "ort-cpu",
         threads: int | None = None,
+        engines: str | os.PathLike[str] | None = None,
         check_sums: bool = True,
     ) -> Pipeline:
-        """Read the bundle at `path` and load its engines.
+        """Read the bundle at `path` and load it, or the `engines` that sinkprune-build made of it.
 
-        `check_sums` compares every file with its sha256 first; sizes are compared in any case. Raises `BundleError`
-        and `BackendError`.
+        `check_sums` compares every file with its sha256 first; sizes are compared in any case. Raises `BundleError`,
+        `EnginesError` and `BackendError`.
         """
         bundle = read_bundle(path)
+        built = open_engines(engines, bundle) if engines is not None else None
+        # What is missing is told before the sums, which take their time.
+        opened = load_backend(backend, threads, built)
         if check_sums:
             verify(bundle)
-        return cls(bundle, backend, threads)
+            if built is not None:
+                verify_engines(built.engines)
+        return cls(bundle, opened, built)
 
     def generate(
         self, image: ImageLike, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any
@@ -198,7 +207,7 @@ class Pipeline:
     def encode(self, image: ImageLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
         inputs = self._preprocess(_decode(image), image)
-        return encode(self.chain, None, inputs, Stopwatch(self.backend.synchronize))
+        return encode(self.chain, None, inputs, Stopwatch(self.backend))
 
     def _start(
         self,
@@ -210,7 +219,7 @@ class Pipeline:
         max_new_tokens: int,
     ) -> _Start:
         """Everything up to the first token: what TTFT measures."""
-        clock = Stopwatch(self.backend.synchronize)
+        clock = Stopwatch(self.backend)
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
                 inputs = self._preprocess(decoded, source)
@@ -278,6 +287,7 @@ class Pipeline:
     def _check_length(self, question: Prompt, plan: Plan | None, size: tuple[int, int], new_tokens: int) -> None:
         text = len(question.before) + len(question.after)
         visual = plan.counts.kept if plan else self.family.visual_tokens(size)
+        _check_limits(self._limits, text, new_tokens)
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:
             room = limit - text - visual
@@ -319,10 +329,26 @@ def _source_tokens(encoded: Encoded) -> Array:
 
 def _timings(clock: Stopwatch, steps: list[float]) -> dict[str, float | None]:
     """The parts of `sinkprune.report.PARTS`; `steps` are the decode steps' milliseconds."""
-    timings: dict[str, float | None] = {part: clock.ms.get(part, 0.0) for part in PARTS}
+    ms = clock.ms()
+    timings: dict[str, float | None] = {part: ms.get(part, 0.0) for part in PARTS}
     timings["per_token"] = sum(steps) / len(steps) if steps else None
-    timings["latency"] = clock.ms["ttft"] + sum(steps)
+    timings["latency"] = ms["ttft"] + sum(steps)
     return timings
+
+
+def _check_limits(limits: Limits | None, text: int, new_tokens: int) -> None:
+    """Refuse a request beyond what the engines were built for; graphs have no limits."""
+    if limits is None:
+        return
+    for what, asked, most, flag in (
+        ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
+        ("new tokens", new_tokens, limits.new_tokens, "--max-new-tokens"),
+    ):
+        if asked > most:
+            raise PromptError(
+                f"{asked} {what} are more than the {most} the engines were built for. Ask for less, or build them "
+                f"again with sinkprune-build {flag} {asked}."
+            )
 
 
 def _check_finite(encoded: Encoded) -> None:

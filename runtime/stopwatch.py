@@ -1,27 +1,44 @@
-"""Wall-clock times of a request's parts, the device synchronised on both sides."""
+"""Wall-clock times of a request's parts, in the device's own time: measuring never makes the host wait for it."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Clock(Protocol):
+    """What a stopwatch reads; every `Backend` is one."""
+
+    def mark(self) -> Any:
+        """The moment at which all work enqueued before is done."""
+        ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks; waits for the second."""
+        ...
 
 
 class Stopwatch:
     """Milliseconds by name; parts of one name add up, and parts may lie within others."""
 
-    def __init__(self, synchronize: Callable[[], None]) -> None:
-        self._synchronize = synchronize
-        self.ms: dict[str, float] = defaultdict(float)
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time the block takes to `name`."""
-        self._synchronize()
-        start = time.perf_counter()
+        start = self._clock.mark()
         try:
             yield
         finally:
-            self._synchronize()
-            self.ms[name] += (time.perf_counter() - start) * 1e3
+            self._spans.append((name, start, self._clock.mark()))
+
+    def ms(self) -> dict[str, float]:
+        """Milliseconds by name; waits for the work measured."""
+        milliseconds: dict[str, float] = defaultdict(float)
+        for name, start, end in self._spans:
+            milliseconds[name] += self._clock.elapsed_ms(start, end)
+        return dict(milliseconds)

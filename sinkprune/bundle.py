@@ -6,11 +6,8 @@ the format version, every field, and (`verify`) every file's size and sha256.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,8 +15,8 @@ from typing import Any, Literal
 
 from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, Counts
 from sinkprune.errors import BudgetError, BundleError
+from sinkprune.manifest_file import FileSpec, ManifestFile, outside
 from sinkprune.precision import DTYPES, PrecisionName
-from sinkprune.schema import SchemaError, from_json, to_json
 
 FORMAT_VERSION = 2
 MANIFEST = "bundle.json"
@@ -27,7 +24,19 @@ EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
 
+BUNDLE = ManifestFile(
+    name=MANIFEST,
+    format_version=FORMAT_VERSION,
+    folder="bundle",
+    a_folder="a bundle",
+    error=BundleError,
+    make="sinkprune-export CHECKPOINT -o {root}",
+    again="Export or copy the bundle again.",
+    upgrade="Upgrade sinkprune, or export the checkpoint again with this one.",
+)
+
 Dtype = Literal["float32", "float16", "int64", "bool"]
+DialectName = Literal["onnx24", "trt10"]
 
 
 @dataclass(frozen=True)
@@ -46,14 +55,6 @@ class GraphSpec:
     file: str
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-
-
-@dataclass(frozen=True)
-class FileSpec:
-    """What a file of the bundle must be."""
-
-    size: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Manifest:
     sinkprune_version: str
     family: str
     precision: PrecisionName
-    dialect: Literal["onnx24"]
+    dialect: DialectName
     checkpoint: Checkpoint
     language_model: LanguageModel
     vision: dict[str, Any]
@@ -218,73 +219,20 @@ def decoder_segments(cut_after: Sequence[int], num_layers: int) -> tuple[range, 
 def read_bundle(path: str | os.PathLike[str]) -> Bundle:
     """The bundle at `path`, its manifest validated and every file present at its size; raises `BundleError`."""
     root = Path(path)
-    manifest = _read_manifest(root)
-    for name, spec in manifest.files.items():
-        found = _size(root / name)
-        if found is None:
-            raise BundleError(f"bundle '{root}': file '{name}' is missing. Export or copy the bundle again.")
-        if found != spec.size:
-            raise BundleError(
-                f"bundle '{root}': file '{name}' has {found} bytes (sha256 {_sha256(root / name)}), expected "
-                f"{spec.size} bytes (sha256 {spec.sha256}). Export or copy the bundle again."
-            )
+    manifest = BUNDLE.read(root, Manifest)
+    _check_consistent(root / MANIFEST, manifest)
+    BUNDLE.check_sizes(root, manifest.files)
     return Bundle(root, manifest)
-
-
-def _size(path: Path) -> int | None:
-    """The size of a file; None where there is none, or cannot be one by that name."""
-    # os.path, unlike pathlib in Python 3.11, says no to names the system does not take.
-    return path.stat().st_size if os.path.isfile(path) else None  # noqa: PTH113
 
 
 def verify(bundle: Bundle, on_bytes: Callable[[int], None] = lambda count: None) -> None:
     """Compare every file with its sha256; `on_bytes` is told of progress. Raises `BundleError`."""
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        paths = [bundle.file(name) for name in bundle.manifest.files]
-        found = pool.map(lambda path: _sha256(path, on_bytes), paths)
-        for (name, spec), sha256 in zip(bundle.manifest.files.items(), found, strict=True):
-            if sha256 != spec.sha256:
-                raise BundleError(
-                    f"bundle '{bundle.path}': file '{name}' was altered: its sha256 is {sha256}, expected "
-                    f"{spec.sha256}. Export or copy the bundle again."
-                )
+    BUNDLE.check_sums(bundle.path, bundle.manifest.files, on_bytes)
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
     """Write `bundle.json` into the folder `root`."""
-    text = json.dumps(to_json(manifest), indent=1) + "\n"
-    (root / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def file_specs(root: Path, names: Iterable[str]) -> dict[str, FileSpec]:
-    """Size and sha256 of the files `names` below `root`."""
-    return {name: FileSpec((root / name).stat().st_size, _sha256(root / name)) for name in names}
-
-
-def _read_manifest(root: Path) -> Manifest:
-    path = root / MANIFEST
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise BundleError(
-            f"'{root}' is not a bundle: it holds no {MANIFEST}. Make one with: sinkprune-export CHECKPOINT -o {root}"
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise BundleError(f"'{path}' cannot be read: {error}. Export or copy the bundle again.") from error
-    except (ValueError, RecursionError) as error:
-        raise BundleError(f"'{path}' is not JSON: {error}. Export or copy the bundle again.") from error
-    version = data.get("format_version") if isinstance(data, dict) else None
-    if version != FORMAT_VERSION:
-        raise BundleError(
-            f"'{path}' has format version {version!r}, this sinkprune reads {FORMAT_VERSION}. "
-            "Upgrade sinkprune, or export the checkpoint again with this one."
-        )
-    try:
-        manifest = from_json(Manifest, data)
-    except SchemaError as error:
-        raise BundleError(f"'{path}' is malformed at {error}. Export or copy the bundle again.") from error
-    _check_consistent(path, manifest)
-    return manifest
+    BUNDLE.write(root, manifest)
 
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:
@@ -314,7 +262,7 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
                 "Export the bundle again."
             )
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if outside(name):
             raise BundleError(f"'{path}' names the file '{name}', which lies outside the bundle.")
     needed = [EMBEDDING, TOKENIZER, CHAT_TEMPLATE, *(graph.file for graph in manifest.graphs.values())]
     unlisted = [name for name in needed if name not in manifest.files]
@@ -398,12 +346,3 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, selected, left
-
-
-def _sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-            on_bytes(len(block))
-    return digest.hexdigest()

@@ -23,6 +23,10 @@ class BundleError(SinkpruneError):
     """A bundle is missing, altered, of an unknown format or cannot be written."""
 
 
+class EnginesError(SinkpruneError):
+    """Engines are missing, altered, of an unknown format, or could not be built."""
+
+
 class ImageError(SinkpruneError):
     """An image file is missing, damaged, not an image, or of an impossible size."""
 

@@ -12,6 +12,7 @@ from skimage import data
 
 from checkpoints import Shape, make_checkpoint
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
+from sinkprune.bundle import DialectName
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime import Pipeline
 
@@ -50,11 +51,17 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     """The bundle of a small checkpoint, with all budgets or the given ones. Tests must not write into it."""
     made: dict[tuple[object, ...], Path] = {}
 
-    def get(name: str, precision: str = "fp32", budgets: tuple[str, ...] | None = None) -> Path:
-        key = (name, precision, budgets)
+    def get(
+        name: str,
+        precision: str = "fp32",
+        budgets: tuple[str, ...] | None = None,
+        dialect: DialectName = "onnx24",
+    ) -> Path:
+        key = (name, precision, budgets, dialect)
         if key not in made:
-            output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}"
-            export_bundle(Request(str(checkpoint(name)), budgets=budgets, precision=precision), output)
+            output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
+            request = Request(str(checkpoint(name)), budgets=budgets, precision=precision, dialect=dialect)
+            export_bundle(request, output)
             made[key] = output
         return made[key]
 

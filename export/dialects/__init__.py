@@ -1,0 +1,43 @@
+"""Dialects: the operators a graph is written in. One module each, with the same operations.
+
+What stands here is all that differs between dialects; every other operator of our graphs is in all of their opsets.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import onnx_ir as ir
+
+from sinkprune.bundle import DialectName
+from sinkprune.export.dialects import onnx24, trt10
+
+
+class Dialect(Protocol):
+    """A module of this package. `op` is a graph's or function's operators, under construction."""
+
+    OPSET: int
+    IR_VERSION: int
+
+    def rms_norm(self, op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
+        """x / rms(x) * weight over the last axis; fp32 up to the product with `weight`."""
+        ...
+
+    def rotary(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+        """Rotary position embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
+        ...
+
+    def attention(
+        self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None
+    ) -> ir.Value:
+        """softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True where a key is
+        seen, and every row sees one.
+        """
+        ...
+
+    def running_sum(self, op: Any, x: ir.Value) -> ir.Value:
+        """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24."""
+        ...
+
+
+DIALECTS: dict[DialectName, Dialect] = {"onnx24": onnx24, "trt10": trt10}

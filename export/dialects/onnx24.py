@@ -1,6 +1,6 @@
 """Dialect `onnx24`: the native RMSNormalization, RotaryEmbedding and Attention operators of ONNX opset 23.
 
-Everything else in a graph is the same in every dialect.
+For ONNX Runtime, TensorRT 10.15 or later, and TensorRT-RTX.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-NAME = "onnx24"
+OPSET = 23
+IR_VERSION = 11
 
 
 def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
@@ -29,3 +30,8 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
     a second output.
     """
     return op.Attention(query, key, value, mask)
+
+
+def running_sum(op: Any, x: ir.Value) -> ir.Value:
+    """The sum of each element of x [N] int64 and all before it."""
+    return op.CumSum(x, 0)

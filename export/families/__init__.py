@@ -58,7 +58,7 @@ class Family(Protocol):
         ...
 
 
-def read_family(source: str, config: Mapping[str, Any], dialect: Any) -> Family:
+def read_family(source: str, config: Mapping[str, Any]) -> Family:
     """The family of a parsed config.json; raises `CheckpointError` with the supported architectures."""
     from sinkprune.export.families.llava import Llava
     from sinkprune.export.families.qwen2_5_vl import Qwen25VL
@@ -71,4 +71,4 @@ def read_family(source: str, config: Mapping[str, Any], dialect: Any) -> Family:
         raise CheckpointError(
             f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
         )
-    return families[model_type](source, config, dialect)
+    return families[model_type](source, config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from types import ModuleType
 from typing import Any
 
 from sinkprune.errors import CheckpointError
@@ -32,10 +31,10 @@ class Llava:
         "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     )
 
-    def __init__(self, source: str, config: Mapping[str, Any], dialect: ModuleType) -> None:
+    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         from transformers import LlavaConfig
 
-        self._source, self._dialect = source, dialect
+        self._source = source
         self._config: Any = parse_config(source, LlavaConfig, config)
         self._check()
         self._llama = _read_llama(self._config.text_config)
@@ -89,13 +88,13 @@ class Llava:
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
         """Write the weight graph `name`."""
         if name == "vision":
-            build_vision(graph, self._dialect, self._clip)
+            build_vision(graph, self._clip)
         elif name == "projector":
             self._build_projector(graph)
         elif name == "head":
-            build_head(graph, self._dialect, self._llama, self._lm_head(weights))
+            build_head(graph, self._llama, self._lm_head(weights))
         else:
-            build_segment(graph, self._dialect, self._llama, segments[int(name.removeprefix("decoder_"))])
+            build_segment(graph, self._llama, segments[int(name.removeprefix("decoder_"))])
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """CLIPImageProcessor's or LlavaImageProcessor's settings, gaps filled with their defaults."""

@@ -42,10 +42,10 @@ class Qwen25VL:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
 
-    def __init__(self, source: str, config: Mapping[str, Any], dialect: Any) -> None:
+    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         from transformers import Qwen2_5_VLConfig
 
-        self._source, self._dialect = source, dialect
+        self._source = source
         self._config: Any = parse_config(source, Qwen2_5_VLConfig, config)
         self._check()
         text = self._config.text_config
@@ -112,13 +112,13 @@ class Qwen25VL:
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
         """Write the weight graph `name`."""
         if name == "vision":
-            build_vision(graph, self._dialect, self._vision, salience_block=self._vision.num_blocks - 2)
+            build_vision(graph, self._vision, salience_block=self._vision.num_blocks - 2)
         elif name == "head":
             tied = self._config.tie_word_embeddings and "lm_head.weight" not in weights
             lm_head = self.embedding.removesuffix(".weight") if tied else "lm_head"
-            build_head(graph, self._dialect, self._decoder, lm_head)
+            build_head(graph, self._decoder, lm_head)
         else:
-            build_segment(graph, self._dialect, self._decoder, segments[int(name.removeprefix("decoder_"))])
+            build_segment(graph, self._decoder, segments[int(name.removeprefix("decoder_"))])
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Qwen2VLImageProcessor's settings, gaps filled with their defaults."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from sinkprune.budgets import Budget, Counts
 from sinkprune.bundle import LanguageModel
 from sinkprune.errors import BudgetError
+from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
 
@@ -38,6 +39,7 @@ class PlanFacts:
     visual_width: int
     """D, the width of `tokens`."""
     precision: Precision
+    dialect: Dialect
 
     @property
     def visual_tokens(self) -> int:

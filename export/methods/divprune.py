@@ -25,7 +25,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     op = graph.op
     index = _loneliest(graph, facts, features)
     if count > 1:
-        function = diversity_select(rounds=-(-(count - 1) // budget.batch))
+        function = diversity_select(rounds=-(-(count - 1) // budget.batch), opset=facts.dialect.OPSET)
         candidate = op.Not(mask_of(graph, features, index))
         others = op.call(function, features.tokens, candidate, index, [count - 1], batch=budget.batch)
         index = ascending(graph, op.Concat(index, others, axis=1), count)

@@ -74,7 +74,7 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
     # 1, 2: outliers and their mean
     sink = outlier = None
     if counts.outliers:
-        sink, outlier = op.call(top_rho(), norms, tokens, per_mille=budget.outlier_per_mille)
+        sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, tokens, per_mille=budget.outlier_per_mille)
         salience = op.Where(outlier, float("-inf"), salience)
 
     # 3: RES, the most salient of LOW
@@ -88,7 +88,7 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
         candidate = op.Cast(free, to=ir.DataType.BOOL)
         if counts.outliers:
             candidate = op.And(candidate, op.Not(outlier))
-        function = diversity_select(counts.rounds)
+        function = diversity_select(counts.rounds, opset=facts.dialect.OPSET)
         chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=budget.batch)
         index = op.Concat(index, chosen, axis=1)
 

@@ -55,7 +55,8 @@ def _build(facts: PlanFacts, budget: Budget, outliers: int) -> PlanGraphs:
     op, salience, outlier = graph.op, features.salience, None
     if outliers:
         per_mille = budget.outlier_per_mille
-        _, outlier = op.call(top_rho(), features.norms, features.tokens, per_mille=per_mille, _outputs=2)
+        function = top_rho(facts.dialect.OPSET)
+        _, outlier = op.call(function, features.norms, features.tokens, per_mille=per_mille, _outputs=2)
         salience = op.Where(outlier, float("-inf"), salience)
     index = in_every_group(graph, features, ascending(graph, largest(graph, salience, dominant), dominant))
     rows = gather_rows(graph, features.tokens, index)

@@ -8,12 +8,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.errors import BackendError
+from sinkprune.errors import BackendError, UsageError
+from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
 
-BACKENDS = ("ort-cpu", "ort-cuda")
+BACKENDS = tuple(TARGETS)
+
+_PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 
 
 class Engine(Protocol):
@@ -43,16 +46,38 @@ class Backend(Protocol):
         """A tensor on the host."""
         ...
 
-    def synchronize(self) -> None:
-        """Wait until the device has done all it was given."""
+    def mark(self) -> Any:
+        """The moment at which all work enqueued before is done."""
+        ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks; waits for the second."""
         ...
 
 
-def load_backend(name: str, threads: int | None = None) -> Backend:
-    """The backend `name`; `threads` is for CPU work (default: all cores). Raises `BackendError`."""
-    from sinkprune.runtime.backends.ort import OrtBackend
+def load_backend(name: str, threads: int | None = None, built: BuiltEngines | None = None) -> Backend:
+    """The backend `name`, found to fit the engines `built`, which ORT can do without and TensorRT cannot.
 
-    providers = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
-    if name not in providers:
+    `threads` is for CPU work (default: all cores). Raises `BackendError`, `EnginesError`, `UsageError`.
+    """
+    if name not in BACKENDS:
         raise BackendError(f"unknown backend '{name}'; known backends: {', '.join(BACKENDS)}.")
-    return OrtBackend(name, providers[name], threads)
+    if built is not None:
+        built.check_backend(name)
+    if name in _PROVIDERS:
+        from sinkprune.runtime.backends.ort import OrtBackend
+
+        backend = OrtBackend(name, _PROVIDERS[name], threads)
+        if built is not None:
+            built.check_library("onnxruntime", backend.versions["onnxruntime"])
+        return backend
+    from sinkprune.runtime.backends.tensorrt import open_tensorrt
+
+    if threads is not None:
+        raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
+    if built is None:
+        raise UsageError(
+            f"backend '{name}' runs engines, and none were given. Build them with: sinkprune-build BUNDLE -o ENGINES "
+            f"--target {TARGETS[name]}, and add --engines ENGINES."
+        )
+    return open_tensorrt(name, built)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,13 @@ class OrtBackend:
         array: np.ndarray[Any, Any] = tensor.numpy()
         return array
 
-    def synchronize(self) -> None:
-        """Nothing to wait for: a call of an engine returns when its outputs are there."""
+    def mark(self) -> float:
+        """Now: a call of an engine returns when its outputs are there."""
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        """Milliseconds between two marks."""
+        return (end - start) * 1e3
 
 
 class _OrtEngine:

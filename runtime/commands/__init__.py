@@ -12,7 +12,9 @@ from rich.console import Console
 
 from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import Bundle, read_bundle, verify
-from sinkprune.runtime.backends import BACKENDS
+from sinkprune.engines_manifest import verify_engines
+from sinkprune.runtime.backends import BACKENDS, load_backend
+from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.pipeline import Pipeline
 
 
@@ -37,6 +39,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=int, help="CPU threads (default: all cores)")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     return parser
@@ -52,11 +55,16 @@ def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
 
 def load_pipeline(options: argparse.Namespace, bundle: Bundle) -> Pipeline:
     """Load `bundle` on the chosen backend."""
+    built = open_engines(options.engines, bundle) if options.engines else None
+    # What is missing is told before the sums, which take their time.
+    backend = load_backend(options.backend, options.threads, built)
     if not options.skip_sums:
-        with status("checking the bundle's sums"):
+        with status("checking sums"):
             verify(bundle)
+            if built:
+                verify_engines(built.engines)
     with status("loading the engines"):
-        return Pipeline(bundle, options.backend, options.threads)
+        return Pipeline(bundle, backend, built)
 
 
 @contextmanager

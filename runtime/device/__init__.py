@@ -7,9 +7,12 @@ Both share the device's primary context with TensorRT.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import numpy as np
+
+from sinkprune.errors import BackendError
 
 Address = int
 """A device address in bytes."""
@@ -47,6 +50,14 @@ class Device(Protocol):
         """Wait until the stream has done all it was given."""
         ...
 
+    def record_event(self) -> Any:
+        """Enqueue a mark; with a second one, it tells the time that passed on the device."""
+        ...
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two recorded events; waits for the second."""
+        ...
+
     def load_kernel(self, image: bytes, name: str) -> Any:
         """The kernel `name` of a cubin or PTX."""
         ...
@@ -73,3 +84,22 @@ class Device(Protocol):
     def replay(self, graph: Any) -> None:
         """Enqueue a recorded graph."""
         ...
+
+
+def open_device() -> Device:
+    """The first CUDA device (`CUDA_VISIBLE_DEVICES` chooses), by cuda-python, or by pycuda if only that is installed.
+
+    Raises `BackendError` if neither is installed, or if there is no driver or no GPU.
+    """
+    if find_spec("cuda") and find_spec("cuda.bindings"):
+        from sinkprune.runtime.device.cuda_python import CudaPythonDevice
+
+        return CudaPythonDevice()
+    if find_spec("pycuda"):
+        from sinkprune.runtime.device.pycuda_device import PycudaDevice
+
+        return PycudaDevice()
+    raise BackendError(
+        "a CUDA device is driven by cuda-python or pycuda, and neither is installed. "
+        "Install one with: pip install cuda-python"
+    )

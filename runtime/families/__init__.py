@@ -38,6 +38,10 @@ class Family(Protocol):
         """The positions of `before` text rows, the rows of the image's `tokens` [V], and `after` text rows."""
         ...
 
+    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
+        """The smallest, usual and largest size of each dimension that only `vision` has, for N up to `most`."""
+        ...
+
     def encode_flops(self, size: Size, kept: int) -> int:
         """Matmul FLOPs of the vision tower, and of the projector for `kept` tokens."""
         ...

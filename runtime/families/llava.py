@@ -40,6 +40,10 @@ class Llava:
         """Row by row, whatever the image's rows stand for."""
         return Positions.in_line(before + len(tokens) + after)
 
+    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
+        """None: every image has the same size."""
+        return {}
+
     def encode_flops(self, size: tuple[int, int], kept: int) -> int:
         """Matmul FLOPs of patches and computed CLIP blocks, and of the projector for `kept` tokens."""
         vision = self._vision

@@ -61,6 +61,14 @@ class Qwen25VL:
         text = [np.broadcast_to(np.arange(start, start + n), (3, n)) for start, n in ((0, before), (rest, after))]
         return Positions(np.concatenate([text[0], image, text[1]], axis=1), rest + after)
 
+    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
+        """Patches, and windows: full ones usually, and at most those of a picture one token wide."""
+        unit, side = self._merge**2, self._vision["window_side"]
+        return {
+            "patches": (unit, unit * most, unit * most),
+            "windows": (1, -(-most // side**2), -(-most // side)),
+        }
+
     def encode_flops(self, size: Size, kept: int) -> int:
         """Matmul FLOPs of patches, blocks and merger; what is `kept` goes to the LLM as it is."""
         vision, grid = self._vision, self._processor.grid(size)

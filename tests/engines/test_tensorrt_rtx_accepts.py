@@ -1,5 +1,7 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
+Those of dialect `trt10` they accept in fp32 too.
+
 TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
 be refused there; that one compiles says nothing about its numbers or its speed.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,24 @@ if platform.machine() != "x86_64":
 
 import tensorrt_rtx as trt
 
-from sinkprune.bundle import Bundle, GraphSpec, read_bundle
+from sinkprune.bundle import Bundle, DialectName, GraphSpec, read_bundle
 from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
-PLAN_GRAPHS = ("sanitizer", "select_after_0", "select_after_1", "select_after_2")
-GRAPHS = [
-    *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"),
-    *(f"sinkpruner/{budget}/{graph}" for budget in BUDGETS for graph in PLAN_GRAPHS),
-]
+TRT10_BUDGETS = (BUDGETS[2], BUDGETS[-1])
+
+
+def graph_names(budgets: Sequence[str]) -> list[str]:
+    """The graphs of a bundle with four segments."""
+    weighted = ("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head")
+    planned = ("sanitizer", "select_after_0", "select_after_1", "select_after_2")
+    return [*weighted, *(f"sinkpruner/{budget}/{graph}" for budget in budgets for graph in planned)]
+
+
+# The kernel's name, as it stands in a plan.
+FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = ("SM86", "SM89", "SM120")
 
 # Smallest, usual and largest value of each dynamic dimension
@@ -111,7 +121,10 @@ def add_profile(builder: Any, config: Any, spec: GraphSpec, ranges: dict[str, tu
     assert config.add_optimization_profile(profile) >= 0
 
 
-def compile_graph(path: Path, name: str, spec: GraphSpec, capabilities: Sequence[str] = COMPUTE_CAPABILITIES) -> None:
+def compile_graph(
+    path: Path, name: str, spec: GraphSpec, capabilities: Sequence[str] = COMPUTE_CAPABILITIES
+) -> bytes:
+    """The plan of a graph."""
     log = ErrorLog()
     builder = trt.Builder(log)
     network = builder.create_network(0)
@@ -130,42 +143,83 @@ def compile_graph(path: Path, name: str, spec: GraphSpec, capabilities: Sequence
     add_profile(builder, config, spec, PREFILL)
     if name.startswith(RUN_IN_DECODE):
         add_profile(builder, config, spec, DECODE)
-    assert builder.build_serialized_network(network, config) is not None, log.errors
+    plan = builder.build_serialized_network(network, config)
+    assert plan is not None, log.errors
+    return bytes(plan)
 
 
 def test_every_graph_is_listed(fp16_bundle: Bundle) -> None:
-    assert set(fp16_bundle.manifest.graphs) == set(GRAPHS)
+    assert set(fp16_bundle.manifest.graphs) == set(graph_names(BUDGETS))
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", graph_names(BUDGETS))
 def test_graph_compiles(name: str, fp16_bundle: Bundle) -> None:
     compile_graph(fp16_bundle.graph_path(name), name, fp16_bundle.manifest.graphs[name])
 
 
 @pytest.fixture(scope="module")
-def bundle_of_methods(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Every method, on a decoder deep enough for all of them."""
-    folder = tmp_path_factory.mktemp("methods")
+def trt10_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """The same model lowered for TensorRT 10.3, in a precision."""
+    made: dict[str, Bundle] = {}
+
+    def get(precision: str) -> Bundle:
+        if precision not in made:
+            folder = tmp_path_factory.mktemp("trt10")
+            (folder / "config.json").write_text(json.dumps(CONFIG))
+            request = Request(str(folder), TRT10_BUDGETS, precision=precision, dialect="trt10", random_weights=True)
+            export_bundle(request, folder / "bundle")
+            made[precision] = read_bundle(folder / "bundle")
+        return made[precision]
+
+    return get
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", graph_names(TRT10_BUDGETS))
+def test_trt10_graph_compiles(name: str, precision: str, trt10_bundle: Callable[[str], Bundle]) -> None:
+    bundle = trt10_bundle(precision)
+    plan = compile_graph(bundle.graph_path(name), name, bundle.manifest.graphs[name])
+    # TensorRT has fused kernels for attention in fp16, none for fp32.
+    has_attention = name == "vision" or name.startswith("decoder_")
+    assert (FUSED_ATTENTION in plan) == (has_attention and precision == "fp16")
+
+
+@pytest.fixture(scope="module")
+def bundle_of_methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
+    """Every method, on a decoder deep enough for all of them, in a dialect."""
+    made: dict[str, Bundle] = {}
     config = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
-    (folder / "config.json").write_text(json.dumps(config))
     methods, budgets = tuple(all_methods()), ("retain-192", "retain-64+raster+serial+visual-keys+compact")
-    request = Request(str(folder), budgets, methods, precision="fp16", random_weights=True)
-    export_bundle(request, folder / "bundle")
-    return read_bundle(folder / "bundle")
+
+    def get(dialect: DialectName) -> Bundle:
+        if dialect not in made:
+            folder = tmp_path_factory.mktemp("methods")
+            (folder / "config.json").write_text(json.dumps(config))
+            request = Request(str(folder), budgets, methods, "fp16", dialect, random_weights=True)
+            export_bundle(request, folder / "bundle")
+            made[dialect] = read_bundle(folder / "bundle")
+        return made[dialect]
+
+    return get
 
 
 @pytest.mark.parametrize("method", OTHER_METHODS)
-def test_other_methods_compile(method: str, bundle_of_methods: Bundle) -> None:
-    plan = bundle_of_methods.manifest.plans[method]["retain-192"]
+def test_other_methods_compile(method: str, bundle_of_methods: Callable[[str], Bundle]) -> None:
+    bundle = bundle_of_methods("onnx24")
+    plan = bundle.manifest.plans[method]["retain-192"]
     # The selects of a plan differ in a number.
     graphs = [graph for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
-    spec = bundle_of_methods.manifest.graphs[graphs[0]]
-    compile_graph(bundle_of_methods.graph_path(graphs[0]), graphs[0], spec, COMPUTE_CAPABILITIES[:1])
+    spec = bundle.manifest.graphs[graphs[0]]
+    compile_graph(bundle.graph_path(graphs[0]), graphs[0], spec, COMPUTE_CAPABILITIES[:1])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("method", all_methods())
-def test_every_graph_of_every_method_compiles_everywhere(method: str, bundle_of_methods: Bundle) -> None:
-    for plan in bundle_of_methods.manifest.plans[method].values():
+def test_every_graph_of_every_method_compiles_everywhere(
+    method: str, dialect: str, bundle_of_methods: Callable[[str], Bundle]
+) -> None:
+    bundle = bundle_of_methods(dialect)
+    for plan in bundle.manifest.plans[method].values():
         for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
-            compile_graph(bundle_of_methods.graph_path(graph), graph, bundle_of_methods.manifest.graphs[graph])
+            compile_graph(bundle.graph_path(graph), graph, bundle.manifest.graphs[graph])

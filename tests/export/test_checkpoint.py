@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.export.dialects import onnx24
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime import Pipeline
@@ -68,8 +67,8 @@ HUB_CONFIG = {
 
 
 def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
-    hub = read_family("hub", HUB_CONFIG, onnx24)
-    preset = read_family("preset", PRESETS["llava-1.5-7b"], onnx24)
+    hub = read_family("hub", HUB_CONFIG)
+    preset = read_family("preset", PRESETS["llava-1.5-7b"])
     assert hub.language_model == preset.language_model
     assert hub.language_model.num_layers == 32
     assert hub.language_model.hidden_size == 128 * hub.language_model.num_heads == 4096

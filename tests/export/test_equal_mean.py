@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import graphs
 from sinkprune.budgets import BUDGETS, Counts, Share, parse_budget, prune_layers, scaled_layers
 from sinkprune.errors import BudgetError
+from sinkprune.export.dialects import onnx24
 from sinkprune.export.equal_mean import (
     UnreachableMean,
     constant_ratio,
@@ -35,7 +36,7 @@ AT_LEAST = {"fastv": 54.9, "sparsevlm": 54.9, "sinkpruner-no-sanitizer": 54.9, "
 
 def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=num_layers)
-    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"])
+    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], onnx24)
 
 
 def realised(plan: PlanGraphs, num_layers: int) -> Fraction:

@@ -18,7 +18,6 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from sinkprune.errors import CheckpointError
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.export.dialects import onnx24
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime import Pipeline
@@ -87,8 +86,8 @@ PUBLISHED = {"model.visual.": "visual.", "model.language_model.": "model."}
 
 
 def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
-    hub = read_family("hub", HUB_CONFIG, onnx24)
-    preset = read_family("preset", PRESETS["qwen2.5-vl-7b"], onnx24)
+    hub = read_family("hub", HUB_CONFIG)
+    preset = read_family("preset", PRESETS["qwen2.5-vl-7b"])
     assert hub.language_model == preset.language_model
     assert hub.language_model.rope_sections == (16, 24, 24)
     assert hub.vision == preset.vision
@@ -101,7 +100,7 @@ def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
 def test_parameters_are_those_of_transformers(name: str) -> None:
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(copy.deepcopy(PRESETS[name])))
-    assert read_family(name, PRESETS[name], onnx24).parameters == sum(p.numel() for p in model.parameters())
+    assert read_family(name, PRESETS[name]).parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_names_of_published_checkpoints(
@@ -146,7 +145,7 @@ def test_what_the_graphs_do_not_compute_is_refused(place: tuple[str, ...], value
         container = container[key]
     container[place[-1]] = value
     with pytest.raises(CheckpointError, match=said):
-        read_family("hub", config, onnx24)
+        read_family("hub", config)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +161,11 @@ def test_what_the_graphs_do_not_compute_is_refused(place: tuple[str, ...], value
 )
 def test_a_processor_that_does_not_fit_is_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        read_family("hub", HUB_CONFIG, onnx24).processor({**HUB_PROCESSOR, **settings})
+        read_family("hub", HUB_CONFIG).processor({**HUB_PROCESSOR, **settings})
 
 
 def test_the_processor_may_name_its_limits_in_either_way() -> None:
-    family = read_family("hub", HUB_CONFIG, onnx24)
+    family = read_family("hub", HUB_CONFIG)
     named = family.processor({"size": {"shortest_edge": 3136, "longest_edge": 376320}})
     nested = family.processor({"image_processor": {"min_pixels": 3136, "max_pixels": 376320}})
     assert named == nested

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import graphs
 import numpy as np
 import pytest
 
+import graphs
 import reference
 from sinkprune.budgets import BUDGETS, parse_budget
 from sinkprune.errors import BudgetError
+from sinkprune.export.dialects import onnx24
 from sinkprune.export.methods import PlanFacts, UpTo, all_methods, load_method
 from sinkprune.export.precision import PRECISIONS
 
@@ -27,7 +28,7 @@ NAMES = [
 
 
 def facts(most: int = 480, precision: str = "fp32") -> PlanFacts:
-    return PlanFacts(MODEL, UpTo(most, 784), D, PRECISIONS[precision])
+    return PlanFacts(MODEL, UpTo(most, 784), D, PRECISIONS[precision], onnx24)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -116,9 +117,10 @@ def test_more_than_topk_gives_is_refused_with_the_size_that_fits(
 
 def test_methods_that_count_at_export_are_refused_with_the_reason() -> None:
     budget = parse_budget("qwen2.5-vl", "prune-77.8")
+    deep = replace(facts(), language_model=replace(MODEL, num_layers=32))
     for method in set(all_methods()) - {"sinkpruner"}:
         with pytest.raises(BudgetError, match=r"differ in their number of visual tokens.*--methods"):
-            load_method(method)(facts(), budget)
+            load_method(method)(deep, budget)
 
 
 def test_compact_positions_are_refused_where_positions_have_axes() -> None:

@@ -15,7 +15,7 @@ from sinkprune.runtime.stopwatch import Stopwatch
 
 
 def features_and_logits(pipeline: Pipeline, photo: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    chain, clock = pipeline.chain, Stopwatch(pipeline.backend.synchronize)
+    chain, clock = pipeline.chain, Stopwatch(pipeline.backend)
     inputs = {name: array.astype(chain.dtype) for name, array in pipeline.family.preprocess(photo).items()}
     encoded = encode(chain, None, inputs, clock)
     rows = encoded.embeddings

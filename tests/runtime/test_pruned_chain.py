@@ -118,7 +118,7 @@ def lengths_of(name: str, budget: str, text: int) -> list[int]:
 
 def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, int]:
     """The chain's own prefill of the image and `PROMPT`; also its number of rows."""
-    chain, clock = pipe.chain, Stopwatch(pipe.backend.synchronize)
+    chain, clock = pipe.chain, Stopwatch(pipe.backend)
     plan = plan_of(pipe, budget)
     dtype = chain.dtype
     inputs = {key: array.astype(dtype) for key, array in pipe.family.preprocess(image).items()}

@@ -16,14 +16,13 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune.errors import ImageError
-from sinkprune.export.dialects import onnx24
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime import Pipeline
 from sinkprune.runtime.qwen_processor import QwenProcessor
 
 SIZES = [(56, 56), (600, 400), (400, 600), (333, 1111), (28, 28), (3, 5), (1, 200), (1000, 5), (1400, 1300)]
-QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"], onnx24)
+QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
 
 sizes = st.tuples(st.integers(1, 4000), st.integers(1, 4000))
 limits = st.tuples(st.integers(1, 10**6), st.integers(784, 2 * 10**7)).map(lambda pair: (min(pair), max(784, *pair)))

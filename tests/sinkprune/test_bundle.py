@@ -22,12 +22,12 @@ from sinkprune.bundle import (
     TOKENIZER,
     Bundle,
     Manifest,
-    file_specs,
     read_bundle,
     verify,
     write_manifest,
 )
 from sinkprune.errors import BudgetError, BundleError
+from sinkprune.manifest_file import file_specs
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),

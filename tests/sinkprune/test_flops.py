@@ -12,7 +12,6 @@ import pytest
 
 from sinkprune.budgets import BUDGETS, prune_layers
 from sinkprune.bundle import LanguageModel, Manifest, read_bundle
-from sinkprune.export.dialects import onnx24
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.flops import decode_bytes, layer_flops, prefill_flops
@@ -42,7 +41,7 @@ QWEN_7B = LanguageModel(
 @pytest.fixture(scope="module")
 def manifest(bundle: Callable[..., Path]) -> Manifest:
     """A bundle's manifest with the shapes of LLaVA-1.5-7B."""
-    family = read_family("llava-1.5-7b", PRESETS["llava-1.5-7b"], onnx24)
+    family = read_family("llava-1.5-7b", PRESETS["llava-1.5-7b"])
     small = read_bundle(bundle("mha-336")).manifest
     return dataclasses.replace(small, language_model=family.language_model, vision=family.vision)
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from sinkprune.budgets import Budget
 from sinkprune.bundle import (
     Checkpoint,
-    FileSpec,
     GraphSpec,
     LanguageModel,
     Manifest,
@@ -21,6 +20,8 @@ from sinkprune.bundle import (
     TensorSpec,
     Tokens,
 )
+from sinkprune.engines_manifest import EnginesManifest, EngineSpec
+from sinkprune.manifest_file import FileSpec
 from sinkprune.schema import SchemaError, from_json, to_json
 
 
@@ -89,7 +90,10 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=15,
 )
-KINDS = (Tree, Manifest, Budget, Plan, LanguageModel, GraphSpec, TensorSpec, FileSpec, Tokens, Checkpoint)
+KINDS = (
+    *(Tree, Manifest, Budget, Plan, LanguageModel, GraphSpec, TensorSpec, FileSpec, Tokens, Checkpoint),
+    *(EnginesManifest, EngineSpec),
+)
 
 
 def test_a_value_survives_the_way_to_json_text_and_back() -> None:

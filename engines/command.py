@@ -1,0 +1,121 @@
+"""`sinkprune-build`: a bundle in, engines out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinkprune.command import run_command
+
+if TYPE_CHECKING:
+    from sinkprune.engines_manifest import EnginesManifest
+
+_EXAMPLES = """\
+examples:
+  sinkprune-build llava-7b -o engines --target tensorrt                     # on the machine that will run them
+  sinkprune-build llava-7b -o engines --target tensorrt-rtx --sm 86,89,120  # anywhere, without a GPU
+  sinkprune-build llava-7b -o engines --target tensorrt --max-prompt 128 --max-new-tokens 64
+  sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
+
+TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be exported with --dialect trt10.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_build, arguments)
+
+
+def _build(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
+    from sinkprune.bundle import read_bundle, verify
+    from sinkprune.engines.build import build_engines
+    from sinkprune.engines.limits import resolve_limits
+    from sinkprune.engines.progress import TerminalProgress
+    from sinkprune.engines.targets import new_builder
+    from sinkprune.engines_manifest import ENGINES
+    from sinkprune.folders import check_replaceable
+
+    check_replaceable(options.output, ENGINES, force=options.force)
+    bundle = read_bundle(options.bundle)
+    limits = resolve_limits(
+        bundle.manifest,
+        prompt_tokens=options.max_prompt,
+        new_tokens=options.max_new_tokens,
+        images=options.max_images,
+    )
+    timing_cache = options.output.with_name(f"{options.output.name}.timing-cache")
+    builder = new_builder(options.target, options.sm, timing_cache)
+    builder.check_bundle(bundle)
+    with TerminalProgress() as progress:
+        verify(bundle)
+        manifest = build_engines(bundle, options.output, builder, limits, force=options.force, progress=progress)
+    summary = _summary(options.output, manifest)
+    sys.stdout.write(json.dumps(summary) + "\n" if options.json else _text(options.output, manifest))
+
+
+def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
+    return {
+        "engines": str(output),
+        "bytes": sum(spec.size for spec in manifest.files.values()),
+        "target": manifest.target,
+        "library_version": manifest.library_version,
+        "compute_capabilities": list(manifest.compute_capabilities),
+        "limits": vars(manifest.limits),
+        "build_seconds": {graph: engine.build_seconds for graph, engine in manifest.engines.items()},
+        "nodes": {graph: engine.nodes for graph, engine in manifest.engines.items() if engine.nodes},
+    }
+
+
+def _text(output: Path, manifest: EnginesManifest) -> str:
+    """Two lines: what was built, and what became of the nodes a plugin may stand in for."""
+    size = sum(spec.size for spec in manifest.files.values()) / 1e6
+    gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
+    limits = manifest.limits
+    nodes = Counter(realised for engine in manifest.engines.values() for realised in engine.nodes.values())
+    realised = ", ".join(f"{count} as {realised}" for realised, count in nodes.items()) or "none"
+    library = f"{manifest.target} {manifest.library_version}"
+    return (
+        f"{output}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
+        f"prompts of {limits.prompt_tokens} tokens, answers of {limits.new_tokens}\n"
+        f"sanitizer nodes: {realised}\n"
+    )
+
+
+def _compute_capabilities(text: str) -> tuple[int, ...]:
+    found = tuple(part.strip().removeprefix("sm_") for part in text.split(",") if part.strip())
+    if not found or not all(part.isdecimal() for part in found):
+        raise argparse.ArgumentTypeError(f"'{text}' names no GPUs; expected numbers, as in 86,89,120")
+    return tuple(sorted({int(part) for part in found}))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinkprune-build",
+        description="Compile the graphs of a bundle into engines for one library and one kind of GPU.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
+    add("-o", "--output", type=Path, required=True, metavar="ENGINES", help="the folder to write")
+    add(
+        "--target", required=True, help="onnxruntime, tensorrt or tensorrt-rtx: the library that will run the engines"
+    )
+    add(
+        "--sm",
+        type=_compute_capabilities,
+        help="tensorrt-rtx: compute capabilities to compile for, as in 86,89,120 (default: this machine's GPU)",
+    )
+    add("--max-prompt", type=int, metavar="N", help="text tokens of a prompt (default: 512, or what the model takes)")
+    add("--max-new-tokens", type=int, metavar="N", help="tokens of an answer (default: 512, or what the model takes)")
+    add("--max-images", type=int, metavar="N", help="images of a prompt (default: 1)")
+    add("--force", action="store_true", help="replace existing engines")
+    add("--json", action="store_true", help="print the summary as JSON")
+    return parser

@@ -1,0 +1,113 @@
+"""The compiled kernels that are shipped: cubins and PTX by kernel, type of the tokens and GPU. Needs no Triton.
+
+`compile.py` writes them: one archive `kernels.zip` with `index.json`, a cubin and a PTX for each entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from io import BytesIO
+from typing import Any
+
+from sinkprune.errors import BackendError
+
+ARCHIVE = "kernels.zip"
+INDEX = "index.json"
+
+KERNELS = {
+    "TopRho": ("top_rho",),
+    "DiversitySelect": (
+        "diversity_phase",
+        "diversity_phase_unaligned",
+        "diversity_select",
+        "diversity_select_unaligned",
+    ),
+}
+"""The kernels of each plugin."""
+
+
+@dataclass(frozen=True)
+class Binary:
+    """The machine code of one kernel."""
+
+    image: bytes
+    """A cubin, or PTX that ends in a zero byte, as cuModuleLoadData takes them."""
+    entry: str
+    """The name of the function in the image."""
+    threads: int
+    """A block's threads."""
+    shared_bytes: int
+    """Dynamic shared memory of a block, in bytes; above 48 KiB the function attribute must be raised first."""
+    registers: int
+    """Of a thread, in the cubin."""
+
+
+def binary(kernel: str, dtype: str, sm: int) -> Binary:
+    """The cubin of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87.
+
+    For an sm that no cubin is shipped for it is the PTX of the highest lower one, which the driver compiles.
+    Raises `BackendError` where neither is shipped.
+    """
+    index = _index()
+    shipped = _shipped(index, kernel, dtype)
+    if sm in shipped:
+        return _read(shipped[sm], shipped[sm]["cubin"])
+    portable = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
+    if not portable:
+        raise BackendError(
+            f"the kernel {kernel} for {dtype} tokens is shipped for sm_{', sm_'.join(map(str, sorted(shipped)))}, and "
+            f"this GPU is sm_{sm}, which is older than all of them. Build the engines without plugins."
+        )
+    entry = shipped[max(portable)]
+    image = _read(entry, entry["ptx"])
+    return Binary(image.image + b"\0", image.entry, image.threads, image.shared_bytes, image.registers)
+
+
+def ptx(kernel: str, dtype: str, sm: int) -> Binary:
+    """As `binary`, the PTX for exactly `sm`, without the zero byte: for ahead-of-time plugins.
+
+    Raises `BackendError` where it is not shipped.
+    """
+    shipped = _shipped(_index(), kernel, dtype)
+    if sm not in shipped:
+        raise BackendError(
+            f"the kernel {kernel} for {dtype} tokens is shipped for sm_{', sm_'.join(map(str, sorted(shipped)))}, not "
+            f"for sm_{sm}. Build the engines for one of these, or without plugins."
+        )
+    return _read(shipped[sm], shipped[sm]["ptx"])
+
+
+def sha256(plugin: str) -> str:
+    """The sum of all binaries of `plugin` (`TopRho` or `DiversitySelect`), for `engines.json`."""
+    sums = [entry["sha256"] for entry in _index()["entries"] if entry["kernel"] in KERNELS[plugin]]
+    return hashlib.sha256("".join(sums).encode()).hexdigest()
+
+
+def _shipped(index: dict[str, Any], kernel: str, dtype: str) -> dict[int, dict[str, Any]]:
+    entries = [entry for entry in index["entries"] if (entry["kernel"], entry["dtype"]) == (kernel, dtype)]
+    if not entries:
+        known = sorted({f"{entry['kernel']} for {entry['dtype']}" for entry in index["entries"]})
+        raise BackendError(f"no kernel {kernel} for {dtype} tokens is shipped; there are {', '.join(known)}.")
+    return {entry["sm"]: entry for entry in entries}
+
+
+@cache
+def _archive() -> bytes:
+    return (files("sinkprune.engines.plugins") / ARCHIVE).read_bytes()
+
+
+@cache
+def _index() -> dict[str, Any]:
+    with zipfile.ZipFile(BytesIO(_archive())) as archive:
+        return json.loads(archive.read(INDEX))  # type: ignore[no-any-return]
+
+
+def _read(entry: dict[str, Any], member: str) -> Binary:
+    with zipfile.ZipFile(BytesIO(_archive())) as archive:
+        image = archive.read(member)
+    return Binary(image, entry["entry"], entry["threads"], entry["shared_bytes"], entry["registers"])

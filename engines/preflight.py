@@ -1,0 +1,100 @@
+"""Whether the memory a build needs is there, before it begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from sinkprune.bundle import Bundle, GraphSpec
+from sinkprune.engines_manifest import Range
+from sinkprune.errors import EnginesError
+from sinkprune.runtime.device.system_memory import available_bytes
+
+Profiles = Mapping[str, Mapping[str, Range]]
+
+_ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
+_FIXED_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A memory a build draws on."""
+
+    name: str
+    """As in "12 GB of <name> are needed"."""
+    free: int
+    """Bytes."""
+    copies: float
+    """How many times the weights of one graph are held in it while that graph is built."""
+    activations: bool
+    """Whether graphs are run in it, to time kernels."""
+
+
+def system_memory(copies: float, *, activations: bool) -> tuple[Memory, ...]:
+    """The machine's memory, where the system tells how much is free."""
+    free = available_bytes()
+    return (Memory("memory", free, copies, activations),) if free else ()
+
+
+class OutOfMemoryError(EnginesError):
+    """A build ran out of memory."""
+
+
+def check_memory(bundle: Bundle, profiles: Mapping[str, Profiles], memories: tuple[Memory, ...]) -> None:
+    """Refuse a build whose largest graph needs more than is free; raises `OutOfMemoryError` with both.
+
+    Graphs are built one after the other, so the largest counts. The need is an estimate: see `needed_bytes`.
+    """
+    for graph, shapes in profiles.items():
+        if any(needed_bytes(bundle, graph, shapes, memory) > memory.free for memory in memories):
+            raise OutOfMemoryError(
+                f"not enough memory: {need_and_free(bundle, graph, shapes, memories)}. End other programs, build on "
+                "a machine with more, or lower --max-prompt and --max-images."
+            )
+
+
+def need_and_free(bundle: Bundle, graph: str, profiles: Profiles, memories: tuple[Memory, ...]) -> str:
+    """What building `graph` needs of each memory and what is free of it, in words."""
+    told = [
+        f"about {needed_bytes(bundle, graph, profiles, memory) / 1e9:.1f} GB of {memory.name}, of which "
+        f"{memory.free / 1e9:.1f} GB are free"
+        for memory in memories
+    ]
+    return f"building '{graph}' needs {', and '.join(told)}"
+
+
+def needed_bytes(bundle: Bundle, graph: str, profiles: Profiles, memory: Memory) -> int:
+    """About what building `graph` takes: its weights a few times, its activations, and a fixed part."""
+    weights = weight_bytes(bundle, graph)
+    activations = _activation_bytes(bundle, graph, profiles) if memory.activations else 0
+    return int(memory.copies * weights) + activations + _FIXED_BYTES
+
+
+def weight_bytes(bundle: Bundle, graph: str) -> int:
+    """The weights of a graph; plans have none."""
+    spec = bundle.manifest.files.get(f"graphs/weights/{graph}.bin")
+    return spec.size if spec else 0
+
+
+def _activation_bytes(bundle: Bundle, graph: str, profiles: Profiles) -> int:
+    """Inputs and outputs at their largest, and for decoder segments one layer's states at full length.
+
+    Fused attention keeps no [S,T] matrix, and layers reuse each other's memory.
+    """
+    spec, lm = bundle.manifest.graphs[graph], bundle.manifest.language_model
+    largest = 0
+    for ranges in profiles.values():
+        inputs = sum(_item_bytes(spec, name) * prod(shape.max) for name, shape in ranges.items())
+        # What goes in comes out again, longer by what is new.
+        needed = 2 * inputs
+        if graph.startswith("decoder_"):
+            rows = ranges["hidden"].max[1]
+            states = 4 * lm.hidden_size + 3 * lm.intermediate_size + 3 * lm.num_heads * lm.head_dim
+            needed += rows * states * _item_bytes(spec, "hidden")
+        largest = max(largest, needed)
+    return largest
+
+
+def _item_bytes(spec: GraphSpec, name: str) -> int:
+    return next(_ITEM_BYTES[tensor.dtype] for tensor in spec.inputs if tensor.name == name)

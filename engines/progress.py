@@ -1,0 +1,138 @@
+"""What a build shows while it works, and how Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class BuildProgress(Protocol):
+    """Is told of graphs, and of the phases within one, which nest. Calls may come from any thread."""
+
+    def graph(self, name: str, number: int, total: int) -> None:
+        """The graph `name` is being built, after `number` of `total` others."""
+        ...
+
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None: ...
+
+    def step_complete(self, name: str, step: int) -> None:
+        """The step `step`, counted from 0, of the phase `name` is done."""
+        ...
+
+    def phase_finish(self, name: str) -> None: ...
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def graph(self, name: str, number: int, total: int) -> None:
+        """Nothing."""
+
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """Nothing."""
+
+    def step_complete(self, name: str, step: int) -> None:
+        """Nothing."""
+
+    def phase_finish(self, name: str) -> None:
+        """Nothing."""
+
+
+class TerminalProgress:
+    """Lines on stderr: the graphs, and below them the phases that are running. Silent where it is no terminal."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._graphs = self._progress.add_task("reading", total=None)
+        self._phases: dict[str, TaskID] = {}
+        self._depths: dict[str, int] = {}
+
+    def __enter__(self) -> TerminalProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def graph(self, name: str, number: int, total: int) -> None:
+        """A bar of all graphs."""
+        self._progress.update(self._graphs, description=name, completed=number, total=total)
+
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """A bar for the phase, indented below its parent's."""
+        self._depths[name] = self._depths.get(parent or "", 0) + 1
+        self._phases[name] = self._progress.add_task("  " * self._depths[name] + name, total=steps)
+
+    def step_complete(self, name: str, step: int) -> None:
+        """Advance the phase's bar."""
+        if name in self._phases:
+            self._progress.update(self._phases[name], completed=step + 1)
+
+    def phase_finish(self, name: str) -> None:
+        """Take the phase's bar away."""
+        if name in self._phases:
+            self._progress.remove_task(self._phases.pop(name))
+
+
+def new_monitor(trt: Any, progress: BuildProgress, interrupted: threading.Event) -> Any:
+    """An `IProgressMonitor` of the library `trt` that tells `progress`, and ends the build once `interrupted` is set.
+
+    The builder must not outlive it.
+    """
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            progress.phase_start(phase_name, parent_phase, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            progress.step_complete(phase_name, step)
+            return not interrupted.is_set()
+
+        def phase_finish(self, phase_name: str) -> None:
+            progress.phase_finish(phase_name)
+
+    return Monitor()
+
+
+@contextmanager
+def interrupts_noted() -> Iterator[threading.Event]:
+    """Ctrl-C and SIGTERM set the event while the block runs; behind it they are `KeyboardInterrupt`.
+
+    An exception must not be raised in a callback: it would have to cross the builder's C++ frames.
+    """
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    previous = {
+        number: signal.signal(number, lambda number, frame: interrupted.set())
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield interrupted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if interrupted.is_set():
+            raise KeyboardInterrupt

@@ -1,0 +1,80 @@
+"""Models as ONNX Runtime's CPU provider optimises them when it loads one: done once, and ahead.
+
+They hold operators and memory layouts chosen for this machine's processor, load in this version of onnxruntime, and
+are not for another provider.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+from sinkprune.bundle import Bundle
+from sinkprune.engines.custom_nodes import custom_nodes
+from sinkprune.engines.preflight import Memory, system_memory
+from sinkprune.engines.progress import BuildProgress
+from sinkprune.engines.targets import Built, Job
+from sinkprune.engines_manifest import Target
+from sinkprune.errors import BackendError, EnginesError
+
+_PROVIDER = "CPUExecutionProvider"
+# Smaller tensors stay in the model's own file.
+_EXTERNAL_BYTES = "1024"
+_COPIES = 2.5
+
+
+class OnnxRuntimeBuilder:
+    """ONNX Runtime on the CPU."""
+
+    target: Target = "onnxruntime"
+    compute_capabilities: tuple[int, ...] = ()
+    suffix = ".onnx"
+
+    def __init__(self) -> None:
+        """Raises `BackendError` if onnxruntime is missing."""
+        self._ort = ort = _import_onnxruntime()
+        self.library_version: str = ort.__version__
+        self.plugins: dict[str, str] = {}
+        self.flags = {
+            "provider": _PROVIDER,
+            "graph_optimization_level": "ORT_ENABLE_ALL",
+            "machine": platform.machine(),
+        }
+
+    def check_bundle(self, bundle: Bundle) -> None:
+        """ONNX Runtime takes every bundle."""
+
+    def memories(self) -> tuple[Memory, ...]:
+        """The machine's memory."""
+        return system_memory(_COPIES, activations=False)
+
+    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+        """Write the optimised model of one graph, its weights beside it; raises `EnginesError`."""
+        options = self._ort.SessionOptions()
+        options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+        options.optimized_model_filepath = str(output)
+        options.log_severity_level = 3
+        # The name stands in the model, and is looked up beside it.
+        entry = "session.optimized_model_external_initializers"
+        options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")
+        options.add_session_config_entry(f"{entry}_min_size_in_bytes", _EXTERNAL_BYTES)
+        try:
+            self._ort.InferenceSession(job.model, options, providers=[_PROVIDER])
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            raise EnginesError(f"onnxruntime cannot optimise graph '{job.graph}': {error}") from error
+        # It inlines every function.
+        nodes = dict.fromkeys(custom_nodes(job.model), "function")
+        return Built(profiles={}, nodes=nodes, device_memory=None)  # type: ignore[arg-type]
+
+
+def _import_onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(
+            "target 'onnxruntime' needs onnxruntime, which is not installed. Install it with: pip install "
+            "'sinkprune[cpu]'"
+        ) from error
+    return onnxruntime

@@ -1,0 +1,145 @@
+"""Plans by TensorRT or TensorRT-RTX: parse, compare with the contract, give profiles, compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sinkprune.bundle import Bundle, TensorSpec
+from sinkprune.engines.custom_nodes import custom_nodes
+from sinkprune.engines.preflight import Memory, OutOfMemoryError
+from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
+from sinkprune.engines.targets import Built, Job
+from sinkprune.engines.targets.tensorrt_libraries import Library
+from sinkprune.errors import EnginesError
+from sinkprune.runtime.tensorrt_library import new_error_log
+
+
+class TensorRTBuilder:
+    """Both libraries; where they differ, `library` knows."""
+
+    suffix = ".plan"
+
+    def __init__(self, library: Library) -> None:
+        self._library, self._trt = library, library.trt
+        self.target = library.target
+        self.library_version: str = library.trt.__version__
+        self.compute_capabilities = library.compute_capabilities
+        self.flags = library.flags
+        self.plugins: dict[str, str] = {}
+
+    def check_bundle(self, bundle: Bundle) -> None:
+        """Refuse a bundle this library cannot build; raises `EnginesError`."""
+        self._library.check_bundle(bundle)
+
+    def memories(self) -> tuple[Memory, ...]:
+        """What a build draws on."""
+        return self._library.memories()
+
+    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+        """Write the plan of one graph; raises `EnginesError`."""
+        log = new_error_log(self._trt)
+        builder = self._trt.Builder(log)
+        network = builder.create_network(self._library.network_flags())
+        self._parse(job, network, log)
+        self._check_interface(job, network)
+        config = builder.create_builder_config()
+        self._library.configure(config)
+        self._add_profiles(job, builder, config, log)
+        with interrupts_noted() as interrupted:
+            # Kept in a name: the builder holds no reference of its own.
+            monitor = new_monitor(self._trt, progress, interrupted)
+            config.progress_monitor = monitor
+            plan = self._compile(job, builder, network, config, log)
+        self._library.built(config)
+        output.write_bytes(memoryview(plan))
+        nodes = dict.fromkeys(custom_nodes(job.model), "function")
+        return Built(job.profiles, nodes, self._library.device_memory(plan, log))  # type: ignore[arg-type]
+
+    def _parse(self, job: Job, network: Any, log: Any) -> None:
+        parser = self._trt.OnnxParser(network, log)
+        if parser.parse_from_file(str(job.model)):
+            return
+        errors = [parser.get_error(number) for number in range(parser.num_errors)]
+        told = "; ".join(f"node '{error.node_name()}' ({error.node_operator()}): {error.desc()}" for error in errors)
+        raise EnginesError(
+            f"{self.target} {self.library_version} does not parse graph '{job.graph}': {told or _words(log)}. "
+            "Export the bundle in another --dialect, or use another version of the library."
+        )
+
+    def _check_interface(self, job: Job, network: Any) -> None:
+        """The network takes and gives what the contract says, and reads all it takes; raises `EnginesError`.
+
+        What no layer reads TensorRT would take in silence, and the result would not depend on it.
+        """
+        inputs = [network.get_input(number) for number in range(network.num_inputs)]
+        outputs = [network.get_output(number) for number in range(network.num_outputs)]
+        for role, found, expected in (("input", inputs, job.spec.inputs), ("output", outputs, job.spec.outputs)):
+            names, wanted = [tensor.name for tensor in found], [tensor.name for tensor in expected]
+            if sorted(names) != sorted(wanted):
+                raise EnginesError(
+                    f"graph '{job.graph}': {self.target} sees the {role}s {', '.join(names)}, the bundle says "
+                    f"{', '.join(wanted)}. Export the bundle again."
+                )
+            by_name = {tensor.name: tensor for tensor in found}
+            for spec in expected:
+                self._check_tensor(job.graph, role, by_name[spec.name], spec)
+        read = set(_read_by_layers(network))
+        unread = [tensor.name for tensor in inputs if tensor.name not in read]
+        if unread:
+            raise EnginesError(
+                f"graph '{job.graph}': no layer reads the input '{unread[0]}', so the engine would ignore it. "
+                "Export the bundle again; if that does not help, it is an error of sinkprune-export."
+            )
+
+    def _check_tensor(self, graph: str, role: str, found: Any, expected: TensorSpec) -> None:
+        trt = self._trt
+        dtypes = {trt.float32: "float32", trt.float16: "float16", trt.int64: "int64", trt.bool: "bool"}
+        shape = [None if size < 0 else size for size in found.shape]
+        fits = len(shape) == len(expected.shape) and all(
+            size is None or isinstance(wanted, str) or size == wanted
+            for size, wanted in zip(shape, expected.shape, strict=True)
+        )
+        if dtypes.get(found.dtype) != expected.dtype or not fits:
+            raise EnginesError(
+                f"graph '{graph}': for {self.target} its {role} '{found.name}' is {found.dtype} "
+                f"{tuple(found.shape)}, the bundle says {expected.dtype} {list(expected.shape)}. Export it again."
+            )
+
+    def _add_profiles(self, job: Job, builder: Any, config: Any, log: Any) -> None:
+        for name, ranges in job.profiles.items():
+            profile = builder.create_optimization_profile()
+            for tensor, shapes in ranges.items():
+                profile.set_shape(tensor, shapes.min, shapes.opt, shapes.max)
+            if config.add_optimization_profile(profile) < 0:
+                raise EnginesError(f"graph '{job.graph}': {self.target} refuses the profile '{name}': {_words(log)}.")
+
+    def _compile(self, job: Job, builder: Any, network: Any, config: Any, log: Any) -> Any:
+        failed = f"{self.target} {self.library_version} cannot build graph '{job.graph}'"
+        try:
+            plan = builder.build_serialized_network(network, config)
+        except MemoryError as error:
+            raise OutOfMemoryError(f"{failed}: it ran out of memory") from error
+        if plan is None:
+            words = _words(log)
+            kind = OutOfMemoryError if "memory" in words.lower() else EnginesError
+            raise kind(f"{failed}: {words}.")
+        return plan
+
+
+def _read_by_layers(network: Any) -> Iterator[str]:
+    """The names of all tensors that some layer reads."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        for place in range(layer.num_inputs):
+            tensor = layer.get_input(place)
+            if tensor is not None:
+                yield tensor.name
+
+
+def _words(log: Any) -> str:
+    """What TensorRT said, in one line."""
+    # Without a GPU each of its errors is followed by one about that.
+    told = [message for message in log.errors if "catchCudaError" not in message]
+    return " ".join(" ".join(told or log.errors).split()).removesuffix(".") or "it gave no reason"

@@ -1,0 +1,193 @@
+"""Where TensorRT and TensorRT-RTX differ, as seen by the builder that serves both.
+
+The part for full TensorRT follows its documented Python API and has never been run: that library is not to be had
+where this is developed. TensorRT-RTX shares its front end and is run by the tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from sinkprune.bundle import Bundle, Manifest
+from sinkprune.engines.preflight import Memory, system_memory
+from sinkprune.engines_manifest import Target
+from sinkprune.errors import BackendError, EnginesError, UsageError
+from sinkprune.files import write_whole
+from sinkprune.runtime.device import open_device
+from sinkprune.runtime.tensorrt_library import import_tensorrt
+
+# Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the plan among them.
+_HOST_COPIES = 2.5
+# The first version whose parser takes RMSNormalization and RotaryEmbedding.
+_FIRST_WITH_ONNX24 = (10, 15)
+# Orin and Thor, whose GPU uses the machine's memory.
+_BOARDS = (87, 110)
+
+
+class Library(Protocol):
+    """One of the two libraries, and the GPUs it builds for."""
+
+    target: Target
+    trt: Any
+    compute_capabilities: tuple[int, ...]
+    flags: dict[str, str]
+
+    def check_bundle(self, bundle: Bundle) -> None:
+        """Refuse a bundle this library cannot build; raises `EnginesError`."""
+        ...
+
+    def memories(self) -> tuple[Memory, ...]:
+        """What a build draws on."""
+        ...
+
+    def network_flags(self) -> int:
+        """For `create_network`: strongly typed."""
+        ...
+
+    def configure(self, config: Any) -> None:
+        """Set what is not alike."""
+        ...
+
+    def built(self, config: Any) -> None:
+        """Keep what a build left in its configuration."""
+        ...
+
+    def device_memory(self, plan: Any, log: Any) -> int | None:
+        """Bytes of activations of the engine in `plan`; None where there is no GPU to ask."""
+        ...
+
+
+class TensorRT:
+    """Full TensorRT, which times kernels on the GPU of this machine and builds for it alone. Never run."""
+
+    target: Target = "tensorrt"
+
+    def __init__(self, timing_cache: Path) -> None:
+        """Raises `BackendError` if the library, a driver or a GPU is missing."""
+        self.trt = import_tensorrt("tensorrt")
+        self._device = open_device()
+        self._timing_cache = timing_cache
+        self.compute_capabilities: tuple[int, ...] = (self._device.compute_capability,)
+        self.flags = {"strongly_typed": "true", "timing_cache": timing_cache.name, "gpu": self._device.name}
+
+    def check_bundle(self, bundle: Bundle) -> None:
+        """Attention in fp32 does not build, and the operators of dialect onnx24 need 10.15."""
+        _refuse_fp32_attention(bundle, self.target)
+        manifest = bundle.manifest
+        if manifest.dialect == "onnx24" and _version(self.trt) < _FIRST_WITH_ONNX24:
+            raise EnginesError(
+                f"bundle '{bundle.path}' is of dialect onnx24, which needs TensorRT 10.15 or later; "
+                f"{self.trt.__version__} is installed here. {_export_again(manifest, 'fp16', 'trt10')}"
+            )
+
+    def memories(self) -> tuple[Memory, ...]:
+        """The machine's memory and the GPU's; on a board they are one."""
+        if self._device.compute_capability in _BOARDS:
+            # Twice the weights more, as on a GPU of its own.
+            return system_memory(_HOST_COPIES + 2, activations=True)
+        free, _ = self._device.memory()
+        return (
+            *system_memory(_HOST_COPIES, activations=False),
+            # The weights once, and once more in the layout that is tried.
+            Memory(f"memory of {self._device.name}", free, copies=2, activations=True),
+        )
+
+    def network_flags(self) -> int:
+        """Strongly typed on request before TensorRT 11, and always from there on."""
+        flags = self.trt.NetworkDefinitionCreationFlag
+        return 1 << int(flags.STRONGLY_TYPED) if _version(self.trt) < (11, 0) else 0
+
+    def configure(self, config: Any) -> None:
+        """Take the timing cache, if it is of this version and GPU."""
+        cached = self._timing_cache.read_bytes() if self._timing_cache.is_file() else b""
+        if not config.set_timing_cache(config.create_timing_cache(cached), ignore_mismatch=False):
+            config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
+
+    def built(self, config: Any) -> None:
+        """Write the timing cache."""
+        write_whole(self._timing_cache, bytes(memoryview(config.get_timing_cache().serialize())))
+
+    def device_memory(self, plan: Any, log: Any) -> int | None:
+        """By loading the engine, which also shows that it loads; raises `EnginesError`."""
+        engine = self.trt.Runtime(log).deserialize_cuda_engine(plan)
+        if engine is None:
+            raise EnginesError(f"tensorrt cannot load what it just built: {' '.join(log.errors)}")
+        return int(engine.device_memory_size_v2)
+
+
+class TensorRTRTX:
+    """TensorRT-RTX, which compiles ahead of time for GPUs that need not be here, and knows no timing cache."""
+
+    target: Target = "tensorrt-rtx"
+
+    def __init__(self, compute_capabilities: tuple[int, ...] | None) -> None:
+        """For these, e.g. 86, or for the GPU of this machine; raises `BackendError` and `UsageError`."""
+        self.trt = import_tensorrt("tensorrt-rtx")
+        known = self.trt.ComputeCapability.__members__
+        self._members = {int(name[2:]): member for name, member in known.items() if name.startswith("SM")}
+        self.compute_capabilities = _this_gpu() if compute_capabilities is None else compute_capabilities
+        for capability in self.compute_capabilities:
+            if capability not in self._members:
+                raise UsageError(
+                    f"tensorrt-rtx {self.trt.__version__} does not build for sm_{capability}; it does for: "
+                    f"{', '.join(map(str, self._members))}. For other GPUs use --target tensorrt on the machine."
+                )
+        self.flags = {"strongly_typed": "true"}
+
+    def check_bundle(self, bundle: Bundle) -> None:
+        """Attention in fp32 does not build."""
+        _refuse_fp32_attention(bundle, self.target)
+
+    def memories(self) -> tuple[Memory, ...]:
+        """The machine's memory; no GPU takes part."""
+        return system_memory(_HOST_COPIES, activations=False)
+
+    def network_flags(self) -> int:
+        """Networks are always strongly typed."""
+        return 0
+
+    def configure(self, config: Any) -> None:
+        """Name the GPUs."""
+        config.num_compute_capabilities = len(self.compute_capabilities)
+        for number, capability in enumerate(self.compute_capabilities):
+            config.set_compute_capability(self._members[capability], number)
+
+    def built(self, config: Any) -> None:
+        """Nothing is left to keep."""
+
+    def device_memory(self, plan: Any, log: Any) -> int | None:
+        """Unknown: the engine is compiled to the end where it is loaded."""
+        return None
+
+
+def _refuse_fp32_attention(bundle: Bundle, target: str) -> None:
+    manifest = bundle.manifest
+    if manifest.precision == "fp32" and manifest.dialect == "onnx24":
+        raise EnginesError(
+            f"bundle '{bundle.path}' is fp32, and {target} compiles ONNX's Attention in fp16 only. "
+            f"{_export_again(manifest, 'fp16', 'onnx24')}"
+        )
+
+
+def _export_again(manifest: Manifest, precision: str, dialect: str) -> str:
+    checkpoint = manifest.checkpoint
+    random = " --random-weights" if checkpoint.random_weights else ""
+    return (
+        f"Export it again: sinkprune-export {checkpoint.source} -o BUNDLE --precision {precision} --dialect {dialect}"
+        f"{random}"
+    )
+
+
+def _this_gpu() -> tuple[int, ...]:
+    try:
+        return (open_device().compute_capability,)
+    except BackendError as error:
+        raise BackendError(
+            f"no GPU was named and none found here: {error} To build for other machines, name their GPUs, as in: "
+            "--sm 86,89,120"
+        ) from error
+
+
+def _version(trt: Any) -> tuple[int, ...]:
+    return tuple(int(part) for part in trt.__version__.split(".")[:2])

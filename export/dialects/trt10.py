@@ -1,0 +1,78 @@
+"""Dialect `trt10`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `onnx24`.
+
+The parser of 10.3 is built with ONNX 1.16, so that IR version 10 is the last it knows. What it takes is in
+`sinkprune.engines.trt10_checker`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+OPSET = 20
+IR_VERSION = 10
+
+_FLOAT = ir.DataType.FLOAT
+# What is added to the score of a key that is not seen: half of fp16's lowest number, so that the sum is finite. Of
+# -inf a fused kernel could make NaN where it meets a block of hidden keys first.
+_HIDDEN = -32752.0
+
+
+def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
+    """x / rms(x) * weight over the last axis, in fp32 up to the product with `weight`."""
+    wide = op.Cast(x, to=_FLOAT)
+    mean_square = op.ReduceMean(op.Mul(wide, wide), [-1], keepdims=1)
+    normed = op.Div(wide, op.Sqrt(op.Add(mean_square, epsilon)))
+    return op.Mul(op.CastLike(normed, x), weight)
+
+
+def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
+    """Rotary position embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
+    cos, sin = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
+    first, second = op.Split(x, axis=-1, num_outputs=2, _outputs=2)
+    turned_first = op.Sub(op.Mul(first, cos), op.Mul(second, sin))
+    turned_second = op.Add(op.Mul(second, cos), op.Mul(first, sin))
+    return op.Concat(turned_first, turned_second, axis=-1)
+
+
+def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None) -> ir.Value:
+    """softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True where a key is seen.
+
+    Shaped as TensorRT's fusion of attention wants it: the query is scaled before the first product, the mask is
+    added, and between the two products stands nothing else but the softmax, all in the type of the states ("Fused
+    Attention" and "MHA fusion" in NVIDIA's TensorRT documentation; heads of 16 to 256 in steps of 8). Its kernel
+    never writes the scores out.
+    """
+    heads, kv_heads, head_dim = _size(query, 1), _size(key, 1), _size(query, 3)
+    if kv_heads != heads:
+        key, value = (_repeated(op, x, heads, kv_heads, head_dim) for x in (key, value))
+    scores = op.MatMul(op.Mul(query, head_dim**-0.5), op.Transpose(key, perm=[0, 1, 3, 2]))
+    if mask is not None:
+        scores = op.Add(scores, op.CastLike(op.Where(mask, 0.0, _HIDDEN), query))
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+def running_sum(op: Any, x: ir.Value) -> ir.Value:
+    """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24.
+
+    Not CumSum: 10.3 takes it in floats only, and its parser makes a loop of it that adds one element a turn.
+    """
+    place = op.Range(0, op.Squeeze(op.Shape(x)), 1)
+    counted = op.LessOrEqual(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
+    addends = op.Where(counted, op.Unsqueeze(op.Cast(x, to=_FLOAT), [0]), 0.0)
+    return op.Cast(op.ReduceSum(addends, [1], keepdims=0), to=ir.DataType.INT64)
+
+
+def _repeated(op: Any, x: ir.Value, heads: int, kv_heads: int, head_dim: int) -> ir.Value:
+    """[B,H,T,h] of [B,Hkv,T,h]: each head for all queries of its group."""
+    groups = op.Expand(op.Unsqueeze(x, [2]), [1, 1, heads // kv_heads, 1, 1])
+    return op.Reshape(groups, [0, heads, -1, head_dim])
+
+
+def _size(value: ir.Value, axis: int) -> int:
+    """A dimension of `value` that is known when the graph is written."""
+    size = value.shape[axis] if value.shape is not None else None
+    if not isinstance(size, int):
+        raise ValueError(f"dimension {axis} of '{value.name}' is {size}, expected a known one")
+    return size

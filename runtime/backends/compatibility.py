@@ -1,0 +1,119 @@
+"""Engines against what they are to run with: all of `engines.json` is compared before any engine is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sinkprune.bundle import MANIFEST, Bundle
+from sinkprune.engines_manifest import Engines, Limits, Target, read_engines
+from sinkprune.errors import EnginesError
+from sinkprune.manifest_file import sha256
+
+TARGETS: dict[str, Target] = {
+    "ort-cpu": "onnxruntime",
+    "ort-cuda": "onnxruntime",
+    "tensorrt": "tensorrt",
+    "tensorrt-rtx": "tensorrt-rtx",
+}
+"""What each backend's engines are built for."""
+
+
+@dataclass(frozen=True)
+class BuiltEngines:
+    """Engines and the bundle they were built from.
+
+    Each check raises `EnginesError`, which names both sides and the command that builds engines that fit.
+    """
+
+    engines: Engines
+    bundle: Bundle
+
+    def path(self, graph: str) -> Path:
+        """The engine of a graph."""
+        return self.engines.engine_path(graph)
+
+    @property
+    def limits(self) -> Limits | None:
+        """What a request may be at most; None for onnxruntime, whose models take any shape."""
+        manifest = self.engines.manifest
+        return None if manifest.target == "onnxruntime" else manifest.limits
+
+    def check_bundle(self) -> None:
+        """The engines were built from this bundle, all of it."""
+        manifest, bundle = self.engines.manifest, self.bundle
+        compared = {
+            "checkpoint": (manifest.checkpoint_sha256, bundle.manifest.checkpoint.config_sha256),
+            "bundle": (manifest.bundle_sha256, sha256(bundle.path / MANIFEST)),
+        }
+        for what, (built, found) in compared.items():
+            if built != found:
+                raise EnginesError(
+                    f"{self._were} built from another {what} than '{bundle.path}': sha256 {built}, found {found}. "
+                    f"{self.rebuild}"
+                )
+        missing = [graph for graph in bundle.manifest.graphs if graph not in manifest.engines]
+        if missing:
+            raise EnginesError(f"{self._were} built without the graph '{missing[0]}' of the bundle. {self.rebuild}")
+
+    def check_backend(self, backend: str) -> None:
+        """The engines are for this backend."""
+        built, expected = self.engines.manifest.target, TARGETS[backend]
+        if built != expected:
+            raise EnginesError(
+                f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "
+                f"with: sinkprune-build {self.bundle.path} -o ENGINES --target {expected}"
+            )
+
+    def check_library(self, library: str, version: str) -> None:
+        """The engines were built by this version of the library."""
+        built = self.engines.manifest.library_version
+        if built != version:
+            raise EnginesError(
+                f"{self._were} built by {library} {built}, {version} is installed here, and engines load only in the "
+                f"version that built them. {self.rebuild}"
+            )
+
+    def check_gpu(self, name: str, compute_capability: int) -> None:
+        """The engines hold code for this GPU."""
+        built = self.engines.manifest.compute_capabilities
+        if compute_capability not in built:
+            # Engines for target tensorrt are built on the GPU they are for.
+            sm = f" --sm {compute_capability}" if self.engines.manifest.target == "tensorrt-rtx" else ""
+            raise EnginesError(
+                f"{self._were} built for {', '.join(f'sm_{built_for}' for built_for in built)}, the GPU here is "
+                f"{name}, sm_{compute_capability}. {self.rebuild}{sm}"
+            )
+
+    def check_plugins(self, found: Mapping[str, str]) -> None:
+        """The plugins the engines call are here, with the same kernels; `found` maps their names to sha256."""
+        for name, built in self.engines.manifest.plugins.items():
+            if name not in found:
+                raise EnginesError(
+                    f"{self._were} built with the plugin '{name}', registered here: {', '.join(found) or 'none'}. "
+                    f"Install sinkprune as it was where they were built, or build them again. {self.rebuild}"
+                )
+            if found[name] != built:
+                raise EnginesError(
+                    f"{self._were} built with kernels of sha256 {built} in plugin '{name}', here they are "
+                    f"{found[name]}. {self.rebuild}"
+                )
+
+    @property
+    def rebuild(self) -> str:
+        """The command that builds them again, as a sentence without its full stop."""
+        path, target = self.engines.path, self.engines.manifest.target
+        return f"Build them with: sinkprune-build {self.bundle.path} -o {path} --target {target} --force"
+
+    @property
+    def _were(self) -> str:
+        return f"the engines in '{self.engines.path}' were"
+
+
+def open_engines(path: str | os.PathLike[str], bundle: Bundle) -> BuiltEngines:
+    """The engines at `path`, which must have been built from `bundle`; raises `EnginesError`."""
+    built = BuiltEngines(read_engines(path), bundle)
+    built.check_bundle()
+    return built

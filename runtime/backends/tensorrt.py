@@ -1,0 +1,110 @@
+"""TensorRT and TensorRT-RTX: engines on one CUDA stream, tensors in pooled device memory, decode from CUDA graphs.
+
+Nothing here waits for the device but `numpy`: output shapes follow from input shapes, and stream order keeps memory
+safe. Never run on a GPU yet; tested with fakes of the library and the device.
+"""
+
+from __future__ import annotations
+
+import mmap
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkprune.errors import BackendError, EnginesError
+from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
+from sinkprune.runtime.device import Device, open_device
+from sinkprune.runtime.device.memory_pool import MemoryPool
+from sinkprune.runtime.tensorrt_library import import_tensorrt, new_error_log
+
+PLUGINS = "sinkprune.tensorrt_plugins"
+"""The entry points that register plugins: called with the library, each returns the sha256 of its kernels by name."""
+
+
+def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
+    """The backend `name` on the first GPU; raises `BackendError` and `EnginesError`."""
+    return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
+
+
+class TensorRTBackend:
+    """One of the two libraries on a device, with engines that were found to fit both."""
+
+    threads = 1
+    """The one that enqueues."""
+
+    def __init__(self, name: str, library: Any, device: Device, built: BuiltEngines) -> None:
+        """Compares all of engines.json; raises `EnginesError` and `BackendError`."""
+        built.check_library(name, library.__version__)
+        built.check_gpu(device.name, device.compute_capability)
+        if built.engines.manifest.plugins:
+            built.check_plugins(_register_plugins(library))
+        self._check_memory(built, device)
+        self.name = name
+        self.versions = {name: library.__version__, "gpu": device.name, "cuda_graphs": str(device.has_graphs).lower()}
+        self._device, self._built = device, built
+        self._pool = MemoryPool(device)
+        log = new_error_log(library)
+        self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
+        self._runtime = library.Runtime(log)
+        self._specs = {built.path(graph): (graph, spec) for graph, spec in built.engines.manifest.engines.items()}
+
+    def load(self, path: Path) -> TensorRTEngine:
+        """Load the engine of one graph; raises `BackendError`."""
+        graph, spec = self._specs[path]
+        free, _ = self._device.memory()
+        self._session.errors.clear()
+        # Mapped, not read: a plan of gigabytes must not lie in the host's memory and the device's at once.
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
+            engine = self._runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise BackendError(
+                f"{self.name} cannot load '{path}' of {path.stat().st_size / 1e6:.1f} MB with {free / 1e6:.1f} MB of "
+                f"GPU memory free{self._session.reason()} If the plan is damaged: {self._built.rebuild}"
+            )
+        return TensorRTEngine(graph, engine, spec, self._session)
+
+    def tensor(self, array: np.ndarray[Any, Any]) -> DeviceTensor:
+        """A host array on the device; the copy is enqueued, the array may be reused."""
+        array = np.ascontiguousarray(array)
+        tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
+        self._device.copy_in(tensor.address, array)
+        return tensor
+
+    def numpy(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+        """A tensor on the host, after all work enqueued before is done."""
+        array = np.empty(tensor.shape, tensor.dtype)
+        self._device.copy_out(array, tensor.address)
+        return array
+
+    def mark(self) -> Any:
+        """The moment at which all work enqueued before is done."""
+        return self._device.record_event()
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks; waits for the second."""
+        return self._device.elapsed_ms(start, end)
+
+    @staticmethod
+    def _check_memory(built: BuiltEngines, device: Device) -> None:
+        manifest = built.engines.manifest
+        plans = sum(manifest.files[spec.file].size for spec in manifest.engines.values())
+        activations = max(spec.device_memory or 0 for spec in manifest.engines.values())
+        free, total = device.memory()
+        if plans + activations > free:
+            raise EnginesError(
+                f"the engines in '{built.engines.path}' need {(plans + activations) / 1e9:.2f} GB "
+                f"({plans / 1e9:.2f} of weights and code, {activations / 1e9:.2f} of activations), {device.name} has "
+                f"{free / 1e9:.2f} of {total / 1e9:.2f} GB free. End other programs, build with a smaller "
+                "--max-prompt, or export the checkpoint in a smaller precision."
+            )
+
+
+def _register_plugins(library: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in entry_points(group=PLUGINS):
+        found.update(entry.load()(library))
+    return found

@@ -1,0 +1,221 @@
+"""A CUDA device by cuda-python (`cuda.bindings.driver`): asynchronous copies, CUDA graphs.
+
+Written after the CUDA driver API's documentation; never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from sinkprune.errors import BackendError
+from sinkprune.runtime.device import Address
+from sinkprune.runtime.device.system_memory import available_bytes
+
+# A kernel that wants more shared memory than this must say so first.
+_DEFAULT_SHARED_BYTES = 48 << 10
+
+
+class CudaPythonDevice:
+    """The first CUDA device; its primary context is the one TensorRT uses too. Calls may come from any thread."""
+
+    has_graphs = True
+
+    def __init__(self) -> None:
+        """Raises `BackendError` if there is no driver or no GPU."""
+        self._cuda = cuda = _import_driver()
+        try:
+            (status,) = cuda.cuInit(0)
+        except RuntimeError as error:
+            # The bindings find libcuda at their first call, and say so in an error of their own.
+            raise BackendError(f"no NVIDIA driver is installed here: libcuda is not found. {_NEEDS_GPU}") from error
+        if status != cuda.CUresult.CUDA_SUCCESS:
+            raise BackendError(f"CUDA does not start: {self._reason(status)}. {_NEEDS_GPU}")
+        number = self._checked(cuda.cuDeviceGet(0))
+        self._context = self._checked(cuda.cuDevicePrimaryCtxRetain(number))
+        name = self._do(cuda.cuDeviceGetName, 256, number)
+        self.name = name.split(b"\0")[0].decode()
+        attribute = cuda.CUdevice_attribute
+        major, minor, integrated = (
+            self._do(cuda.cuDeviceGetAttribute, which, number)
+            for which in (
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED,
+            )
+        )
+        self.compute_capability = 10 * major + minor
+        self._integrated = bool(integrated)
+        # TensorRT synchronises more than it must on the default stream, and that one cannot be captured.
+        self._stream = self._do(cuda.cuStreamCreate, cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self.stream = int(self._stream)
+        self._staging: list[_Staging] = []
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes; on a board that shares its memory with the CPU, what the system can make free."""
+        free, total = self._do(self._cuda.cuMemGetInfo)
+        # What was just read from disk counts as used there, though it is only cached.
+        return (max(free, available_bytes()) if self._integrated else free), total
+
+    def allocate(self, size: int) -> Address:
+        """`size` bytes; raises `BackendError` that names need and free."""
+        self._enter()
+        # Not cuMemAllocAsync: Tegra boards may lack memory pools.
+        status, address = self._cuda.cuMemAlloc(size)
+        if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            free, total = self.memory()
+            raise BackendError(
+                f"out of memory on {self.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of "
+                f"{total / 1e6:.1f} MB are free. End other programs, or use a smaller budget or shorter answers."
+            )
+        self._checked((status,))
+        return int(address)
+
+    def free(self, address: Address) -> None:
+        """Give memory back; waits for all work."""
+        self._do(self._cuda.cuMemFree, address)
+
+    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
+        """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
+        if not array.nbytes:
+            return
+        staging = self._free_staging(array.nbytes)
+        ctypes.memmove(staging.address, array.ctypes.data, array.nbytes)
+        self._do(self._cuda.cuMemcpyHtoDAsync, address, staging.address, array.nbytes, self._stream)
+        self._do(self._cuda.cuEventRecord, staging.copied, self._stream)
+
+    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
+        """Fill a C-contiguous host array from the device, after all that was enqueued before."""
+        if array.nbytes:
+            self._do(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until the stream has done all it was given."""
+        self._do(self._cuda.cuStreamSynchronize, self._stream)
+
+    def record_event(self) -> Any:
+        """Enqueue a mark; with a second one, it tells the time that passed on the device."""
+        event = self._do(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
+        self._do(self._cuda.cuEventRecord, event, self._stream)
+        return _Owned(event, self._cuda.cuEventDestroy)
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        """Milliseconds between two recorded events; waits for the second."""
+        self._do(self._cuda.cuEventSynchronize, end.handle)
+        milliseconds: float = self._do(self._cuda.cuEventElapsedTime, start.handle, end.handle)
+        return milliseconds
+
+    def load_kernel(self, image: bytes, name: str) -> Any:
+        """The kernel `name` of a cubin or PTX."""
+        # PTX is text and must end in a zero byte; a cubin does not mind one.
+        module = self._do(self._cuda.cuModuleLoadData, image + b"\0")
+        return self._do(self._cuda.cuModuleGetFunction, module, name.encode())
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        threads: int,
+        shared_bytes: int,
+        arguments: Sequence[np.uint64 | np.int32],
+    ) -> None:
+        """Enqueue a kernel; addresses are uint64, integers int32."""
+        if shared_bytes > _DEFAULT_SHARED_BYTES:
+            most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._do(self._cuda.cuFuncSetAttribute, kernel, most, shared_bytes)
+        values = tuple(int(argument) for argument in arguments)
+        types = tuple(ctypes.c_uint64 if isinstance(value, np.uint64) else ctypes.c_int32 for value in arguments)
+        block = (threads, 1, 1)
+        self._do(self._cuda.cuLaunchKernel, kernel, *grid, *block, shared_bytes, self._stream, (values, types), 0)
+
+    def begin_capture(self) -> None:
+        """From here on what is enqueued is recorded, not run."""
+        # Other threads, TensorRT's own too, may go on as they like.
+        mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._do(self._cuda.cuStreamBeginCapture, self._stream, mode)
+
+    def end_capture(self) -> Any:
+        """The graph recorded since `begin_capture`, instantiated."""
+        graph = self._do(self._cuda.cuStreamEndCapture, self._stream)
+        try:
+            return _Owned(self._do(self._cuda.cuGraphInstantiate, graph, 0), self._cuda.cuGraphExecDestroy)
+        finally:
+            self._do(self._cuda.cuGraphDestroy, graph)
+
+    def replay(self, graph: Any) -> None:
+        """Enqueue a recorded graph."""
+        self._do(self._cuda.cuGraphLaunch, graph.handle, self._stream)
+
+    def _free_staging(self, size: int) -> _Staging:
+        """Pinned host memory of at least `size` bytes whose last copy is done."""
+        for staging in self._staging:
+            if staging.size >= size and self._is_done(staging.copied):
+                return staging
+        size = 1 << (size - 1).bit_length()
+        event = self._do(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        staging = _Staging(int(self._do(self._cuda.cuMemHostAlloc, size, 0)), size, event)
+        self._staging.append(staging)
+        # The smallest that fits is found first.
+        self._staging.sort(key=lambda staging: staging.size)
+        return staging
+
+    def _is_done(self, event: Any) -> bool:
+        self._enter()
+        (status,) = self._cuda.cuEventQuery(event)
+        if status == self._cuda.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        self._checked((status,))
+        return True
+
+    def _enter(self) -> None:
+        """Every thread has a current context of its own."""
+        self._checked(self._cuda.cuCtxSetCurrent(self._context))
+
+    def _do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._enter()
+        return self._checked(function(*arguments))
+
+    def _checked(self, result: tuple[Any, ...]) -> Any:
+        """What a driver function gave behind its status; raises `BackendError`."""
+        status, *values = result
+        if status != self._cuda.CUresult.CUDA_SUCCESS:
+            raise BackendError(f"CUDA refused: {self._reason(status)}. After such an error, start the program again.")
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _reason(self, status: Any) -> str:
+        found, text = self._cuda.cuGetErrorString(status)
+        told = text.decode() if found == self._cuda.CUresult.CUDA_SUCCESS else "unknown error"
+        return f"{told} ({getattr(status, 'name', status)})"
+
+
+class _Staging:
+    """Pinned host memory, and the event behind the last copy from it."""
+
+    def __init__(self, address: Address, size: int, copied: Any) -> None:
+        self.address, self.size, self.copied = address, size, copied
+
+
+class _Owned:
+    """A driver object that is destroyed with the last reference to it."""
+
+    def __init__(self, handle: Any, destroy: Callable[[Any], Any]) -> None:
+        self.handle = handle
+        weakref.finalize(self, destroy, handle).atexit = False
+
+
+_NEEDS_GPU = "The TensorRT backends need an NVIDIA GPU and its driver; without one use --backend ort-cpu."
+
+
+def _import_driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise BackendError(
+            f"cuda-python cannot be imported ({error}). Install it with: pip install cuda-python"
+        ) from error
+    return driver

@@ -1,0 +1,76 @@
+"""Device memory for tensors: blocks that come back when nobody holds them, and are given out in a fixed order.
+
+All work runs on one stream, in order, so a block may be given out again while the work that used it is still to be
+done: what writes into it comes after what reads from it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+
+from sinkprune.errors import BackendError
+from sinkprune.runtime.device import Address, Device
+
+_SMALLEST = 1024
+
+
+class Block:
+    """A piece of device memory; it goes back to its pool with the last reference to this object."""
+
+    __slots__ = ("__weakref__", "address", "size")
+
+    def __init__(self, address: Address, size: int) -> None:
+        self.address, self.size = address, size
+
+
+class MemoryPool:
+    """Blocks by size class. Among the free ones the oldest is given out first.
+
+    So the same requests, starting with the same blocks held, get the same addresses, from the first time on and
+    however the pool grew in between. Captured CUDA graphs, which hold addresses, can be replayed in every frame.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._created = 0
+        self._free: dict[int, list[tuple[int, Address]]] = {}
+
+    def allocate(self, size: int) -> Block:
+        """At least `size` bytes, never at address 0, also for 0 bytes; raises `BackendError` with need and free."""
+        size = size_class(size)
+        free = self._free.setdefault(size, [])
+        if free:
+            number, address = heapq.heappop(free)
+        else:
+            number, address = self._created, self._grow(size)
+            self._created += 1
+        block = Block(address, size)
+        # At exit the driver frees everything.
+        weakref.finalize(block, heapq.heappush, free, (number, address)).atexit = False
+        return block
+
+    def _grow(self, size: int) -> Address:
+        try:
+            return self._device.allocate(size)
+        except BackendError:
+            if not self._trim():
+                raise
+        return self._device.allocate(size)
+
+    def _trim(self) -> bool:
+        """Give the free blocks of all sizes back to the device; False if there was none."""
+        addresses = [address for free in self._free.values() for _, address in free]
+        # What was enqueued may still use them.
+        self._device.synchronize()
+        for address in addresses:
+            self._device.free(address)
+        for free in self._free.values():
+            free.clear()
+        return bool(addresses)
+
+
+def size_class(size: int) -> int:
+    """The power of two, or three quarters of one, that holds `size` bytes."""
+    power = 1 << (max(size, _SMALLEST) - 1).bit_length()
+    return power * 3 // 4 if _SMALLEST < size <= power * 3 // 4 else power

@@ -1,0 +1,39 @@
+"""TensorRT and TensorRT-RTX as Python libraries: how they are imported, and how their errors are kept."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from sinkprune.errors import BackendError
+
+_INSTALL = {
+    "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "
+    "elsewhere: pip install tensorrt",
+    "tensorrt-rtx": "Install it with: pip install tensorrt-rtx",
+}
+
+
+def import_tensorrt(name: str) -> Any:
+    """The library `tensorrt` or `tensorrt-rtx`; raises `BackendError`."""
+    try:
+        return import_module(name.replace("-", "_"))
+    except ImportError as error:
+        raise BackendError(
+            f"'{name}' needs the library {name}, which cannot be imported. {_INSTALL[name]}"
+        ) from error
+
+
+def new_error_log(trt: Any) -> Any:
+    """A logger of the library `trt` that keeps what it says of severity error or worse, in `errors`."""
+
+    class ErrorLog(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.ERROR:
+                self.errors.append(message)
+
+    return ErrorLog()

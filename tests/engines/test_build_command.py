@@ -1,0 +1,246 @@
+"""`sinkprune-build`: what it leaves behind, what it says, and what it refuses with nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import assert_refused, run
+from heads_of_64 import export_random
+from PIL import Image
+
+from sinkprune.bundle import read_bundle, write_manifest
+from sinkprune.engines import preflight
+from sinkprune.engines.build import build_engines
+from sinkprune.engines.progress import TerminalProgress
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.engines_manifest import Engines, Limits, read_engines, verify_engines
+from sinkprune.errors import EnginesError
+from sinkprune.manifest_file import file_specs, sha256
+from sinkprune.runtime import Pipeline
+
+Bundles = Callable[..., Path]
+
+needs_rtx = pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
+
+
+def build(source: object, output: Path, *options: object) -> Any:
+    """Run the command; whatever it does, nothing half-written may stay."""
+    outcome = run("sinkprune-build", source, "-o", output, *options)
+    left = sorted(path.name for path in output.parent.iterdir() if output.name in path.name)
+    assert left == ([output.name] if outcome.code == 0 else []), "something half-written was left"
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def optimised(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engines]:
+    """A small bundle's models for onnxruntime, moved after they were built."""
+    made: dict[str, Engines] = {}
+
+    def get(precision: str) -> Engines:
+        if precision not in made:
+            folder = tmp_path_factory.mktemp("optimised")
+            outcome = build(bundle("gqa-112", precision), folder / "built", "--target", "onnxruntime")
+            assert outcome.code == 0, outcome.stderr
+            made[precision] = read_engines(shutil.move(folder / "built", folder / "moved"))
+        return made[precision]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def rtx_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that tensorrt-rtx builds."""
+    return export_random(tmp_path_factory.mktemp("rtx"), budgets=("retain-64",), precision="fp16").path
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_optimised_models_answer_as_the_bundle_does(
+    precision: str, bundle: Bundles, optimised: Callable[[str], Engines], photo: Image.Image
+) -> None:
+    path, engines = bundle("gqa-112", precision), optimised(precision)
+    verify_engines(engines)
+    plain, built = Pipeline.load(path), Pipeline.load(path, engines=engines.path)
+    for budget in ("none", "retain-64", "retain-32"):
+        answers = [each.generate(photo, "What is this?", budget=budget, max_new_tokens=6) for each in (plain, built)]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
+        assert (answers[0].kept.index == answers[1].kept.index).all()
+
+
+def test_optimised_models_are_optimised(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
+    onnx = pytest.importorskip("onnx")
+    source, engines = read_bundle(bundle("gqa-112")), optimised("fp32")
+    for graph in ("vision", "decoder_0", "sinkpruner/retain-64/sanitizer"):
+        before = onnx.load(source.graph_path(graph), load_external_data=False)
+        after = onnx.load(engines.engine_path(graph), load_external_data=False)
+        assert not after.functions
+        assert {value.name for value in after.graph.input} == {value.name for value in before.graph.input}
+        assert {node.op_type for node in after.graph.node} != {node.op_type for node in before.graph.node}
+
+
+def test_the_manifest_tells_where_engines_come_from(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
+    path, manifest = bundle("gqa-112"), optimised("fp32").manifest
+    source = read_bundle(path).manifest
+    assert manifest.target == "onnxruntime"
+    assert manifest.compute_capabilities == ()
+    assert manifest.bundle_sha256 == sha256(path / "bundle.json")
+    assert manifest.checkpoint_sha256 == source.checkpoint.config_sha256
+    assert set(manifest.engines) == set(source.graphs)
+    assert manifest.limits == Limits(480, 480, 1)
+    nodes = {graph: engine.nodes for graph, engine in manifest.engines.items() if engine.nodes}
+    assert set(nodes) == {f"sinkpruner/{budget}/sanitizer" for budget in source.budgets}
+    assert all(sorted(found.values()) == ["function", "function"] for found in nodes.values())
+
+
+def test_the_summary_as_text_and_as_json(bundle: Bundles, tmp_path: Path) -> None:
+    options = ("--target", "onnxruntime", "--max-prompt", 100, "--max-new-tokens", 50)
+    outcome = build(bundle("gqa-112"), tmp_path / "a", *options)
+    assert "engines" in outcome.stdout
+    assert "prompts of 100 tokens, answers of 50" in outcome.stdout
+    assert "8 as function" in outcome.stdout
+    summary = json.loads(build(bundle("gqa-112"), tmp_path / "b", *options, "--json").stdout)
+    assert summary["engines"] == str(tmp_path / "b")
+    assert summary["limits"] == {"prompt_tokens": 100, "new_tokens": 50, "images": 1}
+    assert summary["bytes"] == sum(spec.size for spec in read_engines(tmp_path / "b").manifest.files.values())
+
+
+def test_engines_are_replaced_only_with_force(bundle: Bundles, tmp_path: Path) -> None:
+    output = tmp_path / "engines"
+    assert build(bundle("gqa-112"), output, "--target", "onnxruntime").code == 0
+    before = (output / "engines.json").read_bytes()
+    assert_refused(
+        run("sinkprune-build", bundle("gqa-112"), "-o", output, "--target", "onnxruntime"),
+        f"'{output}' is a folder of engines already. Add --force",
+    )
+    assert (output / "engines.json").read_bytes() == before
+    assert build(bundle("gqa-112"), output, "--target", "onnxruntime", "--max-prompt", 7, "--force").code == 0
+    assert read_engines(output).manifest.limits.prompt_tokens == 7
+
+
+def test_what_is_no_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    outcome = run(
+        "sinkprune-build", bundle("gqa-112"), "-o", tmp_path / "thesis", "--target", "onnxruntime", "--force"
+    )
+    assert_refused(outcome, "exists and is not a folder of engines", "left as it is")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--target", "tensorflow"],
+            "unknown target 'tensorflow'; known targets: onnxruntime, tensorrt, tensorrt-rtx",
+        ),
+        (["--target", "onnxruntime", "--sm", "87"], "--sm is for target tensorrt-rtx"),
+        (["--target", "tensorrt", "--sm", "87"], "target tensorrt builds for the GPU of this machine"),
+        (["--target", "onnxruntime", "--max-prompt", "1000"], "exceed the model's 1024 positions"),
+        (["--target", "onnxruntime", "--max-new-tokens", "0"], "--max-new-tokens is 0, expected at least 1"),
+        (["--target", "onnxruntime", "--max-images", "3"], "exported for one image"),
+    ],
+)
+def test_arguments_that_cannot_be(options: list[str], said: str, bundle: Bundles, tmp_path: Path) -> None:
+    assert_refused(build(bundle("gqa-112"), tmp_path / "engines", *options), said)
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    assert_refused(build(tmp_path, tmp_path / "engines", "--target", "onnxruntime"), "is not a bundle")
+
+
+def test_an_altered_bundle(bundle: Bundles, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+    weights = copied / "graphs" / "weights" / "head.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    assert_refused(build(copied, tmp_path / "engines", "--target", "onnxruntime"), "head.bin' was altered")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt") is not None, reason="tensorrt is installed")
+def test_tensorrt_is_missing(bundle: Bundles, tmp_path: Path) -> None:
+    outcome = build(bundle("gqa-112", "fp16"), tmp_path / "engines", "--target", "tensorrt")
+    assert_refused(outcome, "needs the library tensorrt", "JetPack", "pip install tensorrt")
+
+
+def test_too_little_memory(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 100_000_000)
+    outcome = build(bundle("gqa-112"), tmp_path / "engines", "--target", "onnxruntime")
+    assert_refused(outcome, "not enough memory", "needs about 0.3 GB of memory", "0.1 GB are free")
+
+
+def test_memory_is_counted_in_weights_of_the_largest_graph(bundle: Bundles) -> None:
+    source = read_bundle(bundle("gqa-112"))
+    memory = preflight.Memory("memory", 0, copies=3, activations=False)
+    fixed = preflight.needed_bytes(source, "sinkpruner/retain-64/sanitizer", {}, memory)
+    weights = source.manifest.files["graphs/weights/decoder_0.bin"].size
+    assert preflight.needed_bytes(source, "decoder_0", {}, memory) == fixed + 3 * weights
+
+
+def test_out_of_memory_while_building_tells_need_and_free(
+    bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(*_: object) -> None:
+        raise preflight.OutOfMemoryError("there is none left.")
+
+    monkeypatch.setattr(OnnxRuntimeBuilder, "build", run_out)
+    source = read_bundle(bundle("gqa-112"))
+    with pytest.raises(EnginesError, match=r"none left\. By estimate, building 'vision' needs about .* GB are free"):
+        build_engines(source, tmp_path / "engines", OnnxRuntimeBuilder(), Limits(10, 10, 1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_room_on_the_disk(bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    outcome = build(bundle("gqa-112"), tmp_path / "engines", "--target", "onnxruntime")
+    assert_refused(outcome, "no room for the engines", "0.0 GB free")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_that_cannot_be_written(bundle: Bundles, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    outcome = build(bundle("gqa-112"), tmp_path / "locked" / "engines", "--target", "onnxruntime")
+    assert_refused(outcome, "cannot be written")
+
+
+def test_a_graph_that_onnxruntime_refuses(bundle: Bundles, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+    (copied / "graphs" / "head.onnx").write_bytes(b"no model")
+    source = read_bundle(bundle("gqa-112")).manifest
+    source.files.update(file_specs(copied, ["graphs/head.onnx"]))
+    write_manifest(copied, source)
+    outcome = build(copied, tmp_path / "engines", "--target", "onnxruntime")
+    assert_refused(outcome, "onnxruntime cannot optimise graph 'head'")
+
+
+@needs_rtx
+@pytest.mark.parametrize("moment", ["graph", "phase_start", "step_complete"])
+def test_an_interrupt_leaves_nothing(
+    moment: str, rtx_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TerminalProgress, moment, interrupt)
+    outcome = build(rtx_bundle, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
+    assert outcome.code == 130
+    assert outcome.stderr == "interrupted; nothing half-written was left.\n"
+
+
+@needs_rtx
+def test_tensorrt_rtx_takes_no_fp32(bundle: Bundles, tmp_path: Path) -> None:
+    outcome = build(bundle("gqa-112"), tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
+    assert_refused(outcome, "is fp32", "sinkprune-export", "--precision fp16")
+
+
+@needs_rtx
+def test_tensorrt_rtx_does_not_build_for_a_board(rtx_bundle: Path, tmp_path: Path) -> None:
+    outcome = build(rtx_bundle, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86,87")
+    assert_refused(outcome, "does not build for sm_87; it does for: 75, 80, 86, 89, 120, 121", "--target tensorrt")

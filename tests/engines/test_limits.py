@@ -1,0 +1,167 @@
+"""Profiles derived from a bundle: they hold every shape the chain sends, and no request may exceed the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune.bundle import Manifest, TensorSpec, read_bundle
+from sinkprune.engines.limits import profiles, resolve_limits
+from sinkprune.engines_manifest import Limits, Range
+from sinkprune.errors import BundleError, UsageError
+from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.runtime.backends import Engine
+from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.pipeline import Pipeline
+
+Shapes = dict[str, tuple[int, ...]]
+
+LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"
+NEW_TOKENS = 3
+METHODS = ("sinkpruner", "sinkpruner-no-sanitizer", "fastervlm", "pyramiddrop", "sparsevlm")
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    """576 visual tokens, 1024 positions, six layers cut after 0, 1 and 3."""
+    return read_bundle(bundle("mha-336")).manifest
+
+
+def resolved(
+    manifest: Manifest, prompt: int | None = None, new: int | None = None, images: int | None = None
+) -> Limits:
+    return resolve_limits(manifest, prompt_tokens=prompt, new_tokens=new, images=images)
+
+
+def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> None:
+    assert resolved(manifest) == Limits(224, 224, 1)
+    assert resolved(manifest, prompt=400) == Limits(400, 48, 1)
+    assert resolved(manifest, new=400) == Limits(48, 400, 1)
+    assert resolved(manifest, 30, 20) == Limits(30, 20, 1)
+    roomy = replace(manifest, language_model=replace(manifest.language_model, max_positions=4096))
+    assert resolved(roomy) == Limits(512, 512, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "images", "said"),
+    [
+        (0, None, None, "--max-prompt is 0, expected at least 1"),
+        (None, -1, None, "--max-new-tokens is -1"),
+        (None, None, 0, "--max-images is 0"),
+        (None, None, 2, "exported for one image"),
+        (448, None, None, "448 tokens of prompt .* 576 visual tokens and 1 new .* 1024 positions.* 448 together"),
+        (200, 249, None, "200 tokens of prompt .* 249 new tokens .* 448 together"),
+    ],
+)
+def test_limits_that_cannot_be(
+    manifest: Manifest, prompt: int | None, new: int | None, images: int | None, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        resolved(manifest, prompt, new, images)
+
+
+def test_a_model_without_room_for_an_unpruned_image(manifest: Manifest) -> None:
+    cramped = replace(manifest, language_model=replace(manifest.language_model, max_positions=500))
+    with pytest.raises(UsageError, match=r"500 positions.* 0 together"):
+        resolved(cramped)
+
+
+def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
+    graph = "sinkpruner/retain-64/select_after_0"
+    spec = manifest.graphs[graph]
+    group = TensorSpec("visual_group", "int64", ("V",))
+    graphs = {**manifest.graphs, graph: replace(spec, inputs=(*spec.inputs, group))}
+    roomy = replace(manifest.language_model, max_positions=4096)
+    several = replace(manifest, graphs=graphs, language_model=roomy)
+    limits = resolved(several, images=3)
+    assert limits.images == 3
+    ranges = profiles(several, limits, graph)["prefill"]
+    assert ranges["visual_group"] == Range((129,), (129,), (387,))
+    assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
+    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (3, 3, 336, 336)
+    assert profiles(several, limits, "decoder_0")["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
+
+
+def test_only_what_runs_in_both_has_two_profiles(manifest: Manifest) -> None:
+    for graph in manifest.graphs:
+        both = graph.startswith(("decoder_", "head"))
+        found = profiles(manifest, Limits(100, 50, 1), graph)
+        assert list(found) == (["prefill", "decode"] if both else ["prefill"])
+        for ranges in found.values():
+            assert list(ranges) == [tensor.name for tensor in manifest.graphs[graph].inputs]
+
+
+def test_the_usual_shape_is_between_the_budgets(manifest: Manifest) -> None:
+    found = profiles(manifest, Limits(100, 50, 1), "projector")["prefill"]["tokens"]
+    assert found == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
+    last = profiles(manifest, Limits(100, 50, 1), "decoder_3")
+    assert last["prefill"]["hidden"] == Range((1, 1, 64), (1, 92 + 64, 64), (1, 576 + 100, 64))
+    assert last["decode"]["past_key_4"] == Range((1, 4, 1, 16), (1, 4, 92 + 64 + 25, 16), (1, 4, 576 + 149, 16))
+
+
+def test_a_dimension_the_contract_does_not_know(manifest: Manifest) -> None:
+    head = manifest.graphs["head"]
+    changed = replace(head, inputs=(replace(head.inputs[0], shape=(1, "Q", 64)),))
+    strange = replace(manifest, graphs={**manifest.graphs, "head": changed})
+    with pytest.raises(
+        BundleError, match=r"'head': input 'hidden' has the dynamic dimension 'Q', expected one of G,"
+    ):
+        profiles(strange, Limits(100, 50, 1), "head")
+
+
+class Recorder:
+    """An engine that notes the shapes it is called with."""
+
+    def __init__(self, engine: Engine, calls: list[Shapes]) -> None:
+        self._engine, self._calls = engine, calls
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        self._calls.append({name: tuple(tensor.shape()) for name, tensor in inputs.items()})
+        return self._engine(inputs)
+
+
+def fits(shapes: Shapes, ranges: dict[str, Range]) -> bool:
+    """Whether each shape is within its range; an engine is given more tensors than its graph takes."""
+    return all(
+        len(shapes[name]) == len(span.min)
+        and all(low <= size <= high for low, size, high in zip(span.min, shapes[name], span.max, strict=True))
+        for name, span in ranges.items()
+    )
+
+
+def test_every_shape_the_chain_sends_lies_in_a_profile(
+    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to the limit exactly: a profile one token shorter would be too short."""
+    export_bundle(Request(str(checkpoint("gqa-112")), methods=METHODS), tmp_path / "bundle")
+    bundle = read_bundle(tmp_path / "bundle")
+    graphs = {bundle.graph_path(graph): graph for graph in bundle.manifest.graphs}
+    calls: dict[str, list[Shapes]] = {graph: [] for graph in graphs.values()}
+    load = OrtBackend.load
+    monkeypatch.setattr(
+        OrtBackend, "load", lambda self, path, *rest: Recorder(load(self, path, *rest), calls[graphs[path]])
+    )
+    pipeline = Pipeline.load(bundle.path)
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    longest = pipeline.generate(photo, LONG_PROMPT, **options).prompt_tokens
+    for method, plans in bundle.manifest.plans.items():
+        for budget in plans:
+            for prompt in ("?", LONG_PROMPT):
+                pipeline.generate(photo, prompt, method=method, budget=budget, **options)
+
+    limits = Limits(longest, NEW_TOKENS, 1)
+    assert all(calls.values()), "a graph was never run"
+    for graph, sent in calls.items():
+        ranges = profiles(bundle.manifest, limits, graph)
+        for shapes in sent:
+            assert any(fits(shapes, profile) for profile in ranges.values()), (graph, shapes, ranges)
+    tight = profiles(bundle.manifest, limits, "decoder_0")
+    assert max(shapes["hidden"][1] for shapes in calls["decoder_0"]) == tight["prefill"]["hidden"].max[1]
+    # The last new token is not fed back, so one past length less is reached.
+    longest_past = max(shapes["past_key_0"][2] for shapes in calls["decoder_0"])
+    assert longest_past == tight["decode"]["past_key_0"].max[2] - 1

@@ -1,0 +1,282 @@
+"""The checker passes every `trt10` graph, and refuses each thing TensorRT 10.3's list does not hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.bundle import read_bundle
+from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
+from sinkprune.errors import EnginesError
+from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.methods import all_methods
+
+CONFIG = {
+    "model_type": "llava",
+    "image_token_index": 300,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 112,
+        "patch_size": 14,
+    },
+    # Deep enough for every method.
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+    },
+}
+SANITIZER = "sinkpruner/retain-64+raster+visual-keys+compact/sanitizer"
+SELECT = "sinkpruner/retain-192/select_after_1"
+Graphs = dict[str, onnx.ModelProto]
+Export = Callable[[str, str], Graphs]
+FORBIDDEN = sorted(
+    schema.name
+    for schema in onnx.defs.get_all_schemas()
+    if not schema.domain and not schema.deprecated and schema.name not in OPERATORS
+)
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
+    """Every graph of a bundle with every method and option that writes other operators."""
+    made: dict[tuple[str, str], Graphs] = {}
+    folder = tmp_path_factory.mktemp("trt10")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+    def get(dialect: str, precision: str) -> Graphs:
+        if (dialect, precision) not in made:
+            budgets = ("retain-192", "retain-64+raster+visual-keys+compact")
+            request = Request(str(folder), budgets, tuple(all_methods()), precision, dialect, random_weights=True)  # type: ignore[arg-type]
+            path = folder / f"{dialect}-{precision}"
+            export_bundle(request, path)
+            made[dialect, precision] = dict(graphs_of(path))
+        return made[dialect, precision]
+
+    return get
+
+
+def graphs_of(path: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
+    bundle = read_bundle(path)
+    for name in bundle.manifest.graphs:
+        yield name, onnx.load(bundle.graph_path(name), load_external_data=False)
+
+
+def refusal(model: onnx.ModelProto, graph: str = "small") -> str:
+    """What the checker says of a graph it must refuse."""
+    with pytest.raises(EnginesError) as caught:
+        check_trt10(model, graph)
+    message = str(caught.value)
+    assert message.startswith(f"graph '{graph}'")
+    assert message.endswith("Export the bundle with --dialect trt10.")
+    return message
+
+
+def small(body: str, opset: int = MAX_OPSET, ir_version: int = 10) -> onnx.ModelProto:
+    """A model in ONNX's text format, of which `body` is the graph behind its name."""
+    header = f'<ir_version: {ir_version}, opset_import: ["" : {opset}, "other" : 1]>'
+    return onnx.parser.parse_model(f"{header} small {body}")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_every_trt10_graph_of_every_method_passes(precision: str, export: Export) -> None:
+    graphs = export("trt10", precision)
+    assert len(graphs) > 50
+    for name, model in graphs.items():
+        check_trt10(model, name)
+
+
+def test_every_onnx24_graph_is_refused(export: Export) -> None:
+    graphs = export("onnx24", "fp16")
+    for name, model in graphs.items():
+        message = refusal(model, name)
+        if name == "vision" or name.startswith("decoder_"):
+            assert "Attention" in message
+        elif name == "head":
+            assert "RMSNormalization is not in TensorRT 10.3's list" in message
+        else:
+            assert "is of opset 23; TensorRT 10.3 takes up to 20" in message
+
+
+def test_the_list_is_of_operators_that_opset_20_has() -> None:
+    for name in OPERATORS:
+        assert onnx.defs.get_schema(name, MAX_OPSET).since_version <= MAX_OPSET
+    assert {"Attention", "RotaryEmbedding", "RMSNormalization", "NonZero", "Loop", "Unique"} <= set(FORBIDDEN)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_forbidden_operator_anywhere_is_refused_by_name(data: st.DataObject, export: Export) -> None:
+    graphs = export("trt10", "fp16")
+    name = data.draw(st.sampled_from(["vision", "projector", "decoder_1", "head", SANITIZER, SELECT]))
+    model = onnx.ModelProto()
+    model.CopyFrom(graphs[name])
+    body = data.draw(st.sampled_from([model.graph, *model.functions]))
+    node = data.draw(st.sampled_from(list(body.node)))
+    node.op_type, node.domain = data.draw(st.sampled_from(FORBIDDEN)), ""
+    message = refusal(model, name)
+    owner = "" if body is model.graph else f"{body.name}/"
+    assert f"node '{owner}{node.name}': {node.op_type} is not in TensorRT 10.3's list" in message
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_a_newer_version_anywhere_is_refused(data: st.DataObject, export: Export) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(export("trt10", "fp32")[SANITIZER])
+    place = data.draw(st.sampled_from([model, *model.functions]))
+    version = data.draw(st.integers(21, 30))
+    next(opset for opset in place.opset_import if not opset.domain).version = version
+    owner = "" if place is model else f", function {place.name}"
+    assert f"graph '{SANITIZER}'{owner} is of opset {version}; TensorRT 10.3 takes up to 20" in refusal(
+        model, SANITIZER
+    )
+
+
+def test_a_newer_ir_version_is_refused() -> None:
+    body = "(float[4] x) => (float[4] y) { y = Abs(x) }"
+    check_trt10(small(body), "small")
+    assert "IR version 11; TensorRT 10.3 takes up to 10" in refusal(small(body, ir_version=11))
+
+
+def test_an_attribute_in_a_function_is_refused_with_its_function(export: Export) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(export("trt10", "fp16")[SANITIZER])
+    body = next(function for function in model.functions if function.name == "TopRho")
+    sort = next(node for node in body.node if node.op_type == "TopK")
+    next(attribute for attribute in sort.attribute if attribute.name == "sorted").i = 0
+    message = refusal(model, SANITIZER)
+    assert f"node 'TopRho/{sort.name}" in message
+    assert "TopK has sorted = 0; TensorRT 10.3 takes sorted = 1" in message
+
+
+def test_a_type_in_a_function_is_refused_with_its_function(export: Export) -> None:
+    model = onnx.ModelProto()
+    model.CopyFrom(export("trt10", "fp16")[SANITIZER])
+    body = next(function for function in model.functions if function.name == "DiversitySelect")
+    body.node.append(onnx.helper.make_node("Cast", ["count"], ["wide"], "Widen", to=onnx.TensorProto.DOUBLE))
+    message = refusal(model, SANITIZER)
+    assert "node 'DiversitySelect/Widen" in message
+    assert "DOUBLE; TensorRT 10.3 takes BFLOAT16, BOOL, FLOAT, FLOAT16, INT32, INT64" in message
+
+
+# Of each pair of a row, the first is refused for what stands behind it, the second passes.
+NEIGHBOURS = {
+    "CumSum of integers": (
+        "(int64[4] x) => (int64[4] y) <int64 axis = {0}> { y = CumSum(x, axis) }",
+        "CumSum is given INT64; TensorRT 10.3 takes BFLOAT16, FLOAT, FLOAT16",
+        "(float[4] x) => (float[4] y) <int64 axis = {0}> { y = CumSum(x, axis) }",
+    ),
+    "CumSum along a computed axis": (
+        "(float[4] x, int64 axis) => (float[4] y) { y = CumSum(x, axis) }",
+        "CumSum computes its input 1; TensorRT 10.3 takes a constant there",
+        "(float[4] x) => (float[4] y) { axis = Constant<value_int = 0>() y = CumSum(x, axis) }",
+    ),
+    "doubles": (
+        "(double[4] x) => (double[4] y) { y = Abs(x) }",
+        "Abs reads or writes 'x', DOUBLE",
+        "(float[4] x) => (float[4] y) { y = Abs(x) }",
+    ),
+    "a cast to int8": (
+        "(float[4] x) => (int8[4] y) { y = Cast<to = 3>(x) }",
+        "Cast reads or writes 'y', INT8",
+        "(float[4] x) => (int32[4] y) { y = Cast<to = 6>(x) }",
+    ),
+    "bytes": (
+        "(uint8[4] x) => (uint8[4] y) { y = Identity(x) }",
+        "Identity reads or writes 'x', UINT8",
+        "(bool[4] x) => (bool[4] y) { y = Identity(x) }",
+    ),
+    "a product of integers": (
+        "(int32[2,2] x) => (int32[2,2] y) { y = MatMul(x, x) }",
+        "MatMul is given INT32",
+        "(bfloat16[2,2] x) => (bfloat16[2,2] y) { y = MatMul(x, x) }",
+    ),
+    "integers raised": (
+        "(float[2] x, int64[2] e) => (float[2] y) { y = Pow(x, e) }",
+        "Pow is given INT64",
+        "(float[2] x, float[2] e) => (float[2] y) { y = Pow(x, e) }",
+    ),
+    "a comparison of truths": (
+        "(bool[4] x) => (bool[4] y) { y = Equal(x, x) }",
+        "Equal is given BOOL",
+        "(int64[4] x) => (bool[4] y) { y = Equal(x, x) }",
+    ),
+    "a scatter of truths": (
+        "(bool[4] x, int64[2] i, bool[2] u) => (bool[4] y) { y = ScatterElements(x, i, u) }",
+        "ScatterElements is given BOOL",
+        "(int64[4] x, int64[2] i, int64[2] u) => (int64[4] y) { y = ScatterElements(x, i, u) }",
+    ),
+    "a scatter that adds": (
+        '(float[4] x, int64[2] i, float[2] u) => (float[4] y) { y = ScatterElements<reduction = "add">(x, i, u) }',
+        "ScatterElements has reduction = b'add'; TensorRT 10.3 takes reduction = b'none'",
+        '(float[4] x, int64[2] i, float[2] u) => (float[4] y) { y = ScatterElements<reduction = "none">(x, i, u) }',
+    ),
+    "axes that are computed": (
+        "(float[2,3] x, int64[1] a) => (float[2,1] y) { y = ReduceMax(x, a) }",
+        "ReduceMax computes its input 1",
+        "(float[2,3] x) => (float[2,1] y) <int64[1] a = {1}> { y = ReduceMax(x, a) }",
+    ),
+    "axes that are computed, to add": (
+        "(float[2,3] x, int64[1] a) => (float[P,Q,R] y) { y = Unsqueeze(x, a) }",
+        "Unsqueeze computes its input 1",
+        "(float[2,3] x) => (float[2,3,1] y) <int64[1] a = {2}> { y = Unsqueeze(x, a) }",
+    ),
+    "an unsorted TopK": (
+        "(float[9] x) => (float[2] v, int64[2] i) <int64[1] k = {2}> { v, i = TopK<sorted = 0>(x, k) }",
+        "TopK has sorted = 0",
+        "(float[9] x) => (float[2] v, int64[2] i) <int64[1] k = {2}> { v, i = TopK<sorted = 1>(x, k) }",
+    ),
+    "a TopK beyond its limit": (
+        "(float[N] x) => (float[M] v, int64[M] i) { k = Constant<value_ints = [3841]>() v, i = TopK(x, k) }",
+        "TopK has K = 3841; TensorRT 10.3 takes up to 3840",
+        "(float[N] x, int64[1] k) => (float[M] v, int64[M] i) { v, i = TopK(x, k) }",
+    ),
+    "a TopK beyond its limit, by an initializer": (
+        "(float[N] x) => (float[M] v, int64[M] i) <int64[1] k = {3841}> { v, i = TopK(x, k) }",
+        "TopK has K = 3841",
+        "(float[N] x) => (float[M] v, int64[M] i) <int64[1] k = {3840}> { v, i = TopK(x, k) }",
+    ),
+    "the mean of a LayerNormalization": (
+        "(float[2,4] x, float[4] w) => (float[2,4] y, float[2,1] m) { y, m = LayerNormalization(x, w) }",
+        "LayerNormalization gives 2 outputs; TensorRT 10.3 takes the first alone",
+        "(float[2,4] x, float[4] w) => (float[2,4] y) { y = LayerNormalization(x, w) }",
+    ),
+    "an attribute of a later opset": (
+        '(float[4] x) => (float16[4] y) { y = Cast<to = 10, round_mode = "up">(x) }',
+        "round_mode",
+        "(float[4] x) => (float16[4] y) { y = Cast<to = 10, saturate = 1>(x) }",
+    ),
+    "an operator of another domain": (
+        "(float[4] x) => (float[4] y) { y = other.Twice(x) }",
+        "Twice is not in TensorRT 10.3's list of operators, nor a function of this model; the graph holds other.Tw",
+        "(float[4] x) => (float[4] y) { y = Add(x, x) }",
+    ),
+    "types that do not fit": (
+        "(float[4] x, int64[4] z) => (float[4] y) { y = Add(x, z) }",
+        "is not valid ONNX",
+        "(float[4] x, float[4] z) => (float[4] y) { y = Add(x, z) }",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEIGHBOURS)
+def test_what_is_off_the_list_is_refused_and_its_neighbour_is_not(case: str) -> None:
+    refused, why, accepted = NEIGHBOURS[case]
+    assert why in refusal(small(refused))
+    check_trt10(small(accepted), "small")

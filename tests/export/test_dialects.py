@@ -1,0 +1,230 @@
+"""Both dialects compute the same: operation by operation against numpy, graph by graph and answer by answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from commands import run
+from PIL import Image
+
+from graphs import Array, Run, loaded
+from sinkprune.bundle import DialectName, GraphSpec, TensorSpec, read_bundle
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.graph import Graph
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.runtime import Pipeline
+from sinkprune.runtime.backends import load_backend
+
+TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
+BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")
+Bundles = Callable[..., Path]
+Emit = Callable[[Any, Any, list[ir.Value]], ir.Value]
+
+
+def operation(dialect: str, precision: str, emit: Emit, *inputs: Array) -> Array:
+    """What an operation of a dialect computes; inputs of float type are of the graph's precision."""
+    graph = Graph("operation", PRECISIONS[precision], DIALECTS[dialect])  # type: ignore[index]
+    types = [ir.DataType.from_numpy(array.dtype) for array in inputs]
+    values = [graph.input(f"x{place}", array.shape, types[place]) for place, array in enumerate(inputs)]
+    result = emit(graph.dialect, graph.op, values)
+    graph.output("y", result, [f"d{axis}" for axis in range(len(result.shape))], result.dtype)
+    return loaded(graph)(**{f"x{place}": array for place, array in enumerate(inputs)})["y"]
+
+
+def normal(seed: int, *shape: int, precision: str = "fp32", scale: float = 1.0) -> Array:
+    array = np.random.default_rng(seed).standard_normal(shape) * scale
+    return array.astype(PRECISIONS[precision].numpy)
+
+
+def softmax(x: Array) -> Array:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+both_dialects = pytest.mark.parametrize("dialect", DIALECTS)
+both_precisions = pytest.mark.parametrize("precision", PRECISIONS)
+
+
+def test_every_name_of_the_contract_has_its_dialect() -> None:
+    assert tuple(DIALECTS) == get_args(DialectName) == ("onnx24", "trt10")
+
+
+@both_precisions
+@both_dialects
+def test_the_norm_is_computed_in_fp32(dialect: str, precision: str) -> None:
+    # Squares of these pass fp16's maximum, and the mean of squares of the small ones its smallest number.
+    x = normal(1, 1, 3, 64, precision=precision) * np.array([[[1000.0], [1.0], [1e-4]]], PRECISIONS[precision].numpy)
+    weight = normal(2, 64, precision=precision)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-9) * weight
+    found = operation(dialect, precision, lambda d, op, v: d.rms_norm(op, v[0], v[1], 1e-9), x, weight)
+    assert found.dtype == x.dtype
+    np.testing.assert_allclose(found, expected, rtol=3e-3, atol=TOLERANCE[precision])
+
+
+@both_precisions
+@both_dialects
+def test_rotary_turns_the_halves(dialect: str, precision: str) -> None:
+    x, angle = normal(1, 1, 3, 5, 8, precision=precision), normal(2, 1, 5, 4)
+    cos, sin = (table(angle).astype(x.dtype) for table in (np.cos, np.sin))
+    first, second = np.split(x.astype(np.float64), 2, axis=-1)
+    expected = np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    found = operation(dialect, precision, lambda d, op, v: d.rotary(op, *v), x, cos, sin)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE[precision])
+
+
+@both_precisions
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
+@both_dialects
+def test_attention_sees_what_the_mask_shows(dialect: str, heads: int, kv_heads: int, precision: str) -> None:
+    # Scores of up to some 60: the mask must be far below, and its sum with them finite.
+    query = normal(1, 1, heads, 5, 8, precision=precision, scale=8.0)
+    key, value = (normal(seed, 1, kv_heads, 9, 8, precision=precision) for seed in (2, 3))
+    # A row that sees one key, one that sees all, and no order among the others.
+    mask = np.random.default_rng(4).random((5, 9)) < 0.4
+    mask[0], mask[1], mask[:, 3] = False, True, True
+    wide = [np.repeat(x.astype(np.float64), heads // x.shape[1], axis=1) for x in (query, key, value)]
+    scores = wide[0] @ wide[1].swapaxes(2, 3) / np.sqrt(8)
+    seen = operation(dialect, precision, lambda d, op, v: d.attention(op, *v), query, key, value, mask)
+    np.testing.assert_allclose(seen, softmax(np.where(mask, scores, -np.inf)) @ wide[2], atol=TOLERANCE[precision])
+    every = operation(dialect, precision, lambda d, op, v: d.attention(op, *v), query, key, value)
+    np.testing.assert_allclose(every, softmax(scores) @ wide[2], atol=TOLERANCE[precision])
+
+
+@both_dialects
+@pytest.mark.parametrize("size", [1, 2, 700])
+def test_the_running_sum_is_exact(dialect: str, size: int) -> None:
+    x = np.random.default_rng(size).integers(0, 2, size)
+    found = operation(dialect, "fp32", lambda d, op, v: d.running_sum(op, v[0]), x)
+    assert found.dtype == np.int64
+    np.testing.assert_array_equal(found, np.cumsum(x))
+
+
+def given(spec: GraphSpec, sizes: dict[str, int]) -> dict[str, Array]:
+    """Inputs for a graph: normal numbers, and an image's rows followed by text for the indices."""
+    start = 4
+    indices = {
+        "visual_index": np.arange(start, start + sizes["V"]),
+        "text_index": np.arange(start + sizes["V"], sizes["S"]),
+    }
+
+    def array(tensor: TensorSpec, seed: int) -> Array:
+        shape = [dim if isinstance(dim, int) else sizes[dim] for dim in tensor.shape]
+        return normal(seed, *shape).astype(tensor.dtype)
+
+    return {
+        tensor.name: indices[tensor.name] if tensor.name in indices else array(tensor, seed)
+        for seed, tensor in enumerate(spec.inputs)
+    }
+
+
+def sizes_of(new: int, past: int) -> dict[str, int]:
+    return {"G": 2, "n": 7, "S": new, "P": past, "T": past + new, "V": new - 10, "L": 6}
+
+
+PREFILL, CONTINUED, DECODE = sizes_of(60, 0), sizes_of(30, 20), {**sizes_of(1, 40), "V": 0}
+
+
+def pairs(bundle: Bundles, precision: str) -> Iterator[tuple[str, GraphSpec, list[Run]]]:
+    """Every graph of the small bundle, in both dialects."""
+    bundles = [read_bundle(bundle("gqa-112", precision, BUDGETS, dialect)) for dialect in DIALECTS]
+    assert bundles[0].manifest.graphs == bundles[1].manifest.graphs
+    backend = load_backend("ort-cpu", threads=2)
+
+    def engine(path: Path) -> Run:
+        session = backend.load(path)
+
+        def run_engine(**inputs: Array) -> dict[str, Array]:
+            outputs = session({name: backend.tensor(array) for name, array in inputs.items()})
+            return {name: backend.numpy(tensor) for name, tensor in outputs.items()}
+
+        return run_engine
+
+    for name, spec in bundles[0].manifest.graphs.items():
+        yield name, spec, [engine(one.graph_path(name)) for one in bundles]
+
+
+@both_precisions
+def test_every_graph_computes_the_same_in_both_dialects(precision: str, bundle: Bundles) -> None:
+    compared = 0
+    for name, spec, engines in pairs(bundle, precision):
+        for sizes in (PREFILL, CONTINUED, DECODE) if name.startswith(("decoder", "head")) else (PREFILL,):
+            inputs = given(spec, sizes)
+            native, lowered = (engine(**inputs) for engine in engines)
+            assert native.keys() == lowered.keys()
+            for output, wanted in native.items():
+                found, where = lowered[output], f"{name}: {output} of {sizes}"
+                assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), where
+                if wanted.dtype == np.int64:
+                    np.testing.assert_array_equal(found, wanted, where)
+                else:
+                    atol = TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
+                    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=where)
+                    compared += 1
+    assert compared > 60
+
+
+@pytest.mark.parametrize("budget", ["none", *BUDGETS])
+def test_the_answers_are_the_same(budget: str, bundle: Bundles, photo: Image.Image) -> None:
+    answers = [
+        Pipeline.load(bundle("gqa-112", "fp32", BUDGETS, dialect), check_sums=False).generate(
+            photo, "Which colour is the cup?", budget=budget, max_new_tokens=12, min_new_tokens=12
+        )
+        for dialect in DIALECTS
+    ]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].text == answers[1].text
+    assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
+
+
+@both_precisions
+def test_trt10_graphs_are_valid_and_use_every_input(precision: str, bundle: Bundles) -> None:
+    root = bundle("gqa-112", precision, BUDGETS, "trt10")
+    assert read_bundle(root).manifest.dialect == "trt10"
+    for path in (root / "graphs").rglob("*.onnx"):
+        onnx.checker.check_model(path, full_check=True)
+        model = onnx.load(path, load_external_data=False)
+        assert model.ir_version == 10
+        opsets = [model.opset_import, *(function.opset_import for function in model.functions)]
+        assert {opset.version for opset_import in opsets for opset in opset_import if not opset.domain} == {20}
+        used = {name for node in model.graph.node for name in node.input}
+        assert {value.name for value in model.graph.input} <= used, path
+
+
+def test_the_command_exports_a_dialect_that_runs(
+    checkpoint: Callable[[str], Path], photo_file: Path, tmp_path: Path
+) -> None:
+    exported = run(
+        "sinkprune-export",
+        checkpoint("gqa-112"),
+        "-o",
+        tmp_path / "b",
+        "--budgets",
+        "retain-64",
+        "--dialect",
+        "trt10",
+        "--json",
+    )
+    assert exported.code == 0, exported.stderr
+    assert json.loads(exported.stdout)["dialect"] == "trt10"
+    ask = [
+        "--image",
+        photo_file,
+        "--prompt",
+        "Which cup?",
+        "--budget",
+        "retain-64",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    ]
+    answered = run("sinkprune-run", tmp_path / "b", *ask)
+    assert answered.code == 0, answered.stderr
+    assert json.loads(answered.stdout)["budget"] == "retain-64"

@@ -1,0 +1,144 @@
+"""`engines.json`: what is altered, missing or unknown in a folder of engines is an `EnginesError`, nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from manifests import changed
+
+from sinkprune.engines_manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    EnginesManifest,
+    EngineSpec,
+    Limits,
+    Range,
+    read_engines,
+    verify_engines,
+    write_engines_manifest,
+)
+from sinkprune.errors import EnginesError
+from sinkprune.manifest_file import file_specs
+
+PLAN = "plans/head.plan"
+
+
+def write_engines(root: Path) -> EnginesManifest:
+    """A folder of one made-up engine."""
+    (root / "plans").mkdir(parents=True)
+    (root / PLAN).write_bytes(b"machine code")
+    prefill = {"hidden": Range((1, 1, 64), (1, 40, 64), (1, 90, 64))}
+    decode = {"hidden": Range((1, 1, 64), (1, 1, 64), (1, 1, 64))}
+    manifest = EnginesManifest(
+        format_version=FORMAT_VERSION,
+        sinkprune_version="0.1.0",
+        target="tensorrt-rtx",
+        library_version="1.7.1.116",
+        compute_capabilities=(86, 89),
+        bundle_sha256="b" * 64,
+        checkpoint_sha256="c" * 64,
+        plugins={"TopRho": "d" * 64},
+        flags={"strongly_typed": "true"},
+        limits=Limits(prompt_tokens=50, new_tokens=20, images=1),
+        engines={
+            "head": EngineSpec(
+                file=PLAN,
+                profiles={"prefill": prefill, "decode": decode},
+                nodes={"TopRho_node_0": "function"},
+                device_memory=None,
+                build_seconds=0.5,
+            )
+        },
+        files=file_specs(root, [PLAN]),
+    )
+    write_engines_manifest(root, manifest)
+    return manifest
+
+
+def refusal(root: Path) -> str:
+    with pytest.raises(EnginesError) as caught:
+        verify_engines(read_engines(root))
+    message = str(caught.value)
+    assert str(root) in message
+    return message
+
+
+def edit(root: Path, *place: str, change: Callable[[Any, Any], None]) -> None:
+    data = json.loads((root / MANIFEST).read_text())
+    (root / MANIFEST).write_text(json.dumps(changed(data, place, change)))
+
+
+def set_to(value: Any) -> Callable[[Any, Any], None]:
+    return lambda container, key: container.__setitem__(key, value)
+
+
+def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
+    written = write_engines(tmp_path)
+    found = read_engines(str(tmp_path))
+    assert found.manifest == written
+    assert found.engine_path("head").read_bytes() == b"machine code"
+    told: list[int] = []
+    verify_engines(found, told.append)
+    assert sum(told) == len(b"machine code")
+
+
+def test_a_folder_without_a_manifest(tmp_path: Path) -> None:
+    message = refusal(tmp_path)
+    assert "is not a folder of engines" in message
+    assert f"sinkprune-build BUNDLE -o {tmp_path} --target" in message
+
+
+def test_another_format_version(tmp_path: Path) -> None:
+    write_engines(tmp_path)
+    edit(tmp_path, "format_version", change=set_to(7))
+    assert "format version 7" in refusal(tmp_path)
+
+
+def test_a_truncated_plan(tmp_path: Path) -> None:
+    write_engines(tmp_path)
+    (tmp_path / PLAN).write_bytes(b"machine")
+    message = refusal(tmp_path)
+    assert f"file '{PLAN}' has 7 bytes" in message
+    assert "expected 12 bytes" in message
+    assert "Build or copy the engines again." in message
+
+
+def test_an_altered_plan(tmp_path: Path) -> None:
+    write_engines(tmp_path)
+    (tmp_path / PLAN).write_bytes(b"machine cods")
+    assert f"file '{PLAN}' was altered" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("target",), "tensorflow", "expected one of 'onnxruntime', 'tensorrt', 'tensorrt-rtx'"),
+        (("compute_capabilities",), ["8.6"], "$.compute_capabilities[0]"),
+        (("limits", "images"), None, "expected int"),
+        (("engines", "head", "file"), "../head.plan", "outside its folder"),
+        (("engines", "head", "file"), "plans/tail.plan", "no size and sha256 for 'plans/tail.plan'"),
+        (("engines", "head", "nodes", "TopRho_node_0"), "magic", "expected one of 'plugin', 'function', 'stripped'"),
+        (("engines", "head", "profiles"), {}, "0 profiles for 'head'"),
+        (("engines", "head", "profiles", "prefill", "hidden", "min"), [1, 41, 64], "is no range"),
+        (("engines", "head", "profiles", "prefill", "hidden", "max"), [1, 39, 64], "is no range"),
+        (("engines", "head", "profiles", "decode", "hidden", "opt"), [1, 1], "profile 'decode' of 'head', input"),
+    ],
+)
+def test_parts_that_do_not_fit(tmp_path: Path, place: tuple[str, ...], value: Any, said: str) -> None:
+    write_engines(tmp_path)
+    edit(tmp_path, *place, change=set_to(value))
+    assert said in refusal(tmp_path)
+
+
+def test_models_for_onnxruntime_have_no_profiles(tmp_path: Path) -> None:
+    manifest = write_engines(tmp_path)
+    write_engines_manifest(tmp_path, replace(manifest, target="onnxruntime"))
+    assert "2 profiles for 'head'" in refusal(tmp_path)
+    head = replace(manifest.engines["head"], profiles={})
+    write_engines_manifest(tmp_path, replace(manifest, target="onnxruntime", engines={"head": head}))
+    assert read_engines(tmp_path).manifest.engines["head"].profiles == {}
