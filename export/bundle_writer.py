@@ -32,7 +32,7 @@ from sinkprune.errors import BudgetError, CheckpointError, UsageError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.equal_mean import UnreachableMean
-from sinkprune.export.families import Family, read_family
+from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_method
 from sinkprune.export.precision import PRECISIONS, Precision
@@ -73,6 +73,8 @@ class Request:
     """Images are enlarged to at least as many; None is what the checkpoint says."""
     max_pixels: int | None = None
     """Images are scaled down to at most as many; None is what the checkpoint says."""
+    salience: SalienceBlock | None = None
+    """The vision block whose attention is the salience, for families that have a choice; None is their own."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class _Reported:
 def _open_source(request: Request) -> _Source:
     if request.random_weights:
         config = _random_config(request.source)
-        family = read_family(request.source, config)
+        family = read_family(request.source, config, request.salience)
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
         return _Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
@@ -231,7 +233,7 @@ def _open_source(request: Request) -> _Source:
         )
     folder = locate(request.source)
     config = read_json(folder / "config.json")
-    family = read_family(request.source, config)
+    family = read_family(request.source, config, request.salience)
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)

@@ -6,13 +6,16 @@ To add a family, add its module and its name below, and its counterpart in `sink
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sinkprune.bundle import LanguageModel
 from sinkprune.errors import CheckpointError
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.methods import UpTo
 from sinkprune.export.text import SpecialTokens
+
+SalienceBlock = Literal["penultimate", "last"]
+"""The block of a tower without a CLS token whose attention is the salience."""
 
 
 class Family(Protocol):
@@ -58,8 +61,11 @@ class Family(Protocol):
         ...
 
 
-def read_family(source: str, config: Mapping[str, Any]) -> Family:
-    """The family of a parsed config.json; raises `CheckpointError` with the supported architectures."""
+def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock | None = None) -> Family:
+    """The family of a parsed config.json; raises `CheckpointError` with the supported architectures.
+
+    `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
+    """
     from sinkprune.export.families.llava import Llava
     from sinkprune.export.families.qwen2_5_vl import Qwen25VL
 
@@ -71,4 +77,4 @@ def read_family(source: str, config: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
         )
-    return families[model_type](source, config)
+    return families[model_type](source, config, salience)

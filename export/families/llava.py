@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sinkprune.errors import CheckpointError
+from sinkprune.errors import CheckpointError, UsageError
 from sinkprune.export.clip import ACTIVATIONS, Clip, activation, build_vision
 from sinkprune.export.families.configuration import check_settings, check_shapes, parse_config, read_language_model
 from sinkprune.export.graph import WeightedGraph, Weights
@@ -31,9 +31,11 @@ class Llava:
         "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     )
 
-    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         from transformers import LlavaConfig
 
+        if salience is not None:
+            raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         self._source = source
         self._config: Any = parse_config(source, LlavaConfig, config)
         self._check()

@@ -42,7 +42,8 @@ class Qwen25VL:
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
 
-    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
+        """`salience` is the block whose attention it is, `penultimate` unless `last` is given."""
         from transformers import Qwen2_5_VLConfig
 
         self._source = source
@@ -55,7 +56,8 @@ class Qwen25VL:
         self._vision = _read_vision(self._config.vision_config)
         self.language_model = facts
         self.visual_width = self._vision.out_size
-        self.vision = asdict(self._vision)
+        self._salience_block = self._vision.num_blocks - (1 if salience == "last" else 2)
+        self.vision = {**asdict(self._vision), "salience_block": self._salience_block}
         self.image_token: int = self._config.image_token_id
 
     @property
@@ -112,7 +114,7 @@ class Qwen25VL:
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
         """Write the weight graph `name`."""
         if name == "vision":
-            build_vision(graph, self._vision, salience_block=self._vision.num_blocks - 2)
+            build_vision(graph, self._vision, self._salience_block)
         elif name == "head":
             tied = self._config.tie_word_embeddings and "lm_head.weight" not in weights
             lm_head = self.embedding.removesuffix(".weight") if tied else "lm_head"

@@ -188,6 +188,13 @@ def test_pixel_limits_are_for_families_that_take_any_resolution(
     assert_refused(outcome, "'llava'", "--max-pixels")
 
 
+def test_salience_can_be_chosen_only_where_there_is_a_choice(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", "--salience", "last")
+    assert_refused(outcome, "'llava'", "CLS", "--salience")
+
+
 def test_limits_given_at_export_are_the_bundles(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     limits = ("--min-pixels", 50176, "--max-pixels", 100352)
     outcome = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", *limits, "--budgets", "prune-88.9")

@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
 from transformers.vision_utils import get_vision_window_index
 
 from conftest import QWEN_SHAPES
+from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime import Pipeline
 
 Array = np.ndarray[Any, Any]
@@ -31,7 +32,7 @@ def outputs(pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
 
 
 @torch.no_grad()
-def reference(folder: Path, pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
+def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int = -2) -> dict[str, Array]:
     """From transformers' eager attention, put into raster order by transformers' own window index."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -42,7 +43,7 @@ def reference(folder: Path, pipeline: Pipeline, image: Image.Image) -> dict[str,
 
     def recorded(module: Any, *arguments: Any, **options: Any) -> Any:
         output, weights = eager(module, *arguments, **options)
-        if module is visual.blocks[-2].attn:
+        if module is visual.blocks[block].attn:
             # Sum over the queries of this window, mean over heads
             received.append(weights[0].mean(dim=0).sum(dim=0))
         return output, weights
@@ -79,6 +80,19 @@ def test_tokens_norms_and_salience(
     np.testing.assert_allclose(ours["salience"], theirs["salience"], rtol=1e-4, atol=1e-9)
     # What every patch gives away arrives somewhere.
     assert ours["salience"].sum() * 4 == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", QWEN_SHAPES)
+def test_salience_of_the_last_block_on_request(
+    name: str, checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    # The last block is full-attention in one of them and windowed in the other.
+    request = Request(str(checkpoint(name)), budgets=("prune-77.8",), salience="last")
+    vision = export_bundle(request, tmp_path / "bundle").vision
+    assert vision["salience_block"] == vision["num_blocks"] - 1
+    pipeline, image = Pipeline.load(tmp_path / "bundle"), photo.resize((300, 520))
+    expected = reference(checkpoint(name), pipeline, image, block=-1)["salience"]
+    np.testing.assert_allclose(outputs(pipeline, image)["salience"], expected, rtol=1e-4, atol=1e-9)
 
 
 def test_windowed_blocks_hold_nothing_that_grows_with_the_image_squared(bundle: Callable[..., Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import run
 from PIL import Image
@@ -40,3 +41,20 @@ def test_the_profile_prints_the_targets_at_480_tokens(deep_bundle: Path, photo: 
         mean = 100 * report[name]["mean_visual_tokens"] / 480
         assert mean == pytest.approx(target, abs=0.5)
         assert rows[name][2] == f"{mean:.1f}"
+
+
+def test_the_overlay_covers_the_whole_picture(deep_bundle: Path, photo: Image.Image, tmp_path: Path) -> None:
+    photo.resize((560, 300)).save(tmp_path / "photo.png")
+    outcome = run(
+        *("sinkprune-run", deep_bundle, "--image", tmp_path / "photo.png", "--prompt", "What?", "--json"),
+        *("--budget", "prune-77.8", "--max-new-tokens", 2, "--overlay", tmp_path / "kept.png"),
+    )
+    assert outcome.code == 0, outcome.stderr
+    answer = json.loads(outcome.stdout)
+    # 20 x 11 tokens: the sink, 450 and 50 per mille of them, then 120 per mille
+    assert (answer["visual_tokens"], answer["kept_after_sanitizer"]) == (220, 1 + 99 + 11)
+    assert answer["tokens_per_layer"][-1] == 26
+    drawn = Image.open(tmp_path / "kept.png")
+    assert drawn.width == 1100
+    red = np.asarray(drawn)[:589].astype(int) @ [1, 0, 0] - np.asarray(drawn)[:589].astype(int) @ [0, 0.5, 0.5]
+    assert (red > 40).any()
