@@ -33,9 +33,8 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def export_random(folder: Path, num_layers: int = 4, **request: Any) -> Bundle:
-    """Its bundle with random weights, written into `folder`; `request` is `Request`'s."""
-    text = {**CONFIG["text_config"], "num_hidden_layers": num_layers}
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "text_config": text}))
+def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any) -> Bundle:
+    """A bundle of `config` with random weights, written into `folder`; `request` is `Request`'s."""
+    (folder / "config.json").write_text(json.dumps(config))
     export_bundle(Request(str(folder), random_weights=True, **request), folder / "bundle")
     return read_bundle(folder / "bundle")

@@ -36,15 +36,13 @@ class Binary:
     """The machine code of one kernel."""
 
     image: bytes
-    """A cubin, or PTX that ends in a zero byte, as cuModuleLoadData takes them."""
+    """A cubin or PTX, for `Device.load_kernel`."""
     entry: str
     """The name of the function in the image."""
     threads: int
     """A block's threads."""
     shared_bytes: int
-    """Dynamic shared memory of a block, in bytes; above 48 KiB the function attribute must be raised first."""
-    registers: int
-    """Of a thread, in the cubin."""
+    """Dynamic shared memory of a block, in bytes; never above 48 KiB, for which no permission is needed."""
 
 
 def binary(kernel: str, dtype: str, sm: int) -> Binary:
@@ -57,27 +55,25 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
     shipped = _shipped(index, kernel, dtype)
     if sm in shipped:
         return _read(shipped[sm], shipped[sm]["cubin"])
-    portable = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
-    if not portable:
+    lower = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
+    if not lower:
         raise BackendError(
-            f"the kernel {kernel} for {dtype} tokens is shipped for sm_{', sm_'.join(map(str, sorted(shipped)))}, and "
-            f"this GPU is sm_{sm}, which is older than all of them. Build the engines without plugins."
+            f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, and this GPU is sm_{sm}, "
+            "which is older than all of them. Build the engines without plugins."
         )
-    entry = shipped[max(portable)]
-    image = _read(entry, entry["ptx"])
-    return Binary(image.image + b"\0", image.entry, image.threads, image.shared_bytes, image.registers)
+    return _read(shipped[max(lower)], shipped[max(lower)]["ptx"])
 
 
 def ptx(kernel: str, dtype: str, sm: int) -> Binary:
-    """As `binary`, the PTX for exactly `sm`, without the zero byte: for ahead-of-time plugins.
+    """As `binary`, the PTX for exactly `sm`: for ahead-of-time plugins.
 
     Raises `BackendError` where it is not shipped.
     """
     shipped = _shipped(_index(), kernel, dtype)
     if sm not in shipped:
         raise BackendError(
-            f"the kernel {kernel} for {dtype} tokens is shipped for sm_{', sm_'.join(map(str, sorted(shipped)))}, not "
-            f"for sm_{sm}. Build the engines for one of these, or without plugins."
+            f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, not for sm_{sm}. Build the "
+            "engines for one of these, or without plugins."
         )
     return _read(shipped[sm], shipped[sm]["ptx"])
 
@@ -88,12 +84,21 @@ def sha256(plugin: str) -> str:
     return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
+def shipped_sms() -> tuple[int, ...]:
+    """The GPUs that kernels are compiled for, e.g. 87, ascending."""
+    return tuple(sorted({entry["sm"] for entry in _index()["entries"]}))
+
+
 def _shipped(index: dict[str, Any], kernel: str, dtype: str) -> dict[int, dict[str, Any]]:
     entries = [entry for entry in index["entries"] if (entry["kernel"], entry["dtype"]) == (kernel, dtype)]
     if not entries:
         known = sorted({f"{entry['kernel']} for {entry['dtype']}" for entry in index["entries"]})
         raise BackendError(f"no kernel {kernel} for {dtype} tokens is shipped; there are {', '.join(known)}.")
     return {entry["sm"]: entry for entry in entries}
+
+
+def _listed(shipped: dict[int, dict[str, Any]]) -> str:
+    return ", ".join(f"sm_{sm}" for sm in sorted(shipped))
 
 
 @cache
@@ -110,4 +115,4 @@ def _index() -> dict[str, Any]:
 def _read(entry: dict[str, Any], member: str) -> Binary:
     with zipfile.ZipFile(BytesIO(_archive())) as archive:
         image = archive.read(member)
-    return Binary(image, entry["entry"], entry["threads"], entry["shared_bytes"], entry["registers"])
+    return Binary(image, entry["entry"], entry["threads"], entry["shared_bytes"])

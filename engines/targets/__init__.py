@@ -41,10 +41,14 @@ class Builder(Protocol):
     target: Target
     library_version: str
     compute_capabilities: tuple[int, ...]
-    plugins: dict[str, str]
     flags: dict[str, str]
     suffix: str
     """Of an engine's file."""
+
+    @property
+    def plugins(self) -> dict[str, str]:
+        """What the engines built so far call when they run."""
+        ...
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle this library cannot build; raises `EnginesError`."""

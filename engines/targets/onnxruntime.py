@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.bundle import Bundle
-from sinkprune.engines.custom_nodes import custom_nodes
+from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.engines_manifest import Target
+from sinkprune.engines_manifest import Realisation, Target
 from sinkprune.errors import BackendError, EnginesError
 
 _PROVIDER = "CPUExecutionProvider"
@@ -51,6 +51,9 @@ class OnnxRuntimeBuilder:
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the optimised model of one graph, its weights beside it; raises `EnginesError`."""
+        model = read_model(job.model)
+        from sinkprune.engines.plugin_graph import custom_nodes
+
         options = self._ort.SessionOptions()
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.optimized_model_filepath = str(output)
@@ -65,8 +68,8 @@ class OnnxRuntimeBuilder:
             # onnxruntime has no common base class for its errors.
             raise EnginesError(f"onnxruntime cannot optimise graph '{job.graph}': {error}") from error
         # It inlines every function.
-        nodes = dict.fromkeys(custom_nodes(job.model), "function")
-        return Built(profiles={}, nodes=nodes, device_memory=None)  # type: ignore[arg-type]
+        nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
+        return Built(profiles={}, nodes=nodes, device_memory=None)
 
 
 def _import_onnxruntime() -> Any:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinkprune.bundle import Bundle, TensorSpec
-from sinkprune.engines.custom_nodes import custom_nodes
+from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, OutOfMemoryError
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.tensorrt_libraries import Library
 from sinkprune.errors import EnginesError
 from sinkprune.runtime.tensorrt_library import new_error_log
+
+if TYPE_CHECKING:
+    import onnx
 
 
 class TensorRTBuilder:
@@ -27,7 +30,11 @@ class TensorRTBuilder:
         self.library_version: str = library.trt.__version__
         self.compute_capabilities = library.compute_capabilities
         self.flags = library.flags
-        self.plugins: dict[str, str] = {}
+
+    @property
+    def plugins(self) -> dict[str, str]:
+        """What the engines built so far call when they run."""
+        return self._library.plugins
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle this library cannot build; raises `EnginesError`."""
@@ -39,11 +46,16 @@ class TensorRTBuilder:
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the plan of one graph; raises `EnginesError`."""
+        model = self._library.fit(read_model(job.model))
+        # Brings onnx, whose absence was told above.
+        from sinkprune.engines.plugin_graph import realisations
+
         log = new_error_log(self._trt)
         builder = self._trt.Builder(log)
         network = builder.create_network(self._library.network_flags())
-        self._parse(job, network, log)
+        self._parse(job, model, network, log)
         self._check_interface(job, network)
+        nodes = realisations(model, network, self._trt)
         config = builder.create_builder_config()
         self._library.configure(config)
         self._add_profiles(job, builder, config, log)
@@ -54,12 +66,12 @@ class TensorRTBuilder:
             plan = self._compile(job, builder, network, config, log)
         self._library.built(config)
         output.write_bytes(memoryview(plan))
-        nodes = dict.fromkeys(custom_nodes(job.model), "function")
-        return Built(job.profiles, nodes, self._library.device_memory(plan, log))  # type: ignore[arg-type]
+        return Built(job.profiles, nodes, self._library.device_memory(plan, log))
 
-    def _parse(self, job: Job, network: Any, log: Any) -> None:
+    def _parse(self, job: Job, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)
-        if parser.parse_from_file(str(job.model)):
+        # Weights lie beside the file that the path names.
+        if parser.parse(model.SerializeToString(), str(job.model)):
             return
         errors = [parser.get_error(number) for number in range(parser.num_errors)]
         told = "; ".join(f"node '{error.node_name()}' ({error.node_operator()}): {error.desc()}" for error in errors)

@@ -7,15 +7,19 @@ where this is developed. TensorRT-RTX shares its front end and is run by the tes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sinkprune.bundle import Bundle, Manifest
+from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines_manifest import Target
 from sinkprune.errors import BackendError, EnginesError, UsageError
 from sinkprune.files import write_whole
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.tensorrt_library import import_tensorrt
+
+if TYPE_CHECKING:
+    import onnx
 
 # Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the plan among them.
 _HOST_COPIES = 2.5
@@ -32,6 +36,8 @@ class Library(Protocol):
     trt: Any
     compute_capabilities: tuple[int, ...]
     flags: dict[str, str]
+    plugins: dict[str, str]
+    """The kernels that engines built so far need when they are loaded: sha256 by plugin."""
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle this library cannot build; raises `EnginesError`."""
@@ -39,6 +45,10 @@ class Library(Protocol):
 
     def memories(self) -> tuple[Memory, ...]:
         """What a build draws on."""
+        ...
+
+    def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """The graph as it is parsed."""
         ...
 
     def network_flags(self) -> int:
@@ -70,9 +80,10 @@ class TensorRT:
         self._timing_cache = timing_cache
         self.compute_capabilities: tuple[int, ...] = (self._device.compute_capability,)
         self.flags = {"strongly_typed": "true", "timing_cache": timing_cache.name, "gpu": self._device.name}
+        self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Attention in fp32 does not build, and the operators of dialect onnx24 need 10.15."""
+        """Attention in fp32 does not build, dialect onnx24 needs 10.15, and of trt10 every operator is looked up."""
         _refuse_fp32_attention(bundle, self.target)
         manifest = bundle.manifest
         if manifest.dialect == "onnx24" and _version(self.trt) < _FIRST_WITH_ONNX24:
@@ -80,6 +91,12 @@ class TensorRT:
                 f"bundle '{bundle.path}' is of dialect onnx24, which needs TensorRT 10.15 or later; "
                 f"{self.trt.__version__} is installed here. {_export_again(manifest, 'fp16', 'trt10')}"
             )
+        if manifest.dialect == "trt10":
+            models = {graph: read_model(bundle.graph_path(graph)) for graph in manifest.graphs}
+            from sinkprune.engines.trt10_checker import check_trt10
+
+            for graph, model in models.items():
+                check_trt10(model, graph)
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory and the GPU's; on a board they are one."""
@@ -92,6 +109,20 @@ class TensorRT:
             # The weights once, and once more in the layout that is tried.
             Memory(f"memory of {self._device.name}", free, copies=2, activations=True),
         )
+
+    def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Nodes name their plugins, which are registered; as it is where no kernels are shipped for this GPU."""
+        from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs
+        from sinkprune.engines.plugins.registry import register_for_build
+
+        if not custom_nodes(model):
+            return model
+        (sm,) = self.compute_capabilities
+        registered = register_for_build(self.trt, sm, shape_inputs=has_shape_inputs(model))
+        if registered is None:
+            return model
+        self.plugins |= registered.needed
+        return for_plugins(model, _version(self.trt), registered.namespace)
 
     def network_flags(self) -> int:
         """Strongly typed on request before TensorRT 11, and always from there on."""
@@ -134,6 +165,7 @@ class TensorRTRTX:
                     f"{', '.join(map(str, self._members))}. For other GPUs use --target tensorrt on the machine."
                 )
         self.flags = {"strongly_typed": "true"}
+        self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Attention in fp32 does not build."""
@@ -142,6 +174,10 @@ class TensorRTRTX:
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory; no GPU takes part."""
         return system_memory(_HOST_COPIES, activations=False)
+
+    def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """As it is: it takes no plugins of users."""
+        return model
 
     def network_flags(self) -> int:
         """Networks are always strongly typed."""

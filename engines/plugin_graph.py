@@ -1,0 +1,161 @@
+"""Fits a bundle's graph to the plugins, and tells what TensorRT made of each of its nodes.
+
+In the file `TopRho` and `DiversitySelect` are nodes of domain `sinkprune` with function bodies. TensorRT takes a
+plugin of a node's name, if one is registered; before 10.7 it takes the function even so, and the function has to go.
+Source: onnx-tensorrt, `docs/Changelog.md` (10.1: shape inputs; 10.7: plugins before functions) and `parseNode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import onnx
+from onnx import helper, numpy_helper
+
+from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, VERSION, Plugin
+from sinkprune.engines_manifest import Realisation
+from sinkprune.errors import EnginesError
+
+PLUGINS_FIRST = (10, 7)
+"""The first TensorRT that prefers a plugin to a function of the same name."""
+
+_SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
+
+
+def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
+    """The nodes of domain `sinkprune` by name; raises `EnginesError` if one has none of its own."""
+    nodes = [node for node in model.graph.node if node.domain == DOMAIN]
+    found = {node.name: node for node in nodes}
+    if len(found) < len(nodes) or "" in found:
+        raise EnginesError(
+            f"graph '{model.graph.name}' has {len(nodes)} nodes of domain {DOMAIN} and {len(found)} names for "
+            "them; each needs its own. Export the bundle again with this sinkprune."
+        )
+    return found
+
+
+def has_shape_inputs(model: onnx.ModelProto) -> bool:
+    """Whether a node of domain `sinkprune` takes a size that is computed, not a constant of the graph.
+
+    Raises `EnginesError` for a node no plugin is known for.
+    """
+    constants = dict(_constants(model.graph))
+    nodes = custom_nodes(model).values()
+    return any(value not in constants for node in nodes for value in node.input[len(_plugin(node).inputs) :])
+
+
+def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str) -> onnx.ModelProto:
+    """`model` as a build of TensorRT `version` with the plugins of `namespace` needs it; the original is left alone.
+
+    Each node of domain `sinkprune` names its plugin; its masks are cast, INT32 inside and BOOL outside; a shape input
+    that is constant becomes an attribute, which all variants and versions take, and any other is marked as one (10.1
+    and later, not ahead of time). Functions that would win are stripped. Raises `EnginesError` for a node no plugin
+    is known for.
+    """
+    fitted = onnx.ModelProto()
+    fitted.CopyFrom(model)
+    constants = dict(_constants(fitted.graph))
+    for node in custom_nodes(fitted).values():
+        plugin = _plugin(node)
+        _name_plugin(node, namespace)
+        _fold_shape_inputs(node, plugin, constants)
+        _cast_masks(fitted.graph, node, plugin)
+    if version < PLUGINS_FIRST:
+        kept = [function for function in fitted.functions if function.domain != DOMAIN]
+        del fitted.functions[:]
+        fitted.functions.extend(kept)
+    return fitted
+
+
+def realisations(model: onnx.ModelProto, network: Any, library: Any) -> dict[str, Realisation]:
+    """What became of each node of domain `sinkprune`, by its name: read off the layers of `network`.
+
+    `model` is what was parsed into `network`, by the parser of `library` (`tensorrt` or `tensorrt_rtx`). A plugin's
+    layer has its node's name; a function's layers name the node in their metadata (before 10.6 only the operator).
+    Raises `EnginesError` for a node no layer stands for.
+    """
+    functions = {function.name for function in model.functions if function.domain == DOMAIN}
+    layers = list(_layers(network))
+    told: dict[str, Realisation] = {}
+    for name, node in custom_nodes(model).items():
+        calls = (f"| {name} ({node.op_type})", f"Local Function: {node.op_type}]")
+        if any(kind == library.LayerType.PLUGIN_V3 and layer == name for layer, kind, _ in layers):
+            told[name] = "plugin" if node.op_type in functions else "stripped"
+        elif any(call in metadata for _, _, metadata in layers for call in calls):
+            told[name] = "function"
+        else:
+            raise EnginesError(
+                f"graph '{model.graph.name}': no layer of TensorRT's network stands for node '{name}', neither a "
+                f"plugin nor its function. Please report this with the library's version."
+            )
+    return told
+
+
+def _layers(network: Any) -> Iterator[tuple[str, Any, str]]:
+    """Name, type and metadata of every layer."""
+    for number in range(network.num_layers):
+        layer = network.get_layer(number)
+        yield layer.name, layer.type, layer.metadata
+
+
+def _constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    for initializer in graph.initializer:
+        yield initializer.name, initializer
+    for node in graph.node:
+        if node.op_type == "Constant":
+            for attribute in node.attribute:
+                if attribute.name == "value":
+                    yield node.output[0], attribute.t
+
+
+def _plugin(node: onnx.NodeProto) -> Plugin:
+    for plugin in PLUGINS:
+        if plugin.name == node.op_type:
+            return plugin
+    raise EnginesError(
+        f"no plugin is known for node '{node.name}', {node.op_type} of domain {DOMAIN}; there are "
+        f"{', '.join(plugin.name for plugin in PLUGINS)}. Build with a newer sinkprune, or without plugins."
+    )
+
+
+def _name_plugin(node: onnx.NodeProto, namespace: str) -> None:
+    """What the parser looks a plugin up by; since 10.10 it also tries the domain (`FallbackPluginImporter`)."""
+    for name, value in (("plugin_namespace", namespace), ("plugin_version", VERSION)):
+        node.attribute.append(helper.make_attribute(name, value))
+
+
+def _fold_shape_inputs(node: onnx.NodeProto, plugin: Plugin, constants: Mapping[str, onnx.TensorProto]) -> None:
+    kept, marked = list(node.input[: len(plugin.inputs)]), []
+    for tensor, value in zip(plugin.shape_inputs, node.input[len(plugin.inputs) :], strict=True):
+        if value in constants:
+            size = int(numpy_helper.to_array(constants[value]).item())
+            node.attribute.append(helper.make_attribute(tensor.name, size))
+        else:
+            marked.append(len(kept))
+            kept.append(value)
+    del node.input[:]
+    node.input.extend(kept)
+    if marked:
+        node.attribute.append(helper.make_attribute(_SHAPE_INPUTS, marked))
+
+
+def _cast_masks(graph: onnx.GraphProto, node: onnx.NodeProto, plugin: Plugin) -> None:
+    for place, tensor in enumerate(plugin.inputs):
+        if tensor.type == "mask":
+            inside = f"{node.name}_{tensor.name}"
+            _insert_cast(graph, _place(graph, node), node.input[place], inside, onnx.TensorProto.INT32)
+            node.input[place] = inside
+    for place, tensor in enumerate(plugin.outputs):
+        if tensor.type == "mask" and place < len(node.output) and node.output[place]:
+            inside = f"{node.name}_{tensor.name}"
+            _insert_cast(graph, _place(graph, node) + 1, inside, node.output[place], onnx.TensorProto.BOOL)
+            node.output[place] = inside
+
+
+def _place(graph: onnx.GraphProto, node: onnx.NodeProto) -> int:
+    return next(place for place, other in enumerate(graph.node) if other.name == node.name)
+
+
+def _insert_cast(graph: onnx.GraphProto, place: int, source: str, target: str, to: int) -> None:
+    graph.node.insert(place, helper.make_node("Cast", [source], [target], name=f"{target}_cast", to=to))

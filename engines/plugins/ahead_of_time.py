@@ -1,0 +1,100 @@
+"""The plugins ahead of time: TensorRT 10.9 and later. The engine holds the kernels and needs none of this code.
+
+Each node is one kernel, given as PTX when the engine is built. Its parameters are the inputs, int32 sizes and the
+outputs; there is no workspace, so `DiversitySelect` has an output more that no one reads, and a size that only a
+tensor holds cannot be had (`tensorrt.plugin` refuses shape inputs).
+
+Never run: TensorRT-RTX has no `tensorrt.plugin`. Written after `tensorrt/plugin/_lib.py`, `_plugin_class.py` and
+`_validate.py` of NVIDIA/TensorRT (release 11.1), which were run on it here over stand-ins for their C++ classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from types import GenericAlias
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sinkprune.engines.plugins.binaries import ptx
+from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plugin, bind
+from sinkprune.errors import EnginesError
+
+
+def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: int) -> None:
+    """Register `description` with `plugins`, the module `tensorrt.plugin` of `library`, for GPUs of `sm`, e.g. 87.
+
+    Once in a process; a second time is left out. While the engine is built it raises `BackendError` where no kernel
+    is shipped for `sm`, and `EnginesError` where the width of the tokens is not fixed.
+    """
+    if hasattr(getattr(plugins.op, AHEAD_OF_TIME_NAMESPACE, None), description.name):
+        return
+    identity = f"{AHEAD_OF_TIME_NAMESPACE}::{description.name}"
+    outputs = (*description.outputs, *description.single.scratch)
+    tensors = [
+        Parameter(t.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=plugins.TensorDesc) for t in description.inputs
+    ]
+    # An array, as the field holds one: of a plain int it would have to be made, and numpy refuses that more and more.
+    integers = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=NDArray[np.int32]) for name in description.fields
+    ]
+    rest = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ("outputs", "tactic")]
+    described = GenericAlias(tuple, (plugins.TensorDesc,) * len(outputs))
+    kernel = GenericAlias(tuple, (str, bytes, plugins.KernelLaunchParams, plugins.SymIntExprs))
+
+    def output_descriptions(*inputs: Any, **fields: Any) -> Any:
+        sizes = _sizes(description, inputs, [fields[name] for name in description.fields])
+        types = {"float32": library.DataType.FLOAT, "int64": library.DataType.INT64, "mask": library.DataType.INT32}
+        types["tokens"] = inputs[description.tokens].dtype
+        return tuple(
+            plugins.from_shape_expr(tuple(_size(size, sizes) for size in output.shape), types[output.type])
+            for output in outputs
+        )
+
+    def kernel_launch(*arguments: Any) -> Any:
+        count = len(description.inputs)
+        inputs, fields = arguments[:count], arguments[count : count + len(description.fields)]
+        sizes = _sizes(description, inputs, fields)
+        width = _constant(description, sizes["D"])
+        single = description.single
+        code = ptx(single.kernel(width), _token_type(library, inputs[description.tokens].dtype), sm)
+        launch = plugins.KernelLaunchParams()
+        launch.grid_x, launch.grid_y, launch.grid_z = single.grid(sizes["G"], width)
+        launch.block_x, launch.shared_mem = code.threads, code.shared_bytes
+        values = [plugins.SymInt32(value) for value in single.integers(sizes, plugins)]
+        return code.entry, code.image, launch, plugins.SymIntExprs.from_tuple(values)
+
+    plugins.register(identity)(_signed(output_descriptions, [*tensors, *integers], described))
+    plugins.aot_impl(identity)(_signed(kernel_launch, [*tensors, *integers, *rest], kernel))
+
+
+def _signed(function: Callable[..., Any], parameters: list[Parameter], returns: Any) -> Callable[..., Any]:
+    """`function` with the signature that `tensorrt.plugin` reads inputs, attributes and outputs from."""
+    function.__signature__ = Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    return function
+
+
+def _sizes(description: Plugin, inputs: Any, fields: Any) -> dict[str, Any]:
+    """The named sizes: symbolic ones from shapes, integers from the node's attributes."""
+    sizes = bind(description.inputs, [tensor.shape_expr for tensor in inputs])
+    return sizes | {name: int(value[0]) for name, value in zip(description.fields, fields, strict=True)}
+
+
+def _size(size: str | int, sizes: dict[str, Any]) -> Any:
+    return sizes[size] if isinstance(size, str) else size
+
+
+def _constant(description: Plugin, width: Any) -> int:
+    if not width.is_constant:
+        raise EnginesError(
+            f"the tokens of the plugin {description.name} have a dynamic width, and a kernel is compiled for one "
+            "alignment. Build the engines without plugins."
+        )
+    return int(width.constant_value())
+
+
+def _token_type(library: Any, dtype: Any) -> str:
+    types = library.DataType
+    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}[dtype]

@@ -1,0 +1,180 @@
+"""What the plugins of domain `sinkprune` are: tensors, attributes, and the kernels they launch.
+
+`plugin_v3.py` and `ahead_of_time.py` wrap these descriptions for TensorRT; `plugin_graph.py` fits a graph to them.
+Semantics: `sinkprune.export.functions`, whose function bodies compute the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sinkprune.engines.plugins.launches import (
+    SCRATCH_ROWS,
+    Launch,
+    diversity_launches,
+    diversity_phases,
+    diversity_workspace,
+    top_rho_grid,
+    top_rho_launches,
+    variant,
+)
+
+DOMAIN = "sinkprune"
+"""Of the nodes in ONNX."""
+NAMESPACE = "sinkprune"
+AHEAD_OF_TIME_NAMESPACE = "sinkprune_ahead_of_time"
+VERSION = "1"
+"""TensorRT looks a plugin up by name, version and namespace. Both kinds of plugin may be known at once, so each has
+a namespace of its own; the version of ahead-of-time plugins is always 1."""
+
+Sizes = Mapping[str, int]
+"""G groups, N tokens a group of width D, R reserved tokens, and the plugin's attributes, by name."""
+TensorType = Literal["tokens", "float32", "int64", "mask"]
+"""`tokens` is float32, float16 or bfloat16. A `mask` is BOOL in the graph and INT32 at the plugin: TensorRT's plugins
+take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`)."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output of a plugin."""
+
+    name: str
+    type: TensorType
+    shape: tuple[str | int, ...]
+    """Names from `Sizes`, or fixed sizes."""
+
+
+@dataclass(frozen=True)
+class SingleKernel:
+    """A whole node as one kernel without workspace, which is what an ahead-of-time plugin can be.
+
+    The kernel's parameters are the inputs, the integers, the outputs and `scratch`, in this order.
+    """
+
+    kernel: Callable[[int], str]
+    """Its name, for a width D."""
+    integers: Callable[[Mapping[str, Any], Any], Sequence[Any]]
+    """From sizes, which may be symbolic, and the module `tensorrt.plugin`, for its `cdiv` and `max`."""
+    grid: Callable[[Any, int], tuple[Any, ...]]
+    """From G, which may be symbolic, and D."""
+    scratch: tuple[Tensor, ...] = ()
+    """Outputs that no one reads, in place of a workspace."""
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One plugin, whichever way TensorRT is given it."""
+
+    name: str
+    """The operator of the ONNX node."""
+    inputs: tuple[Tensor, ...]
+    shape_inputs: tuple[Tensor, ...]
+    """Inputs behind `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
+    outputs: tuple[Tensor, ...]
+    attributes: tuple[str, ...]
+    """Integers that every node has."""
+    workspace: Callable[[Sizes], int]
+    """Bytes that `launches` needs beside its tensors; grows with every size."""
+    launches: Callable[[Mapping[str, int], Sizes, str], list[Launch]]
+    """From the addresses by tensor name, and `workspace`; and the type of the tokens, as `Launch.dtype` names it."""
+    single: SingleKernel
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """All integers that a node may carry as attributes."""
+        return (*self.attributes, *(tensor.name for tensor in self.shape_inputs))
+
+    @property
+    def tokens(self) -> int:
+        """Which input the tokens are."""
+        return [tensor.type for tensor in self.inputs].index("tokens")
+
+
+def bind(tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The named sizes in `shapes`, one for each of `tensors`."""
+    return {
+        name: size
+        for tensor, shape in zip(tensors, shapes, strict=True)
+        for name, size in zip(tensor.shape, shape, strict=True)
+        if isinstance(name, str)
+    }
+
+
+def _top_rho(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
+    return top_rho_launches(
+        norms=addresses["norms"],
+        tokens=addresses["tokens"],
+        sink=addresses["sink"],
+        outlier=addresses["outlier"],
+        dtype=dtype,
+        groups=sizes["G"],
+        n=sizes["N"],
+        width=sizes["D"],
+        count=max(1, -(-sizes["N"] * sizes["per_mille"] // 1000)),
+    )
+
+
+def _diversity(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
+    return diversity_launches(
+        tokens=addresses["tokens"],
+        candidate=addresses["candidate"],
+        reserved=addresses["reserved"],
+        chosen=addresses["chosen"],
+        workspace=addresses["workspace"],
+        dtype=dtype,
+        groups=sizes["G"],
+        n=sizes["N"],
+        width=sizes["D"],
+        reserves=sizes["R"],
+        count=sizes["count"],
+        batch=sizes["batch"],
+    )
+
+
+def _diversity_integers(sizes: Mapping[str, Any], symbolic: Any) -> Sequence[Any]:
+    count, batch = sizes["count"], sizes["batch"]
+    return (sizes["N"], sizes["D"], sizes["R"], count, batch, 0, diversity_phases(count, batch))
+
+
+PLUGINS = (
+    Plugin(
+        name="TopRho",
+        inputs=(Tensor("norms", "float32", ("G", "N")), Tensor("tokens", "tokens", ("G", "N", "D"))),
+        shape_inputs=(),
+        outputs=(Tensor("sink", "tokens", ("G", 1, "D")), Tensor("outlier", "mask", ("G", "N"))),
+        attributes=("per_mille",),
+        workspace=lambda sizes: 0,
+        launches=_top_rho,
+        single=SingleKernel(
+            kernel=lambda width: "top_rho",
+            integers=lambda sizes, symbolic: (
+                sizes["N"],
+                sizes["D"],
+                symbolic.max(symbolic.cdiv(sizes["N"] * sizes["per_mille"], 1000), 1),
+            ),
+            grid=top_rho_grid,
+        ),
+    ),
+    Plugin(
+        name="DiversitySelect",
+        inputs=(
+            Tensor("tokens", "tokens", ("G", "N", "D")),
+            Tensor("candidate", "mask", ("G", "N")),
+            Tensor("reserved", "int64", ("G", "R")),
+        ),
+        shape_inputs=(Tensor("count", "int64", (1,)),),
+        outputs=(Tensor("chosen", "int64", ("G", "count")),),
+        attributes=("batch",),
+        workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
+        launches=_diversity,
+        single=SingleKernel(
+            kernel=lambda width: variant("diversity_select", width),
+            integers=_diversity_integers,
+            # The kernel's second axis is the group, and one block is all of it.
+            grid=lambda groups, width: (1, groups, 1),
+            scratch=(Tensor("scratch", "float32", ("G", SCRATCH_ROWS, "N")),),
+        ),
+    ),
+)

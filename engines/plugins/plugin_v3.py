@@ -1,0 +1,217 @@
+"""The plugins as Python `IPluginV3` classes: TensorRT 10.0 and later, so JetPack 6 too.
+
+An engine that holds them needs this code when it is loaded (`registry.py`). The classes are made for one library,
+`tensorrt` or `tensorrt_rtx`, whose binding classes they derive from. They have lived in the binding classes of
+TensorRT-RTX 1.7 and been created by its ONNX parser; in full TensorRT, and on a GPU, they have never run.
+
+An exception here does not reach the caller: the bindings print it to stderr and give TensorRT an error code.
+
+Source: NVIDIA/TensorRT, `samples/python/non_zero_plugin`, `python/src/infer/pyPlugin.cpp`; NvInferRuntime.h on
+`IPluginV3OneBuild` and `IPluginV3OneRuntime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from sinkprune.engines.plugins.descriptions import NAMESPACE, VERSION, Plugin, Sizes, Tensor, bind
+from sinkprune.engines.plugins.launches import Launch
+from sinkprune.errors import EnginesError
+
+
+class Runner(Protocol):
+    """What enqueues kernels: `KernelRunner`, on a GPU."""
+
+    def prepare(self, launches: Sequence[Launch]) -> None: ...
+
+    def run(self, launches: Sequence[Launch], stream: int) -> None: ...
+
+
+class PluginV3:
+    """The methods of `IPluginV3` and its three capabilities for the plugin `description`, with its node's `fields`.
+
+    A class of a library derives from this one and from the library's own four.
+    """
+
+    def __init__(self, library: Any, description: Plugin, fields: Mapping[str, int], runner: Runner) -> None:
+        for base in capabilities(library):
+            base.__init__(self)
+        self.plugin_name, self.plugin_version, self.plugin_namespace = description.name, VERSION, NAMESPACE
+        self.num_outputs = len(description.outputs)
+        self._library, self._description, self._fields, self._runner = library, description, dict(fields), runner
+        # The bindings keep pointers into names and data, so these live as long as the plugin.
+        self._serialized = _field_collection(library, self._fields)
+
+    def get_capability_interface(self, type: Any) -> PluginV3:
+        """Core, build and runtime are all this object."""
+        return self
+
+    def clone(self) -> PluginV3:
+        """A plugin of the same fields, which shares the runner."""
+        return type(self)(self._library, self._description, self._fields, self._runner)
+
+    def get_fields_to_serialize(self) -> Any:
+        """What the engine stores, and the creator is given back when it is loaded."""
+        return self._serialized[1]
+
+    def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+        """`tokens` outputs have the type of the tokens."""
+        described, tokens = self._description, input_types[self._description.tokens]
+        fixed = _types(self._library)
+        return [tokens if output.type == "tokens" else fixed[output.type] for output in described.outputs]
+
+    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any) -> list[Any]:
+        """Expressions; those of a shape input are not its shape but its values (`IPluginV3OneBuild`)."""
+        described = self._description
+        sizes = bind(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
+        sizes.update({name: expr_builder.constant(value) for name, value in self._fields.items()})
+        # Without one, every size is a field.
+        sizes.update(
+            {tensor.name: dims[0] for tensor, dims in zip(described.shape_inputs, shape_inputs, strict=False)}
+        )
+        shapes = []
+        for output in described.outputs:
+            shape = self._library.DimsExprs(len(output.shape))
+            for axis, size in enumerate(output.shape):
+                shape[axis] = sizes[size] if isinstance(size, str) else expr_builder.constant(size)
+            shapes.append(shape)
+        return shapes
+
+    def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
+        """Linear tensors of the described types; all `tokens` are of one type."""
+        described, found = self._description, in_out[pos].desc
+        # A shape input is not among them, by all we could read; were it, it would stand last.
+        inputs = (*described.inputs, *described.shape_inputs)
+        tensor = inputs[pos] if pos < num_inputs else described.outputs[pos - num_inputs]
+        if found.format != self._library.TensorFormat.LINEAR:
+            return False
+        if tensor.type != "tokens":
+            return bool(found.type == _types(self._library)[tensor.type])
+        if pos == described.tokens:
+            return found.type in _token_types(self._library)
+        return bool(found.type == in_out[described.tokens].desc.type)
+
+    def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Nothing depends on the profile."""
+
+    def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        """Bytes for the largest shapes of the profile."""
+        return self._description.workspace(self._sizes([t.max for t in inputs], [t.max for t in outputs]))
+
+    def get_valid_tactics(self) -> list[int]:
+        """There is one way only."""
+        return []
+
+    def set_tactic(self, tactic: int) -> None:
+        """There is one way only."""
+
+    def attach_to_context(self, resource_context: Any) -> PluginV3:
+        """Nothing is kept between calls but the kernels, so contexts may share them."""
+        return self.clone()
+
+    def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Load the kernels, so that none is loaded while a CUDA graph is captured."""
+        described = self._description
+        nowhere = dict.fromkeys((*(t.name for t in (*described.inputs, *described.outputs)), "workspace"), 0)
+        self._runner.prepare(self._launches(inputs, outputs, nowhere))
+
+    def enqueue(
+        self,
+        input_desc: Sequence[Any],
+        output_desc: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        """Launch on `stream`; the rest are shapes and raw device addresses."""
+        described = self._description
+        addresses = {"workspace": workspace, **_named(described.inputs, inputs), **_named(described.outputs, outputs)}
+        self._runner.run(self._launches(input_desc, output_desc, addresses), stream)
+
+    def _launches(self, inputs: Sequence[Any], outputs: Sequence[Any], addresses: Mapping[str, int]) -> list[Launch]:
+        dtype = _token_types(self._library)[inputs[self._description.tokens].type]
+        sizes = self._sizes([t.dims for t in inputs], [t.dims for t in outputs])
+        return self._description.launches(addresses, sizes, dtype)
+
+    def _sizes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Sizes:
+        """From all shapes: the outputs tell the value of a shape input."""
+        described = self._description
+        tensors = (*described.inputs, *described.outputs)
+        return self._fields | bind(tensors, [*inputs[: len(described.inputs)], *outputs])
+
+
+class CreatorV3:
+    """The methods of `IPluginCreatorV3One`; a class of a library derives from this one and from the library's own."""
+
+    def __init__(self, library: Any, description: Plugin, runner: Runner) -> None:
+        library.IPluginCreatorV3One.__init__(self)
+        self.name, self.plugin_version, self.plugin_namespace = description.name, VERSION, NAMESPACE
+        # The parser gives a field for each name here that the node has as an attribute.
+        self._declared = _field_collection(library, dict.fromkeys(description.fields, 0))
+        self.field_names = self._declared[1]
+        self._library, self._description, self._runner = library, description, runner
+        self._plugin_class = plugin_class(library)
+
+    def create_plugin(self, name: str, fields: Sequence[Any], phase: Any) -> PluginV3:
+        """For a node `name` that is parsed, or (`phase` RUNTIME) an engine that is loaded.
+
+        The parser makes an INT attribute a field of one INT32 (onnx-tensorrt, `loadFields`). Raises `EnginesError`
+        for a field that is missing, unknown or below 1.
+        """
+        described = self._description
+        values = {field.name: int(field.data[0]) for field in fields}
+        if not set(described.attributes) <= set(values) <= set(described.fields) or min(values.values()) < 1:
+            raise EnginesError(
+                f"the plugin {described.name} of node '{name}' was given {values or 'nothing'}, expected "
+                f"{', '.join(described.attributes)}, each at least 1. Build the engines again with this sinkprune."
+            )
+        return self._plugin_class(self._library, described, values, self._runner)
+
+
+def creator(library: Any, description: Plugin, runner: Runner) -> Any:
+    """A creator of the plugin `description` for `library`, to be registered in its plugin registry."""
+
+    class LibraryCreator(CreatorV3, library.IPluginCreatorV3One):  # type: ignore[misc]
+        pass
+
+    return LibraryCreator(library, description, runner)
+
+
+def plugin_class(library: Any) -> type[PluginV3]:
+    """The class of the plugins of `library`."""
+
+    class LibraryPlugin(PluginV3, *capabilities(library)):  # type: ignore[misc]
+        pass
+
+    return LibraryPlugin
+
+
+def capabilities(library: Any) -> tuple[Any, ...]:
+    """The binding classes a Python plugin derives from; each must be initialised on its own."""
+    return (library.IPluginV3, library.IPluginV3OneCore, library.IPluginV3OneBuild, library.IPluginV3OneRuntime)
+
+
+def _types(library: Any) -> dict[str, Any]:
+    types = library.DataType
+    return {"float32": types.FLOAT, "int64": types.INT64, "mask": types.INT32}
+
+
+def _token_types(library: Any) -> dict[Any, str]:
+    types = library.DataType
+    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
+
+
+def _named(tensors: Sequence[Tensor], addresses: Sequence[int]) -> dict[str, int]:
+    """Addresses by name; those of shape inputs, if any stand behind them, are left out."""
+    return {tensor.name: address for tensor, address in zip(tensors, addresses, strict=False)}
+
+
+def _field_collection(library: Any, values: Mapping[str, int]) -> tuple[list[Any], Any]:
+    """The fields, which own what the collection points to, and the collection."""
+    int32 = library.PluginFieldType.INT32
+    fields = [library.PluginField(name, np.array([value], np.int32), int32) for name, value in values.items()]
+    return fields, library.PluginFieldCollection(fields)

@@ -1,0 +1,67 @@
+"""Makes the plugins known to TensorRT: when engines are built, and when engines that hold them are loaded.
+
+`register` is the entry point `tensorrt` of the group `sinkprune.tensorrt_plugins`: so the runtime, which does not
+import this folder, finds it where it is installed. TensorRT's registry keeps the creators alive (`keep_alive` in
+`python/src/infer/pyPlugin.cpp`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
+from sinkprune.engines.plugins.binaries import sha256, shipped_sms
+from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, NAMESPACE, PLUGINS, VERSION
+from sinkprune.engines.plugins.kernel_runner import KernelRunner
+from sinkprune.engines.plugins.plugin_v3 import creator
+from sinkprune.errors import BackendError
+
+FIRST_AHEAD_OF_TIME = (10, 9)
+"""The first TensorRT with `tensorrt.plugin.aot_impl`."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Plugins that a build may use."""
+
+    namespace: str
+    """Where the parser finds them."""
+    needed: dict[str, str]
+    """What engines that hold them need when they are loaded: the sha256 of the kernels by plugin name."""
+
+
+def register(library: Any) -> dict[str, str]:
+    """Register the `IPluginV3` creators with `library`, `tensorrt` or `tensorrt_rtx`; a second time changes nothing.
+
+    Returns the sha256 of each plugin's kernels by plugin name, which `engines.json` names. Needs no GPU: kernels are
+    loaded when they first run. Raises `BackendError` if the library refuses a creator.
+    """
+    registry, runner = library.get_plugin_registry(), KernelRunner()
+    for plugin in PLUGINS:
+        known = registry.get_creator(plugin.name, VERSION, NAMESPACE) is not None
+        if not known and not registry.register_creator(creator(library, plugin, runner), NAMESPACE):
+            raise BackendError(
+                f"{library.__name__} {library.__version__} does not register the plugin {plugin.name} of "
+                f"{NAMESPACE}. End the program that holds another one of this name, and start again."
+            )
+    return {plugin.name: sha256(plugin.name) for plugin in PLUGINS}
+
+
+def register_for_build(library: Any, sm: int, *, shape_inputs: bool) -> Registration | None:
+    """Register the plugins with `library`, which builds for `sm`; None where no kernels are shipped for such a GPU.
+
+    Ahead of time where the library can, a PTX is shipped for `sm`, and no node has `shape_inputs`: engines then need
+    nothing when they are loaded. Else as `register`. Raises `BackendError`. Never run with a library that can build
+    either.
+    """
+    if sm < min(shipped_sms()):
+        return None
+    version = tuple(int(part) for part in library.__version__.split(".")[:2])
+    if version < FIRST_AHEAD_OF_TIME or sm not in shipped_sms() or shape_inputs:
+        return Registration(NAMESPACE, register(library))
+    plugins = import_module(f"{library.__name__}.plugin")
+    for plugin in PLUGINS:
+        register_ahead_of_time(library, plugins, plugin, sm)
+    return Registration(AHEAD_OF_TIME_NAMESPACE, {})

@@ -1,0 +1,295 @@
+"""A fake of the TensorRT library, for machines without it or a GPU: its engines compute with ONNX Runtime.
+
+They read and write the host memory of a `FakeDevice`, at the addresses they are given, when its stream comes to them.
+What the library's documentation asks of its callers, the fake insists on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from runtime.fake_device import FakeDevice
+
+from sinkprune.bundle import MANIFEST, Bundle, GraphSpec
+from sinkprune.engines_manifest import (
+    FORMAT_VERSION,
+    EnginesManifest,
+    EngineSpec,
+    Limits,
+    Range,
+    write_engines_manifest,
+)
+from sinkprune.manifest_file import file_specs, sha256
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+
+VERSION = "10.99.0"
+ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
+"""Bytes of activations by engine; 2000 for the others."""
+LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
+
+_ROWS = 800
+_RANGES = {
+    "G": (1, 1, 1),
+    "n": (1, 64, 576),
+    "S": (1, 100, _ROWS),
+    "P": (0, 0, 0),
+    "T": (1, 100, _ROWS),
+    "V": (1, 64, 576),
+    "L": (1, 40, 60),
+}
+_DECODE = {"S": (1, 1, 1), "P": (1, 100, _ROWS)}
+
+
+class TensorIOMode(Enum):
+    INPUT = auto()
+    OUTPUT = auto()
+
+
+class TensorLocation(Enum):
+    DEVICE = auto()
+    HOST = auto()
+
+
+class ExecutionContextAllocationStrategy(Enum):
+    STATIC = auto()
+    USER_MANAGED = auto()
+
+
+class ILogger:
+    ERROR = 1
+
+    def log(self, severity: int, message: str) -> None:
+        raise NotImplementedError
+
+
+class FakeTensorRT:
+    """What `import tensorrt` would give, bound to a fake device."""
+
+    __version__ = VERSION
+    TensorIOMode = TensorIOMode
+    TensorLocation = TensorLocation
+    ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
+    ILogger = ILogger
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.engines: dict[str, FakeEngine] = {}
+        """What was deserialised, by graph."""
+
+    def Runtime(self, logger: ILogger) -> FakeRuntime:
+        return FakeRuntime(self, logger)
+
+    @staticmethod
+    def nptype(dtype: np.dtype[Any]) -> type:
+        return dtype.type
+
+
+class FakeRuntime:
+    def __init__(self, library: FakeTensorRT, logger: ILogger) -> None:
+        self._library, self._logger = library, logger
+
+    def deserialize_cuda_engine(self, plan: Any) -> FakeEngine | None:
+        try:
+            description = json.loads(bytes(plan))
+        except ValueError:
+            self._logger.log(2, "a warning that nobody needs")
+            self._logger.log(ILogger.ERROR, "the plan is no plan.")
+            return None
+        # The weights and the code
+        self._library.device.total -= len(plan)
+        engine = FakeEngine(self._library.device, description)
+        self._library.engines[description["graph"]] = engine
+        return engine
+
+
+class FakeEngine:
+    def __init__(self, device: FakeDevice, plan: dict[str, Any]) -> None:
+        self.device = device
+        self.graph: str = plan["graph"]
+        self.profiles: list[dict[str, list[list[int]]]] = plan["profiles"]
+        self.device_memory_size_v2: int = plan["device_memory"]
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(plan["onnx"], options, providers=["CPUExecutionProvider"])
+        self.inputs = {value.name: _dtype(value.type) for value in self._session.get_inputs()}
+        self.outputs = {value.name: _dtype(value.type) for value in self._session.get_outputs()}
+        self.contexts: list[FakeContext] = []
+        self._shapes: dict[tuple[tuple[str, Shape], ...], dict[str, Shape]] = {}
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.inputs) + len(self.outputs)
+
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    def get_tensor_name(self, number: int) -> str:
+        return [*self.inputs, *self.outputs][number]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        return TensorIOMode.INPUT if name in self.inputs else TensorIOMode.OUTPUT
+
+    def get_tensor_location(self, name: str) -> TensorLocation:
+        return TensorLocation.DEVICE
+
+    def get_tensor_dtype(self, name: str) -> np.dtype[Any]:
+        return {**self.inputs, **self.outputs}[name]
+
+    def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> FakeContext:
+        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        self.contexts.append(FakeContext(self))
+        return self.contexts[-1]
+
+    def compute(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], activations: int) -> None:
+        """Read the inputs, run, write the outputs, and leave garbage where activations were."""
+        inputs = {name: _at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
+        results = self._session.run(list(self.outputs), inputs)
+        for name, result in zip(self.outputs, results, strict=True):
+            _at(addresses[name], result.shape, self.outputs[name])[...] = result
+        ctypes.memset(activations, 0x5A, self.device_memory_size_v2)
+
+    def output_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """No output shape depends on data, so made-up data tells them all."""
+        key = tuple(shapes.items())
+        if key not in self._shapes:
+            inputs = {
+                name: np.arange(shape[0]) if len(shape) == 1 else np.zeros(shape, self.inputs[name])
+                for name, shape in shapes.items()
+            }
+            results = self._session.run(list(self.outputs), inputs)
+            self._shapes[key] = {name: result.shape for name, result in zip(self.outputs, results, strict=True)}
+        return self._shapes[key]
+
+
+class FakeContext:
+    """An execution context. `enqueued` counts its calls; replays are none."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self._profile: int | None = None
+        self._shapes: dict[str, Shape] = {}
+        self._addresses: dict[str, int] = {}
+        self._up_to_date_for: dict[str, Shape] | None = None
+        self.activations = (0, 0)
+        self.enqueued: list[tuple[dict[str, Shape], dict[str, int]]] = []
+
+    def set_optimization_profile_async(self, number: int, stream: int) -> bool:
+        assert stream == self._engine.device.stream
+        self._profile = number
+        return True
+
+    def set_input_shape(self, name: str, shape: Shape) -> bool:
+        assert self._profile is not None
+        least, _, most = self._engine.profiles[self._profile][name]
+        self._shapes[name] = shape
+        return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine.inputs if name not in self._shapes]
+
+    def get_tensor_shape(self, name: str) -> Shape:
+        return self._engine.output_shapes({name: self._shapes[name] for name in self._engine.inputs})[name]
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        # TensorRT takes no null address, not for an empty tensor either.
+        assert address != 0
+        self._addresses[name] = address
+        return True
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert size >= self._engine.device_memory_size_v2
+        self.activations = (address, size)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        device = self._engine.device
+        assert stream == device.stream
+        assert self.activations[0] != 0
+        shapes, addresses = dict(self._shapes), dict(self._addresses)
+        if device.capturing:
+            # "Call enqueueV3() once before capturing, to flush deferred updates" (TensorRT's guide on CUDA graphs)
+            assert self._up_to_date_for == shapes
+        self._up_to_date_for = shapes
+        self.enqueued.append((shapes, addresses))
+        activations = self.activations[0]
+        device.enqueue(lambda: self._engine.compute(shapes, addresses, activations))
+        return True
+
+
+@dataclass(frozen=True)
+class FakeBuild:
+    """What engines.json says, for tests that make it say something else."""
+
+    folder: Path
+    manifest: EnginesManifest
+
+    def change(self, **changes: Any) -> None:
+        write_engines_manifest(self.folder, replace(self.manifest, **changes))
+
+
+def build_fake_engines(bundle: Bundle, folder: Path) -> FakeBuild:
+    """Fake plans of every graph, and an engines.json that says what they are."""
+    engines = {}
+    for graph, spec in bundle.manifest.graphs.items():
+        profiles = {"prefill": _ranges(spec, _RANGES)}
+        if graph.startswith("decoder_") or graph == "head":
+            profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE})
+        need = ACTIVATIONS.get(graph, 2000)
+        plan = {
+            "graph": graph,
+            "onnx": str(bundle.graph_path(graph)),
+            "profiles": [
+                {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()}
+                for ranges in profiles.values()
+            ],
+            "device_memory": need,
+        }
+        file = f"plans/{graph}.plan"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(json.dumps(plan))
+        engines[graph] = EngineSpec(file, profiles, {}, need, 0.1)
+    manifest = EnginesManifest(
+        format_version=FORMAT_VERSION,
+        sinkprune_version="0",
+        target="tensorrt",
+        library_version=VERSION,
+        compute_capabilities=(86, 89),
+        bundle_sha256=sha256(bundle.path / MANIFEST),
+        checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
+        plugins={},
+        flags={},
+        limits=LIMITS,
+        engines=engines,
+        files=file_specs(folder, [engine.file for engine in engines.values()]),
+    )
+    write_engines_manifest(folder, manifest)
+    return FakeBuild(folder, manifest)
+
+
+def _ranges(spec: GraphSpec, dims: Mapping[str, tuple[int, int, int]]) -> dict[str, Range]:
+    def shape(sizes: tuple[Any, ...], which: int) -> Shape:
+        return tuple(dims[size][which] if isinstance(size, str) else size for size in sizes)
+
+    return {tensor.name: Range(*(shape(tensor.shape, which) for which in range(3))) for tensor in spec.inputs}
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    types = {"float": "float32", "float16": "float16", "int64": "int64", "bool": "bool"}
+    return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
+
+
+def _at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """The array that lies at an address."""
+    size = int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype).reshape(shape)

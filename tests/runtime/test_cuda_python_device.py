@@ -1,0 +1,200 @@
+"""The device on cuda-python, without a GPU: the real bindings check every argument, a fake driver answers.
+
+What is not seen here: that the driver does what is asked of it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sinkprune.errors import BackendError
+from sinkprune.runtime.device import cuda_python
+from sinkprune.runtime.device.cuda_python import CudaPythonDevice
+
+driver = pytest.importorskip("cuda.bindings.driver")
+
+try:
+    driver.cuInit(0)
+except RuntimeError:
+    pass
+else:
+    pytest.skip("a CUDA driver is here: it would be called with made-up handles", allow_module_level=True)
+
+PINNED = np.zeros(1 << 16, np.uint8)
+
+
+class FakeDriver:
+    """Functions of the bindings: each is called, fails for want of a driver, and made-up values are returned."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.statuses: dict[str, Any] = {}
+        """What fails, and how."""
+        self.attributes = {"MAJOR": 8, "MINOR": 7, "INTEGRATED": 0}
+        self._pinned = PINNED.ctypes.data
+        self.values: dict[str, Callable[..., tuple[Any, ...]]] = {
+            "cuDeviceGet": lambda *_: (driver.CUdevice(0),),
+            "cuDevicePrimaryCtxRetain": lambda *_: (driver.CUcontext(1),),
+            "cuDeviceGetName": lambda *_: (b"Orin\0\0\0",),
+            "cuDeviceGetAttribute": lambda which, _: (self.attributes[which.name.split("_")[-1]],),
+            "cuStreamCreate": lambda *_: (driver.CUstream(77),),
+            "cuMemGetInfo": lambda: (3_000_000, 8_000_000),
+            "cuMemAlloc": lambda *_: (driver.CUdeviceptr(4096),),
+            "cuMemHostAlloc": self._pin,
+            "cuEventCreate": lambda *_: (driver.CUevent(5),),
+            "cuEventElapsedTime": lambda *_: (1.5,),
+            "cuModuleLoadData": lambda *_: (driver.CUmodule(3),),
+            "cuModuleGetFunction": lambda *_: (driver.CUfunction(4),),
+            "cuStreamEndCapture": lambda *_: (driver.CUgraph(8),),
+            "cuGraphInstantiate": lambda *_: (driver.CUgraphExec(9),),
+            "cuGetErrorString": lambda *_: (b"it broke",),
+        }
+
+    def names(self) -> list[str]:
+        """What was called, but for the current context's setting, which precedes everything."""
+        return [name for name, _ in self.calls if name != "cuCtxSetCurrent"]
+
+    def arguments(self, name: str) -> list[tuple[Any, ...]]:
+        return [arguments for called, arguments in self.calls if called == name]
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(driver, name)
+        if not name.startswith("cu"):
+            return real
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append((name, arguments))
+            with pytest.raises(RuntimeError):
+                real(*arguments)
+            status = self.statuses.get(name, driver.CUresult.CUDA_SUCCESS)
+            return (status, *self.values.get(name, lambda *_: ())(*arguments))
+
+        return call
+
+    def _pin(self, size: int, _: int) -> tuple[int]:
+        self._pinned += size
+        return (self._pinned - size,)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    fake = FakeDriver()
+    monkeypatch.setattr(cuda_python, "_import_driver", lambda: fake)
+    return fake
+
+
+def test_without_a_driver_there_is_one_sentence() -> None:
+    with pytest.raises(BackendError, match=r"no NVIDIA driver is installed here: .* use --backend ort-cpu"):
+        CudaPythonDevice()
+
+
+def test_without_a_gpu_there_is_one_sentence(fake: FakeDriver) -> None:
+    fake.statuses["cuInit"] = driver.CUresult.CUDA_ERROR_NO_DEVICE
+    with pytest.raises(BackendError, match=r"it broke \(CUDA_ERROR_NO_DEVICE\).* use --backend ort-cpu"):
+        CudaPythonDevice()
+
+
+def test_facts_of_the_device(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    assert (device.name, device.compute_capability, device.stream, device.has_graphs) == ("Orin", 87, 77, True)
+    assert device.memory() == (3_000_000, 8_000_000)
+    assert fake.arguments("cuStreamCreate") == [(driver.CUstream_flags.CU_STREAM_NON_BLOCKING,)]
+
+
+def test_a_board_counts_what_the_system_can_make_free(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.attributes["INTEGRATED"] = 1
+    for available, free in ((7_000_000, 7_000_000), (1_000_000, 3_000_000)):
+        monkeypatch.setattr(cuda_python, "available_bytes", lambda available=available: available)
+        assert CudaPythonDevice().memory() == (free, 8_000_000)
+
+
+def test_out_of_memory_names_need_and_free(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    assert device.allocate(100) == 4096
+    fake.statuses["cuMemAlloc"] = driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(BackendError, match=r"on Orin: 5\.0 MB are needed, 3\.0 of 8\.0 MB are free"):
+        device.allocate(5_000_000)
+
+
+def test_an_error_of_the_driver_is_told_in_its_words(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    fake.statuses["cuStreamSynchronize"] = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(BackendError, match=r"it broke \(CUDA_ERROR_ILLEGAL_ADDRESS\)"):
+        device.synchronize()
+
+
+def test_copies_in_pass_through_pinned_memory_that_is_reused_when_its_copy_is_done(fake: FakeDriver) -> None:
+    device, array = CudaPythonDevice(), np.arange(300, dtype=np.float32)
+    for _ in range(3):
+        device.copy_in(4096, array)
+    fake.statuses["cuEventQuery"] = driver.CUresult.CUDA_ERROR_NOT_READY
+    device.copy_in(4096, array)
+    sources = [source for _, source, size, _ in fake.arguments("cuMemcpyHtoDAsync") if size == array.nbytes]
+    assert sources[0] == sources[1] == sources[2] != sources[3]
+    for source in sources:
+        start = source - PINNED.ctypes.data
+        np.testing.assert_array_equal(PINNED[start : start + array.nbytes].view(np.float32), array)
+    # Recorded behind the copy
+    assert fake.names()[-2:] == ["cuMemcpyHtoDAsync", "cuEventRecord"]
+    assert "cuStreamSynchronize" not in fake.names()
+
+
+def test_copies_out_wait(fake: FakeDriver) -> None:
+    device, array = CudaPythonDevice(), np.empty(3)
+    device.copy_out(array, 4096)
+    assert fake.names()[-2:] == ["cuMemcpyDtoHAsync", "cuStreamSynchronize"]
+    device.copy_out(np.empty(0), 4096)
+    assert fake.names()[-1] == "cuStreamSynchronize"
+    assert len(fake.arguments("cuMemcpyDtoHAsync")) == 1
+
+
+def test_events_tell_milliseconds_and_are_destroyed(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    start, end = device.record_event(), device.record_event()
+    assert device.elapsed_ms(start, end) == 1.5
+    assert fake.names()[-2:] == ["cuEventSynchronize", "cuEventElapsedTime"]
+    del start, end
+    gc.collect()
+    assert fake.names().count("cuEventDestroy") == 2
+
+
+def test_kernels_are_launched_with_typed_arguments(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    kernel = device.load_kernel(b"ptx", "top_rho")
+    assert fake.arguments("cuModuleLoadData") == [(b"ptx\0",)]
+    device.launch(kernel, (3, 2, 1), 128, 1024, [np.uint64(4096), np.int32(-1)])
+    assert "cuFuncSetAttribute" not in fake.names()
+    device.launch(kernel, (3, 2, 1), 128, 64 << 10, [np.uint64(4096), np.int32(-1)])
+    assert fake.names()[-2:] == ["cuFuncSetAttribute", "cuLaunchKernel"]
+    *grid, shared, _, parameters, _ = fake.arguments("cuLaunchKernel")[0][1:]
+    assert (grid, shared, parameters[0]) == ([3, 2, 1, 128, 1, 1], 1024, (4096, -1))
+
+
+def test_a_graph_is_captured_replayed_and_destroyed(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    device.begin_capture()
+    graph = device.end_capture()
+    device.replay(graph)
+    captured = ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphInstantiate", "cuGraphDestroy", "cuGraphLaunch"]
+    assert fake.names()[-5:] == captured
+    del graph
+    gc.collect()
+    assert fake.names()[-1] == "cuGraphExecDestroy"
+
+
+def test_every_call_sets_the_context_of_its_thread(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    fake.calls.clear()
+    device.synchronize()
+    device.allocate(10)
+    assert [name for name, _ in fake.calls] == [
+        "cuCtxSetCurrent",
+        "cuStreamSynchronize",
+        "cuCtxSetCurrent",
+        "cuMemAlloc",
+    ]

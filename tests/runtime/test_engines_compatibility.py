@@ -1,0 +1,273 @@
+"""Everything in engines.json is compared before an engine is loaded; a refusal names both sides and the command."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import onnxruntime
+import pytest
+from commands import assert_refused, run
+from PIL import Image
+from runtime.fake_device import FakeDevice
+from runtime.fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
+
+from sinkprune.bundle import Bundle, read_bundle
+from sinkprune.engines_manifest import EngineSpec, Limits, verify_engines, write_engines_manifest
+from sinkprune.errors import BackendError, EnginesError, SinkpruneError, UsageError
+from sinkprune.manifest_file import file_specs
+from sinkprune.runtime import Pipeline
+from sinkprune.runtime.backends import load_backend, tensorrt
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+
+PLUGIN_HASH = "a" * 64
+
+
+@pytest.fixture(scope="module")
+def small(bundle: Callable[..., Path]) -> Bundle:
+    return read_bundle(bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact")))
+
+
+@pytest.fixture
+def build(small: Bundle, tmp_path: Path) -> FakeBuild:
+    return build_fake_engines(small, tmp_path / "engines")
+
+
+class Loading:
+    """One attempt to load engines on fakes, up to the first engine."""
+
+    def __init__(self, bundle: Bundle, build: FakeBuild, **device: Any) -> None:
+        self._bundle, self._build = bundle, build
+        self.device = FakeDevice(**device)
+        self.library = FakeTensorRT(self.device)
+
+    def __call__(self) -> Pipeline:
+        built = open_engines(self._build.folder, self._bundle)
+        built.check_backend("tensorrt")
+        backend = TensorRTBackend("tensorrt", self.library, self.device, built)
+        verify_engines(built.engines)
+        return Pipeline(self._bundle, backend, built)
+
+    def refused(self, *said: str, error: type[SinkpruneError] = EnginesError) -> None:
+        with pytest.raises(error) as refusal:
+            self()
+        for words in said:
+            assert words in str(refusal.value)
+        assert self.library.engines == {}
+
+
+def test_engines_that_fit_are_loaded(small: Bundle, build: FakeBuild) -> None:
+    loading = Loading(small, build)
+    loading()
+    assert "decoder_0" in loading.library.engines
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"library_version": "10.3.0"}, ["10.3.0", VERSION]),
+        ({"compute_capabilities": (87, 110)}, ["sm_87, sm_110", "FakeDevice, sm_86"]),
+        ({"bundle_sha256": "b" * 64}, ["another bundle", "b" * 64]),
+        ({"checkpoint_sha256": "c" * 64}, ["another checkpoint", "c" * 64]),
+        ({"target": "tensorrt-rtx"}, ["target tensorrt-rtx", "target tensorrt"]),
+        ({"plugins": {"TopRho": PLUGIN_HASH}}, ["'TopRho'", "registered here: none"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mismatch_names_both_sides_and_the_command(
+    change: dict[str, Any], said: list[str], small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide_plugins(monkeypatch, {})
+    build.change(**change)
+    Loading(small, build).refused(*said, f"sinkprune-build {small.path} -o ", "--target tensorrt")
+
+
+def test_the_sm_of_rtx_engines_is_part_of_the_command(small: Bundle, build: FakeBuild) -> None:
+    build.change(target="tensorrt-rtx")
+    built = open_engines(build.folder, small)
+    with pytest.raises(EnginesError, match="--target tensorrt-rtx --force --sm 120"):
+        built.check_gpu("GeForce", 120)
+
+
+def provide_plugins(monkeypatch: pytest.MonkeyPatch, plugins: dict[str, str]) -> list[Any]:
+    """Make `plugins` the only ones installed; what they are registered with is appended to the list returned."""
+    asked: list[Any] = []
+
+    def register(library: Any) -> dict[str, str]:
+        asked.append(library)
+        return plugins
+
+    class Entry(EntryPoint):
+        def load(self) -> Any:
+            return register
+
+    entries = [Entry("ours", "nowhere", tensorrt.PLUGINS)]
+    monkeypatch.setattr(tensorrt, "entry_points", lambda group: entries if group == tensorrt.PLUGINS else [])
+    return asked
+
+
+def test_plugins_are_registered_where_engines_call_them(
+    small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = provide_plugins(monkeypatch, {"TopRho": PLUGIN_HASH, "DiversitySelect": "d" * 64})
+    Loading(small, build)()
+    assert asked == []
+    build.change(plugins={"TopRho": PLUGIN_HASH})
+    loading = Loading(small, build)
+    loading()
+    assert asked == [loading.library]
+
+
+def test_a_plugin_with_other_kernels_is_refused(
+    small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provide_plugins(monkeypatch, {"TopRho": "e" * 64})
+    build.change(plugins={"TopRho": PLUGIN_HASH})
+    Loading(small, build).refused("'TopRho'", PLUGIN_HASH, "e" * 64, "sinkprune-build")
+
+
+def test_engines_that_lack_a_graph_are_refused(small: Bundle, build: FakeBuild) -> None:
+    engines = {graph: spec for graph, spec in build.manifest.engines.items() if graph != "head"}
+    build.change(engines=engines)
+    Loading(small, build).refused("'head'", "sinkprune-build")
+
+
+def test_a_truncated_plan_is_refused(small: Bundle, build: FakeBuild) -> None:
+    plan = build.folder / build.manifest.engines["decoder_1"].file
+    plan.write_bytes(plan.read_bytes()[:-10])
+    Loading(small, build).refused("decoder_1.plan", "bytes")
+
+
+def test_an_altered_plan_is_refused(small: Bundle, build: FakeBuild) -> None:
+    plan = build.folder / build.manifest.engines["decoder_1"].file
+    plan.write_bytes(bytes(plan.stat().st_size))
+    Loading(small, build).refused("decoder_1.plan", "altered")
+
+
+def test_what_tensorrt_says_of_a_plan_it_cannot_load_is_told(small: Bundle, build: FakeBuild) -> None:
+    plan = build.folder / build.manifest.engines["vision"].file
+    plan.write_bytes(bytes(plan.stat().st_size))
+    built = open_engines(build.folder, small)
+    device = FakeDevice()
+    backend = TensorRTBackend("tensorrt", FakeTensorRT(device), device, built)
+    with pytest.raises(
+        BackendError, match=r"vision\.plan.* MB of GPU memory free: the plan is no plan\. .*--force"
+    ) as told:
+        Pipeline(small, backend, built)
+    assert "a warning" not in str(told.value)
+
+
+def test_an_engine_that_is_not_as_listed_is_refused(small: Bundle, build: FakeBuild) -> None:
+    engines = build.manifest.engines
+    head = replace(engines["head"], profiles={"prefill": engines["head"].profiles["prefill"]})
+    build.change(engines={**engines, "head": head})
+    with pytest.raises(BackendError, match=r"'head' has 2 profiles.*not what engines.json lists"):
+        Loading(small, build)()
+
+
+def test_too_little_memory_names_need_and_free_before_anything_is_loaded(small: Bundle, build: FakeBuild) -> None:
+    need = sum(spec.size for spec in build.manifest.files.values()) + max(ACTIVATIONS.values())
+    Loading(small, build, total=need - 1).refused("GB free", "of weights and code", "--max-prompt")
+
+
+def test_memory_that_runs_out_while_loading_names_need_and_free(small: Bundle, build: FakeBuild) -> None:
+    # What engines.json cannot tell, because no GPU was there when they were built, shows when they are loaded.
+    engines = {graph: replace(spec, device_memory=None) for graph, spec in build.manifest.engines.items()}
+    build.change(engines=engines)
+    plans = sum(spec.size for spec in build.manifest.files.values())
+    with pytest.raises(BackendError, match=r"out of memory: 50000 bytes are needed, \d+ of \d+ are free"):
+        Loading(small, build, total=plans + 4000)()
+
+
+def test_a_library_that_is_not_installed_is_one_sentence(
+    small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(
+        BackendError, match=r"'tensorrt' needs the library tensorrt, which cannot be imported\. .*pip install"
+    ):
+        load_backend("tensorrt", None, open_engines(build.folder, small))
+
+
+def test_no_cuda_library_is_one_sentence(small: Bundle, build: FakeBuild, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", FakeTensorRT(FakeDevice()))
+    monkeypatch.setattr("sinkprune.runtime.device.find_spec", lambda name: None)
+    with pytest.raises(
+        BackendError, match=r"cuda-python or pycuda, and neither is installed\. .*pip install cuda-python"
+    ):
+        load_backend("tensorrt", None, open_engines(build.folder, small))
+
+
+def test_tensorrt_needs_engines_and_takes_no_threads(small: Bundle, build: FakeBuild) -> None:
+    with pytest.raises(UsageError, match="--target tensorrt-rtx, and add --engines"):
+        load_backend("tensorrt-rtx")
+    with pytest.raises(UsageError, match="threads is 2"):
+        load_backend("tensorrt", 2, open_engines(build.folder, small))
+
+
+@pytest.fixture
+def optimised(small: Bundle, tmp_path: Path) -> FakeBuild:
+    """Engines for onnxruntime: the bundle's own models, as good as optimised ones for what is tested here."""
+    folder = shutil.copytree(small.path, tmp_path / "engines")
+    engines = {graph: EngineSpec(spec.file, {}, {}, None, 0.1) for graph, spec in small.manifest.graphs.items()}
+    made = build_fake_engines(small, tmp_path / "fake").manifest
+    manifest = replace(
+        made,
+        target="onnxruntime",
+        library_version=onnxruntime.__version__,
+        compute_capabilities=(),
+        engines=engines,
+        files=file_specs(folder, [spec.file for spec in engines.values()]),
+        limits=Limits(1, 1, 1),
+    )
+    write_engines_manifest(folder, manifest)
+    return FakeBuild(folder, manifest)
+
+
+def test_onnxruntime_loads_its_engines_without_limits(
+    small: Bundle, optimised: FakeBuild, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[Path] = []
+    load = OrtBackend.load
+    monkeypatch.setattr(OrtBackend, "load", lambda self, path: loaded.append(path) or load(self, path))
+    options = {"budget": "retain-64", "max_new_tokens": 3}
+    plain = Pipeline.load(small.path).generate(photo, "What is this?", **options)
+    loaded.clear()
+    answer = Pipeline.load(small.path, engines=optimised.folder).generate(photo, "What is this?", **options)
+    assert answer.token_ids == plain.token_ids
+    assert loaded and all(path.is_relative_to(optimised.folder) for path in loaded)
+
+
+def test_onnxruntime_of_another_version_is_refused(small: Bundle, optimised: FakeBuild) -> None:
+    optimised.change(library_version="1.0")
+    with pytest.raises(EnginesError, match=r"built by onnxruntime 1\.0.*--target onnxruntime --force"):
+        Pipeline.load(small.path, engines=optimised.folder)
+
+
+def test_sums_of_engines_are_checked_unless_left_out(small: Bundle, optimised: FakeBuild) -> None:
+    head = optimised.folder / optimised.manifest.engines["head"].file
+    head.write_bytes(bytes(head.stat().st_size))
+    with pytest.raises(EnginesError, match="altered"):
+        Pipeline.load(small.path, engines=optimised.folder)
+    with pytest.raises(BackendError, match="cannot load"):
+        Pipeline.load(small.path, engines=optimised.folder, check_sums=False)
+
+
+def test_the_command_without_a_gpu_says_so_and_leaves(
+    small: Bundle, build: FakeBuild, photo_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    pytest.importorskip("cuda.bindings")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    build.change(target="tensorrt-rtx")
+    arguments = (small.path, "--image", photo_file, "--prompt", "What?", "--backend", "tensorrt-rtx")
+    assert_refused(run("sinkprune-run", *arguments), "--engines")
+    outcome = run("sinkprune-run", *arguments, "--engines", build.folder)
+    assert_refused(outcome, "an NVIDIA GPU and its driver")

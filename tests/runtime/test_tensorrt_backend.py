@@ -1,0 +1,314 @@
+"""The TensorRT backend's own logic, without a GPU: the library and the device are fakes, the chain is the real one.
+
+What is not seen here: TensorRT's numbers and speed, that it can be captured, and every call of the CUDA driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from runtime.fake_device import FakeDevice
+from runtime.fake_tensorrt import ACTIVATIONS, LIMITS, FakeContext, FakeTensorRT, build_fake_engines
+
+from sinkprune.bundle import Bundle, read_bundle
+from sinkprune.errors import BackendError, PromptError
+from sinkprune.runtime import Pipeline
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from sinkprune.runtime.chain import decode_one_token, prefill
+from sinkprune.runtime.pipeline import Answer
+from sinkprune.runtime.stopwatch import Stopwatch
+
+Array = np.ndarray[Any, Any]
+ASK = "What is in the picture?"
+NEW_TOKENS = 4
+STEPS = NEW_TOKENS - 1
+"""The first token comes from the prefill."""
+
+
+class Rig:
+    """A pipeline on fake engines and a fake device."""
+
+    def __init__(self, bundle: Bundle, engines: Path, **device: Any) -> None:
+        self.device = FakeDevice(**device)
+        self.library = FakeTensorRT(self.device)
+        built = open_engines(engines, bundle)
+        self.backend = TensorRTBackend("tensorrt", self.library, self.device, built)
+        self.pipeline = Pipeline(bundle, self.backend, built)
+
+    def contexts(self, graph: str) -> list[FakeContext]:
+        return self.library.engines[graph].contexts
+
+    @property
+    def decoders(self) -> list[str]:
+        return [f"decoder_{segment}" for segment in range(len(self.pipeline.chain.decoders))]
+
+    def decode_calls(self) -> set[int]:
+        """How often the decoders decoded other than by a replay."""
+        return {len(self.contexts(graph)[1].enqueued) for graph in self.decoders}
+
+    def enqueued(self) -> int:
+        """Calls of engines that were not replays."""
+        return sum(len(context.enqueued) for engine in self.library.engines.values() for context in engine.contexts)
+
+    def clear(self) -> None:
+        self.device.calls.clear()
+        for engine in self.library.engines.values():
+            for context in engine.contexts:
+                context.enqueued.clear()
+
+
+@pytest.fixture(scope="module")
+def small(bundle: Callable[..., Path]) -> Bundle:
+    return read_bundle(bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact")))
+
+
+@pytest.fixture(scope="module")
+def engines(small: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    build_fake_engines(small, folder)
+    return folder
+
+
+@pytest.fixture
+def rig(small: Bundle, engines: Path) -> Rig:
+    return Rig(small, engines)
+
+
+def ask(pipeline: Pipeline, photo: Image.Image, budget: str, new_tokens: int = NEW_TOKENS) -> tuple[Answer, Array]:
+    """The answer, and the logits of all its tokens."""
+    logits: list[Array] = []
+    vocabulary = (1, pipeline.bundle.manifest.language_model.vocab_size)
+    numpy = pipeline.backend.numpy
+
+    def recorded(tensor: Any) -> Array:
+        array = numpy(tensor)
+        if array.shape == vocabulary:
+            logits.append(array)
+        return array
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline.backend, "numpy", recorded)
+        answer = pipeline.generate(photo, ASK, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
+    return answer, np.concatenate(logits)
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+def test_answers_and_logits_are_those_of_onnxruntime(
+    has_graphs: bool, small: Bundle, engines: Path, photo: Image.Image
+) -> None:
+    rig, reference = Rig(small, engines, has_graphs=has_graphs), Pipeline.load(small.path, check_sums=False)
+    budgets = ["none", "retain-64", "retain-64+compact"]
+    expected = {budget: ask(reference, photo, budget) for budget in budgets}
+    # Budgets take turns, as in a robot's frames: eager, captured, replayed.
+    for turn in range(3):
+        for budget in budgets:
+            answer, logits = ask(rig.pipeline, photo, budget)
+            wanted, wanted_logits = expected[budget]
+            assert answer.token_ids == wanted.token_ids
+            assert answer.tokens_per_layer == wanted.tokens_per_layer
+            np.testing.assert_allclose(logits, wanted_logits, atol=1e-5, err_msg=f"{budget}, turn {turn}")
+            np.testing.assert_array_equal(answer.kept.index, wanted.kept.index)
+            for layer, places in wanted.kept.after_stage.items():
+                np.testing.assert_array_equal(answer.kept.after_stage[layer], places)
+    assert ("replay" in rig.device.calls) == has_graphs
+
+
+def test_decode_is_captured_the_second_time_and_replayed_from_then_on(rig: Rig, photo: Image.Image) -> None:
+    # A call that is captured is run, then recorded.
+    for calls_of_a_step in (1, 2, 0, 0):
+        ask(rig.pipeline, photo, "retain-64")
+        assert rig.decode_calls() == {calls_of_a_step * STEPS}
+        assert {len(rig.contexts(graph)[0].enqueued) for graph in rig.decoders} == {1}
+        if calls_of_a_step == 0:
+            assert "begin_capture" not in rig.device.calls
+            assert rig.device.calls.count("replay") == STEPS * (len(rig.decoders) + 1)
+        rig.clear()
+
+
+def test_what_differs_in_a_shape_or_an_address_is_not_replayed(rig: Rig, photo: Image.Image) -> None:
+    for _ in range(2):
+        ask(rig.pipeline, photo, "retain-64")
+    rig.clear()
+    # Another budget has caches of other lengths.
+    ask(rig.pipeline, photo, "none")
+    assert rig.decode_calls() == {STEPS}
+    rig.clear()
+    # Somebody holds a tensor of the size of a token's hidden state: later ones lie elsewhere.
+    model, dtype = rig.pipeline.chain.model, rig.pipeline.chain.dtype
+    held = rig.backend.tensor(np.zeros((1, 1, model.hidden_size), dtype))
+    ask(rig.pipeline, photo, "retain-64")
+    assert rig.decode_calls() == {STEPS}
+    del held
+    rig.clear()
+    ask(rig.pipeline, photo, "retain-64")
+    assert rig.decode_calls() == {0}
+
+
+def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> None:
+    ask(rig.pipeline, photo, "none")
+
+    def addresses() -> list[Any]:
+        engines = rig.library.engines.values()
+        return [context.enqueued.copy() for engine in engines for context in engine.contexts]
+
+    rig.clear()
+    rig.device.has_graphs = False
+    ask(rig.pipeline, photo, "retain-64")
+    first = addresses()
+    rig.clear()
+    ask(rig.pipeline, photo, "none")
+    rig.clear()
+    ask(rig.pipeline, photo, "retain-64")
+    assert addresses() == first
+    assert rig.device.calls.count("allocate") == 0
+
+
+def test_nothing_waits_between_embeddings_and_logits(rig: Rig) -> None:
+    chain, manifest = rig.pipeline.chain, rig.pipeline.bundle.manifest
+    plan = manifest.plan("sinkpruner", "retain-64")
+    assert plan is not None and len(plan.select_after) == 3
+    kept = plan.counts.kept
+    rows = np.random.default_rng(0).standard_normal((10 + kept + 20, chain.model.hidden_size)).astype(chain.dtype)
+    visual, clock = np.arange(10, 10 + kept), Stopwatch(rig.backend)
+    rig.clear()
+    result = prefill(chain, plan, rows, visual, np.arange(10 + kept, len(rows)), clock)
+    # The host goes on at once: it may change what it handed over.
+    rows[:], visual[:] = 0, 0
+    for row in np.ones((3, chain.model.hidden_size), chain.dtype):
+        logits = decode_one_token(chain, result.cache, row)
+    assert rig.device.waits == 0
+    assert np.isfinite(rig.backend.numpy(logits)).all()
+    assert rig.device.waits == 1
+    assert clock.ms()["prefill"] > clock.ms()["select"] > 0
+
+
+def test_a_decoded_token_waits_once(rig: Rig, photo: Image.Image) -> None:
+    rig.clear()
+    waits = []
+    for count in (2, 3):
+        ask(rig.pipeline, photo, "retain-64", count)
+        waits.append(rig.device.waits)
+        rig.clear()
+    assert waits[1] - waits[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "past", "ran"),
+    [(30, 0, "prefill"), (1, 0, "prefill"), (1, 1, "decode"), (1, 300, "decode")],
+)
+def test_one_row_with_a_past_is_decoded_all_else_is_prefill(rows: int, past: int, ran: str, rig: Rig) -> None:
+    outputs = run_decoder(rig, rows, past)
+    prefill_context, decode_context = rig.contexts("decoder_0")
+    assert (len(prefill_context.enqueued), len(decode_context.enqueued)) == ((1, 0) if ran == "prefill" else (0, 1))
+    model = rig.pipeline.chain.model
+    assert outputs["key_0"].shape == (1, model.num_kv_heads, past + rows, model.head_dim)
+
+
+def test_the_head_decodes_with_its_own_profile(rig: Rig) -> None:
+    hidden = np.zeros((1, 1, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
+    rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+    assert [len(context.enqueued) for context in rig.contexts("head")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "past", "said"),
+    [
+        (801, 0, ["'decoder_0'", "'hidden'", "[1, 801,", "'prefill'", "[1, 800,", "--max-prompt"]),
+        (1, 801, ["'decoder_0'", "'past_key_0'", "801", "'decode'", "800", "--max-new-tokens"]),
+    ],
+)
+def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[str], rig: Rig) -> None:
+    with pytest.raises(BackendError) as refusal:
+        run_decoder(rig, rows, past)
+    for words in said:
+        assert words in str(refusal.value)
+    assert rig.enqueued() == 0
+
+
+def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
+    chain = rig.pipeline.chain
+    model, tensor = chain.model, rig.backend.tensor
+    table = np.zeros((1, rows, model.head_dim // 2), chain.dtype)
+    cache = np.zeros((1, model.num_kv_heads, past, model.head_dim), chain.dtype)
+    caches = {f"past_{which}_{layer}": tensor(cache) for layer in chain.segments[0] for which in ("key", "value")}
+    hidden = tensor(np.zeros((1, rows, model.hidden_size), chain.dtype))
+    return chain.decoders[0]({"hidden": hidden, "cos": tensor(table), "sin": tensor(table), **caches})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "flag", "most"),
+    [
+        ("word " * 80, 4, "--max-prompt", LIMITS.prompt_tokens),
+        (ASK, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
+    ],
+)
+def test_a_request_beyond_the_limits_names_limit_and_flag(
+    prompt: str, new_tokens: int, flag: str, most: int, rig: Rig, photo: Image.Image
+) -> None:
+    with pytest.raises(PromptError, match=f"the {most} the engines were built for.*{flag}"):
+        rig.pipeline.generate(photo, prompt, max_new_tokens=new_tokens)
+    assert rig.enqueued() == 0
+
+
+def test_activations_of_all_engines_lie_in_one_block(rig: Rig, photo: Image.Image) -> None:
+    ask(rig.pipeline, photo, "retain-64")
+    contexts = [context for engine in rig.library.engines.values() for context in engine.contexts]
+    used = {context.activations for context in contexts if context.enqueued}
+    assert {size for _, size in used} == {max(ACTIVATIONS.values())}
+    assert len({address for address, _ in used}) == 1
+
+
+def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graphs(
+    rig: Rig, photo: Image.Image
+) -> None:
+    for _ in range(2):
+        ask(rig.pipeline, photo, "retain-64")
+    rig.clear()
+    _, before = ask(rig.pipeline, photo, "retain-64")
+    assert rig.decode_calls() == {0}
+    rig.clear()
+    rig.backend._session.activations.reserve(2 * max(ACTIVATIONS.values()))
+    _, after = ask(rig.pipeline, photo, "retain-64")
+    assert rig.decode_calls() == {STEPS}
+    np.testing.assert_array_equal(before, after)
+
+
+def test_graphs_are_captured_second_replayed_third_and_the_oldest_goes_first() -> None:
+    device, ran = FakeDevice(), []
+    graphs = CudaGraphs(device, most=2)
+
+    def call(key: str) -> list[str]:
+        device.calls.clear()
+        graphs.run(key, lambda: device.enqueue(lambda: ran.append(key)))
+        device._run()
+        return [*device.calls]
+
+    capture, replay = ["begin_capture", "end_capture"], ["replay"]
+    assert [call("a"), call("b"), call("a"), call("b")] == [[], [], capture, capture]
+    assert [call("a"), call("b"), call("a")] == [replay, replay, replay]
+    assert call("c") == []
+    assert call("a") == []
+    assert call("c") == capture
+    assert ran == list("abababacac")
+
+
+def test_a_capture_that_fails_is_ended(rig: Rig) -> None:
+    device = FakeDevice()
+    graphs = CudaGraphs(device)
+    graphs.run("key", lambda: None)
+    attempts = iter([None])
+
+    def enqueue() -> None:
+        if next(attempts, "none left") == "none left":
+            raise BackendError("refused")
+
+    with pytest.raises(BackendError, match="refused"):
+        graphs.run("key", enqueue)
+    assert not device.capturing
