@@ -1,8 +1,8 @@
 """What a plugin enqueues: the kernel launches of `TopRho` and `DiversitySelect`, from raw device addresses.
 
 Nothing of Triton is needed here. The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's
-parameters stand in the order an ahead-of-time TensorRT plugin passes them: inputs, integers, outputs. Masks are int32,
-not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`), and the graph casts.
+parameters stand in the order an ahead-of-time TensorRT plugin passes them: inputs, integers, outputs. Masks are
+int32, not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`); the graph casts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def diversity_launches(
     count: int,
     batch: int,
 ) -> list[Launch]:
-    """`DiversitySelect`: `count` candidates of each group, `batch` a round, least like what is kept; a launch a phase.
+    """`DiversitySelect`: `count` candidates a group, `batch` a round, least like what is kept; one launch a phase.
 
     Addresses: tokens [G,N,D], candidate [G,N] int32, not 0 where true, at least `count` in each group, reserved
     [G,`reserves`] int64 (any address where `reserves` is 0); out: chosen [G,`count`] int64, ascending; workspace.
@@ -99,6 +99,14 @@ def diversity_launches(
         )
         for phase in range(phases if count else 0)
     ]
+
+
+def in_one_launch(phases: list[Launch]) -> list[Launch]:
+    """What `diversity_launches` gave as one launch, a block a group: as an ahead-of-time plugin has it."""
+    first, last = phases[0], phases[-1]
+    kernel = first.kernel.replace("diversity_phase", "diversity_select")
+    arguments = (*first.arguments[:9], last.arguments[9], *first.arguments[10:])
+    return [Launch(kernel, first.dtype, last.grid, arguments)]
 
 
 def variant(kernel: str, width: int, tokens: int = 0) -> str:

@@ -164,7 +164,7 @@ class TensorRTRTX:
                     f"tensorrt-rtx {self.trt.__version__} does not build for sm_{capability}; it does for: "
                     f"{', '.join(map(str, self._members))}. For other GPUs use --target tensorrt on the machine."
                 )
-        self.flags = {"strongly_typed": "true"}
+        self.flags = {"strongly_typed": "true", "require_user_allocation": "true"}
         self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
@@ -184,7 +184,8 @@ class TensorRTRTX:
         return 0
 
     def configure(self, config: Any) -> None:
-        """Name the GPUs."""
+        """Name the GPUs; without memory of its own an engine can be captured into CUDA graphs."""
+        config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         config.num_compute_capabilities = len(self.compute_capabilities)
         for number, capability in enumerate(self.compute_capabilities):
             config.set_compute_capability(self._members[capability], number)

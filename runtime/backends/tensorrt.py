@@ -63,7 +63,7 @@ class TensorRTBackend:
         if engine is None:
             raise BackendError(
                 f"{self.name} cannot load '{path}' of {path.stat().st_size / 1e6:.1f} MB with {free / 1e6:.1f} MB of "
-                f"GPU memory free{self._session.reason()} If the plan is damaged: {self._built.rebuild}"
+                f"GPU memory free{self._session.reason()}. If the plan is damaged: {self._built.rebuild}"
             )
         return TensorRTEngine(graph, engine, spec, self._session)
 

@@ -22,7 +22,7 @@ Shapes = tuple[Shape, ...]
 DECODE = "decode"
 """The profile whose calls repeat, token by token and frame by frame, and are captured."""
 
-# Input shapes whose output shapes are remembered; as many as there are captured calls.
+# Input shapes whose profile and output shapes are remembered; as many as there are captured calls.
 _REMEMBERED = 4096
 
 
@@ -73,8 +73,8 @@ class Session:
     """What TensorRT last said of severity error or worse."""
 
     def reason(self) -> str:
-        """TensorRT's own words, as the end of a sentence."""
-        return ": " + " ".join(self.errors) if self.errors else ""
+        """TensorRT's own words, as the end of a sentence without its full stop."""
+        return ": " + " ".join(" ".join(self.errors).split()).rstrip(".") if self.errors else ""
 
 
 class TensorRTEngine:
@@ -94,6 +94,7 @@ class TensorRTEngine:
             _Profile(name, _context(session, graph, engine, number, name), spec, self._inputs, outputs, session)
             for number, name in enumerate(spec.profiles)
         ]
+        self._profile = lru_cache(_REMEMBERED)(self._choose)
 
     def __call__(self, inputs: Mapping[str, DeviceTensor]) -> dict[str, DeviceTensor]:
         """All outputs by name; they stay on the device, and may still be to be computed."""
@@ -117,13 +118,12 @@ class TensorRTEngine:
             enqueue()
         return dict(zip(self._outputs, outputs, strict=True))
 
-    def _profile(self, shapes: Shapes) -> _Profile:
+    def _choose(self, shapes: Shapes) -> _Profile:
         """The profile that takes these shapes; `decode`, the narrower one, stands last and goes first."""
-        misfits = [(profile.misfits(shapes), profile) for profile in reversed(self._profiles)]
-        wrong, profile = min(misfits, key=lambda misfit: len(misfit[0]))
-        if not wrong:
+        profile = min(reversed(self._profiles), key=lambda profile: profile.distance(shapes))
+        if profile.distance(shapes) == 0:
             return profile
-        name, shape, taken = wrong[0]
+        name, shape, taken = profile.misfit(shapes)
         flags = "--max-prompt or --max-new-tokens" if "hidden" in self._inputs else "--max-images"
         raise BackendError(
             f"graph '{self._graph}' was given '{name}' of shape {list(shape)}, its engine's profile '{profile.name}' "
@@ -144,10 +144,14 @@ class _Profile:
         self._ranges = [spec.profiles[name][tensor] for tensor in inputs]
         self.output_shapes = lru_cache(_REMEMBERED)(self._infer)
 
-    def misfits(self, shapes: Shapes) -> list[tuple[str, Shape, Range]]:
-        """The inputs whose shape it does not take, with the shapes it takes."""
-        places = zip(self._inputs, shapes, self._ranges, strict=True)
-        return [(name, shape, taken) for name, shape, taken in places if not _holds(taken, shape)]
+    def distance(self, shapes: Shapes) -> int:
+        """How far shapes lie from what it takes; 0 where it takes them."""
+        return sum(_distance(taken, shape) for taken, shape in zip(self._ranges, shapes, strict=True))
+
+    def misfit(self, shapes: Shapes) -> tuple[str, Shape, Range]:
+        """The first input whose shape it does not take, with the shapes it takes."""
+        inputs = zip(self._inputs, shapes, self._ranges, strict=True)
+        return next((name, shape, taken) for name, shape, taken in inputs if _distance(taken, shape))
 
     def enqueue(self, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
         """Enqueue a call; `addresses` are those of the inputs, then of the outputs."""
@@ -158,7 +162,7 @@ class _Profile:
             self._context.set_tensor_address(name, address)
         self._context.set_device_memory(activations.address, activations.size)
         if not self._context.execute_async_v3(self._session.device.stream):
-            raise BackendError(f"TensorRT refused to enqueue an engine{self._session.reason()}")
+            raise BackendError(f"TensorRT refused to enqueue an engine{self._session.reason()}.")
 
     def _infer(self, shapes: Shapes) -> Shapes:
         self._set_shapes(shapes)
@@ -173,7 +177,7 @@ class _Profile:
         for name, shape in zip(self._inputs, shapes, strict=True):
             if not self._context.set_input_shape(name, shape):
                 raise BackendError(
-                    f"TensorRT does not take shape {list(shape)} for input '{name}'{self._session.reason()}"
+                    f"TensorRT does not take shape {list(shape)} for input '{name}'{self._session.reason()}."
                 )
 
 
@@ -199,7 +203,7 @@ def _context(session: Session, graph: str, engine: Any, number: int, profile: st
         free, total = device.memory()
         raise BackendError(
             f"no execution context for '{graph}' on {device.name}, with {free / 1e6:.1f} of {total / 1e6:.1f} MB free"
-            f"{session.reason()}"
+            f"{session.reason()}."
         )
     return context
 
@@ -220,10 +224,10 @@ def _check_as_listed(graph: str, library: Any, engine: Any, spec: EngineSpec, in
         )
 
 
-def _holds(taken: Range, shape: Shape) -> bool:
-    return len(shape) == len(taken.min) and all(
-        least <= size <= most for least, size, most in zip(taken.min, shape, taken.max, strict=True)
-    )
+def _distance(taken: Range, shape: Shape) -> int:
+    """By how much the sizes of a shape fall short of a range, or exceed it."""
+    sizes = zip(taken.min, shape, taken.max, strict=True)
+    return sum(max(least - size, size - most, 0) for least, size, most in sizes)
 
 
 def _bytes(shape: Shape, dtype: np.dtype[Any]) -> int:

@@ -65,6 +65,22 @@ class ExecutionContextAllocationStrategy(Enum):
     USER_MANAGED = auto()
 
 
+class DynamicShapesKernelSpecializationStrategy(Enum):
+    LAZY = auto()
+    EAGER = auto()
+    NONE = auto()
+
+
+class RuntimeConfig:
+    """What TensorRT-RTX creates execution contexts with."""
+
+    strategy = ExecutionContextAllocationStrategy.STATIC
+    dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
+
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
+        self.strategy = strategy
+
+
 class ILogger:
     ERROR = 1
 
@@ -92,6 +108,12 @@ class FakeTensorRT:
     @staticmethod
     def nptype(dtype: np.dtype[Any]) -> type:
         return dtype.type
+
+
+class FakeTensorRTRTX(FakeTensorRT):
+    """What `import tensorrt_rtx` would give."""
+
+    DynamicShapesKernelSpecializationStrategy = DynamicShapesKernelSpecializationStrategy
 
 
 class FakeRuntime:
@@ -147,9 +169,13 @@ class FakeEngine:
     def get_tensor_dtype(self, name: str) -> np.dtype[Any]:
         return {**self.inputs, **self.outputs}[name]
 
-    def create_execution_context(self, strategy: ExecutionContextAllocationStrategy) -> FakeContext:
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig()
+
+    def create_execution_context(self, how: ExecutionContextAllocationStrategy | RuntimeConfig) -> FakeContext:
+        strategy = how.strategy if isinstance(how, RuntimeConfig) else how
         assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
-        self.contexts.append(FakeContext(self))
+        self.contexts.append(FakeContext(self, how))
         return self.contexts[-1]
 
     def compute(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], activations: int) -> None:
@@ -176,8 +202,8 @@ class FakeEngine:
 class FakeContext:
     """An execution context. `enqueued` counts its calls; replays are none."""
 
-    def __init__(self, engine: FakeEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: FakeEngine, how: Any) -> None:
+        self._engine, self.created_with = engine, how
         self._profile: int | None = None
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import sys
 from collections.abc import Callable
@@ -224,6 +225,7 @@ def optimised(small: Bundle, tmp_path: Path) -> FakeBuild:
         library_version=onnxruntime.__version__,
         compute_capabilities=(),
         engines=engines,
+        flags={"provider": "CPUExecutionProvider", "machine": platform.machine()},
         files=file_specs(folder, [spec.file for spec in engines.values()]),
         limits=Limits(1, 1, 1),
     )

@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 from PIL import Image
 from runtime.fake_device import FakeDevice
-from runtime.fake_tensorrt import ACTIVATIONS, LIMITS, FakeContext, FakeTensorRT, build_fake_engines
+from runtime.fake_tensorrt import (
+    ACTIVATIONS,
+    LIMITS,
+    FakeContext,
+    FakeEngine,
+    FakeRuntime,
+    FakeTensorRT,
+    FakeTensorRTRTX,
+    RuntimeConfig,
+    build_fake_engines,
+)
+from runtime.logits import QUESTION, ask
 
 from sinkprune.bundle import Bundle, read_bundle
 from sinkprune.errors import BackendError, PromptError
@@ -22,11 +33,9 @@ from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 from sinkprune.runtime.chain import decode_one_token, prefill
-from sinkprune.runtime.pipeline import Answer
 from sinkprune.runtime.stopwatch import Stopwatch
 
 Array = np.ndarray[Any, Any]
-ASK = "What is in the picture?"
 NEW_TOKENS = 4
 STEPS = NEW_TOKENS - 1
 """The first token comes from the prefill."""
@@ -35,9 +44,11 @@ STEPS = NEW_TOKENS - 1
 class Rig:
     """A pipeline on fake engines and a fake device."""
 
-    def __init__(self, bundle: Bundle, engines: Path, **device: Any) -> None:
+    def __init__(
+        self, bundle: Bundle, engines: Path, library: type[FakeTensorRT] = FakeTensorRT, **device: Any
+    ) -> None:
         self.device = FakeDevice(**device)
-        self.library = FakeTensorRT(self.device)
+        self.library = library(self.device)
         built = open_engines(engines, bundle)
         self.backend = TensorRTBackend("tensorrt", self.library, self.device, built)
         self.pipeline = Pipeline(bundle, self.backend, built)
@@ -81,35 +92,17 @@ def rig(small: Bundle, engines: Path) -> Rig:
     return Rig(small, engines)
 
 
-def ask(pipeline: Pipeline, photo: Image.Image, budget: str, new_tokens: int = NEW_TOKENS) -> tuple[Answer, Array]:
-    """The answer, and the logits of all its tokens."""
-    logits: list[Array] = []
-    vocabulary = (1, pipeline.bundle.manifest.language_model.vocab_size)
-    numpy = pipeline.backend.numpy
-
-    def recorded(tensor: Any) -> Array:
-        array = numpy(tensor)
-        if array.shape == vocabulary:
-            logits.append(array)
-        return array
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.backend, "numpy", recorded)
-        answer = pipeline.generate(photo, ASK, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens)
-    return answer, np.concatenate(logits)
-
-
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
 def test_answers_and_logits_are_those_of_onnxruntime(
     has_graphs: bool, small: Bundle, engines: Path, photo: Image.Image
 ) -> None:
     rig, reference = Rig(small, engines, has_graphs=has_graphs), Pipeline.load(small.path, check_sums=False)
     budgets = ["none", "retain-64", "retain-64+compact"]
-    expected = {budget: ask(reference, photo, budget) for budget in budgets}
+    expected = {budget: ask(reference, photo, budget, NEW_TOKENS) for budget in budgets}
     # Budgets take turns, as in a robot's frames: eager, captured, replayed.
     for turn in range(3):
         for budget in budgets:
-            answer, logits = ask(rig.pipeline, photo, budget)
+            answer, logits = ask(rig.pipeline, photo, budget, NEW_TOKENS)
             wanted, wanted_logits = expected[budget]
             assert answer.token_ids == wanted.token_ids
             assert answer.tokens_per_layer == wanted.tokens_per_layer
@@ -123,7 +116,7 @@ def test_answers_and_logits_are_those_of_onnxruntime(
 def test_decode_is_captured_the_second_time_and_replayed_from_then_on(rig: Rig, photo: Image.Image) -> None:
     # A call that is captured is run, then recorded.
     for calls_of_a_step in (1, 2, 0, 0):
-        ask(rig.pipeline, photo, "retain-64")
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
         assert rig.decode_calls() == {calls_of_a_step * STEPS}
         assert {len(rig.contexts(graph)[0].enqueued) for graph in rig.decoders} == {1}
         if calls_of_a_step == 0:
@@ -134,25 +127,25 @@ def test_decode_is_captured_the_second_time_and_replayed_from_then_on(rig: Rig, 
 
 def test_what_differs_in_a_shape_or_an_address_is_not_replayed(rig: Rig, photo: Image.Image) -> None:
     for _ in range(2):
-        ask(rig.pipeline, photo, "retain-64")
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     rig.clear()
     # Another budget has caches of other lengths.
-    ask(rig.pipeline, photo, "none")
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     rig.clear()
     # Somebody holds a tensor of the size of a token's hidden state: later ones lie elsewhere.
     model, dtype = rig.pipeline.chain.model, rig.pipeline.chain.dtype
     held = rig.backend.tensor(np.zeros((1, 1, model.hidden_size), dtype))
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     del held
     rig.clear()
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {0}
 
 
 def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> None:
-    ask(rig.pipeline, photo, "none")
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
 
     def addresses() -> list[Any]:
         engines = rig.library.engines.values()
@@ -160,19 +153,19 @@ def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> No
 
     rig.clear()
     rig.device.has_graphs = False
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     first = addresses()
     rig.clear()
-    ask(rig.pipeline, photo, "none")
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
     rig.clear()
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert addresses() == first
     assert rig.device.calls.count("allocate") == 0
 
 
 def test_nothing_waits_between_embeddings_and_logits(rig: Rig) -> None:
     chain, manifest = rig.pipeline.chain, rig.pipeline.bundle.manifest
-    plan = manifest.plan("sinkpruner", "retain-64")
+    plan = manifest.plan("sinkpruner", "retain-64", NEW_TOKENS)
     assert plan is not None and len(plan.select_after) == 3
     kept = plan.counts.kept
     rows = np.random.default_rng(0).standard_normal((10 + kept + 20, chain.model.hidden_size)).astype(chain.dtype)
@@ -232,6 +225,12 @@ def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[st
     assert rig.enqueued() == 0
 
 
+def test_the_head_names_the_profile_that_comes_nearest(rig: Rig) -> None:
+    hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
+    with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
+        rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+
+
 def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
     chain = rig.pipeline.chain
     model, tensor = chain.model, rig.backend.tensor
@@ -246,7 +245,7 @@ def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
     ("prompt", "new_tokens", "flag", "most"),
     [
         ("word " * 80, 4, "--max-prompt", LIMITS.prompt_tokens),
-        (ASK, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
+        (QUESTION, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
     ],
 )
 def test_a_request_beyond_the_limits_names_limit_and_flag(
@@ -258,7 +257,7 @@ def test_a_request_beyond_the_limits_names_limit_and_flag(
 
 
 def test_activations_of_all_engines_lie_in_one_block(rig: Rig, photo: Image.Image) -> None:
-    ask(rig.pipeline, photo, "retain-64")
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     contexts = [context for engine in rig.library.engines.values() for context in engine.contexts]
     used = {context.activations for context in contexts if context.enqueued}
     assert {size for _, size in used} == {max(ACTIVATIONS.values())}
@@ -269,15 +268,48 @@ def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graph
     rig: Rig, photo: Image.Image
 ) -> None:
     for _ in range(2):
-        ask(rig.pipeline, photo, "retain-64")
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     rig.clear()
-    _, before = ask(rig.pipeline, photo, "retain-64")
+    _, before = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {0}
     rig.clear()
     rig.backend._session.activations.reserve(2 * max(ACTIVATIONS.values()))
-    _, after = ask(rig.pipeline, photo, "retain-64")
+    _, after = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+def test_rtx_swaps_no_kernels_behind_captured_graphs(has_graphs: bool, small: Bundle, engines: Path) -> None:
+    rig = Rig(small, engines, FakeTensorRTRTX, has_graphs=has_graphs)
+    strategies = [
+        context.created_with.dynamic_shapes_kernel_specialization_strategy.name for context in rig.contexts("head")
+    ]
+    assert strategies == ["LAZY", "NONE" if has_graphs else "LAZY"]
+
+
+def test_the_fakes_know_no_name_that_the_library_lacks() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    for fake, real in (
+        (FakeTensorRTRTX, trt),
+        (FakeRuntime, trt.Runtime),
+        (FakeEngine, trt.ICudaEngine),
+        (FakeContext, trt.IExecutionContext),
+        (RuntimeConfig, trt.IRuntimeConfig),
+    ):
+        ours = {"compute", "output_shapes", "strategy"}
+        used = {name for name in dir(fake) if not name.startswith("_")} - ours
+        assert used <= set(dir(real)), fake
+    for enumeration, names in (
+        ("TensorIOMode", ["INPUT"]),
+        ("TensorLocation", ["DEVICE"]),
+        ("ExecutionContextAllocationStrategy", ["USER_MANAGED"]),
+        ("DynamicShapesKernelSpecializationStrategy", ["NONE"]),
+        ("ILogger", ["ERROR"]),
+    ):
+        assert set(names) <= set(dir(getattr(trt, enumeration)))
+    assert hasattr(trt.ICudaEngine, "device_memory_size_v2") and hasattr(trt.ICudaEngine, "num_io_tensors")
+    assert trt.nptype(trt.int64) is np.int64
 
 
 def test_graphs_are_captured_second_replayed_third_and_the_oldest_goes_first() -> None:

@@ -1,0 +1,314 @@
+"""Times the two plugins of the sanitizer on a CUDA GPU: our kernels, plain PyTorch, the function bodies.
+
+    python benchmarks/sanitizer_kernels.py
+    python benchmarks/sanitizer_kernels.py --tokens 2880 --reserve 320 --diverse 320 --dtype bfloat16
+
+What is timed is `TopRho` and `DiversitySelect` together, from tokens on the device to indices on the device, by CUDA
+events. The ways take turns in every round; tokens are as warm in the cache as behind a vision tower. GB/s counts the
+rows of tokens the kernels read, which mostly come from L2. Never run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from sinkprune.command import run_command
+from sinkprune.engines.plugins import launches
+from sinkprune.engines.plugins.binaries import binary
+from sinkprune.errors import UsageError
+from sinkprune.export.dialects import onnx24
+from sinkprune.export.functions import diversity_select, top_rho
+from sinkprune.export.graph import Graph
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.runtime.device import open_device
+
+PER_MILLE = 10
+WARM_UP = 20
+NAMES = {"float32": "fp32", "float16": "fp16"}
+"""The precisions of bundles."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One sanitizer."""
+
+    groups: int
+    tokens: int
+    width: int
+    reserve: int
+    diverse: int
+    batch: int
+    dtype: str
+
+    @property
+    def outliers(self) -> int:
+        """Members of the sink."""
+        return max(1, -(-self.tokens * PER_MILLE // 1000))
+
+    def traffic(self) -> int:
+        """Bytes of tokens that the kernels read: to measure rows twice, then once for each tile of kept rows."""
+        rounds = [min(self.batch, self.diverse - taken) for taken in range(0, self.diverse, self.batch)]
+        tiles = -(-self.reserve // 32) + sum(-(-taken // 16) for taken in rounds[:-1])
+        row = self.width * getattr(torch, self.dtype).itemsize
+        return self.groups * row * (self.outliers + self.tokens * (2 + tiles))
+
+
+def plain_selection(
+    tokens: torch.Tensor, norms: torch.Tensor, reserved: torch.Tensor, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same selection in plain operations: sink [G,D] and chosen [G,diverse], ascending.
+
+    Tokens [G,N,D], norms [G,N], reserved [G,R]. Ties may fall otherwise: torch.topk does not say how.
+    """
+    top = norms.topk(shape.outliers).indices
+    sink = _rows(tokens.float(), top).mean(dim=1).to(tokens.dtype)
+    unit = torch.nn.functional.normalize(tokens.float(), dim=-1)
+    closeness = (unit @ _rows(unit, reserved).transpose(1, 2)).amax(dim=-1)
+    closeness = closeness.scatter(1, top, torch.inf).scatter(1, reserved, torch.inf)
+    chosen = []
+    for taken in range(0, shape.diverse, shape.batch):
+        fresh = closeness.topk(min(shape.batch, shape.diverse - taken), largest=False).indices
+        chosen.append(fresh)
+        closeness = torch.maximum(closeness, (unit @ _rows(unit, fresh).transpose(1, 2)).amax(dim=-1))
+        closeness = closeness.scatter(1, fresh, torch.inf)
+    return sink, torch.cat(chosen, dim=1).sort(dim=1).values
+
+
+def bodies(shape: Shape) -> Graph:
+    """Both function bodies as one graph: tokens, norms, candidate, reserved to sink, outlier, chosen."""
+    graph = Graph("bodies", PRECISIONS[NAMES[shape.dtype]], onnx24)
+    op, n, fp32, flag, integer = graph.op, shape.tokens, ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
+    tokens = graph.input("tokens", ["G", n, shape.width])
+    norms = graph.input("norms", ["G", n], fp32)
+    candidate = graph.input("candidate", ["G", n], flag)
+    reserved = graph.input("reserved", ["G", shape.reserve], integer)
+    sink, outlier = op.call(top_rho(onnx24.OPSET), norms, tokens, per_mille=PER_MILLE)
+    select = diversity_select(-(-shape.diverse // shape.batch), onnx24.OPSET)
+    chosen = op.call(select, tokens, candidate, reserved, [shape.diverse], batch=shape.batch)
+    graph.output("sink", sink, ["G", 1, shape.width])
+    graph.output("outlier", outlier, ["G", n], flag)
+    graph.output("chosen", chosen, ["G", shape.diverse], integer)
+    return graph
+
+
+def why_no_bodies(shape: Shape) -> str:
+    """Why the function bodies cannot be timed, or nothing."""
+    try:
+        import onnxruntime
+    except ImportError:
+        return "ONNX Runtime is not installed"
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        return "ONNX Runtime has no CUDAExecutionProvider here"
+    return "" if shape.dtype in NAMES else f"no bundle has {shape.dtype} tokens"
+
+
+def report(microseconds: dict[str, list[float]], traffic: int) -> str:
+    """A table of the ways: median, 5th and 95th percentile in microseconds, GB/s, and the ratio to the first."""
+    first = statistics.median(next(iter(microseconds.values())))
+    lines = [f"{'':28}{'us':>9}{'p5':>9}{'p95':>9}{'GB/s':>9}{'ratio':>9}"]
+    for way, times in microseconds.items():
+        median, parts = statistics.median(times), statistics.quantiles(times, n=20)
+        gbps = traffic / median / 1e3
+        lines.append(f"{way:28}{median:9.1f}{parts[0]:9.1f}{parts[-1]:9.1f}{gbps:9.1f}{median / first:9.2f}")
+    return "\n".join(lines) + "\n"
+
+
+def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return values.gather(1, index[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    return run_command(_benchmark, arguments)
+
+
+def _benchmark(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--groups", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=576)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--reserve", type=int, default=64)
+    parser.add_argument("--diverse", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
+    parser.add_argument("--repeat", type=int, default=200)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every time too")
+    options = parser.parse_args(arguments)
+    sizes = (options.groups, options.tokens, options.width, options.reserve, options.diverse, options.batch)
+    shape = Shape(*sizes, options.dtype)
+    if min(sizes) < 1 or options.repeat < 2 or shape.outliers + shape.reserve + shape.diverse > shape.tokens:
+        raise UsageError(
+            f"sizes must be at least 1, --repeat at least 2, and {shape.outliers} outliers, --reserve and --diverse "
+            f"at most --tokens together; found {shape} and --repeat {options.repeat}."
+        )
+    device = open_device()
+    generator = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.randn(shape.groups, shape.tokens, shape.width, device="cuda", generator=generator)
+    tokens = tokens.to(getattr(torch, shape.dtype))
+    norms = tokens.float().norm(dim=-1)
+    outlier = torch.zeros_like(norms, dtype=torch.bool).scatter(1, norms.topk(shape.outliers).indices, True)
+    salience = torch.rand(norms.shape, device="cuda", generator=generator).masked_fill(outlier, -torch.inf)
+    reserved = salience.topk(shape.reserve).indices
+    candidate = (~outlier).scatter(1, reserved, False)
+    # torch has a stream of its own.
+    torch.cuda.synchronize()
+
+    ways: dict[str, Callable[[], float]] = {}
+    for single, name in ((False, "kernels, a launch a phase"), (True, "kernels, one launch a node")):
+        enqueue, chosen = _kernels(device, tokens, norms, candidate, reserved, shape, single)
+        enqueue()
+        device.synchronize()
+        expected = plain_selection(tokens, norms, reserved, shape)[1]
+        same = sum(len(set(a) & set(b)) for a, b in zip(chosen.tolist(), expected.tolist(), strict=True))
+        sys.stdout.write(f"{name}: {same} of {expected.numel()} chosen as by plain PyTorch\n")
+        ways[name] = _timed_on(device, enqueue)
+        if device.has_graphs:
+            device.begin_capture()
+            enqueue()
+            graph = device.end_capture()
+            ways[f"{name}, graph"] = _timed_on(device, lambda graph=graph: device.replay(graph))
+    stream = torch.cuda.Stream()
+    ways["plain PyTorch"] = _timed_by_torch(stream, lambda: plain_selection(tokens, norms, reserved, shape))
+    missing = why_no_bodies(shape)
+    if missing:
+        sys.stdout.write(f"function bodies: left out, {missing}\n")
+    else:
+        ways["function bodies, ORT CUDA"] = _timed_by_torch(
+            stream, _bodies(stream, tokens, norms, candidate, reserved, shape)
+        )
+
+    microseconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(WARM_UP + options.repeat):
+        for way, timed in ways.items():
+            passed = timed()
+            if turn >= WARM_UP:
+                microseconds[way].append(passed)
+    sys.stdout.write(f"{device.name}, sm_{device.compute_capability}, {shape}\n")
+    sys.stdout.write(report(microseconds, shape.traffic()))
+    if options.json:
+        options.json.write_text(json.dumps({"device": device.name, "us": microseconds}), encoding="utf-8")
+
+
+def _kernels(
+    device: Any,
+    tokens: torch.Tensor,
+    norms: torch.Tensor,
+    candidate: torch.Tensor,
+    reserved: torch.Tensor,
+    shape: Shape,
+    single: bool,
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """What enqueues both plugins' launches, and where the chosen will be."""
+    sink, outlier = torch.empty_like(tokens[:, :1]), torch.empty_like(candidate, dtype=torch.int32)
+    mask, index = candidate.to(torch.int32), reserved.contiguous()
+    chosen = torch.empty(shape.groups, shape.diverse, dtype=torch.int64, device="cuda")
+    workspace = torch.empty(
+        launches.diversity_workspace(shape.groups, shape.tokens), dtype=torch.uint8, device="cuda"
+    )
+    sizes = {"dtype": shape.dtype, "groups": shape.groups, "n": shape.tokens, "width": shape.width}
+    top = launches.top_rho_launches(
+        norms=norms.data_ptr(),
+        tokens=tokens.data_ptr(),
+        sink=sink.data_ptr(),
+        outlier=outlier.data_ptr(),
+        count=shape.outliers,
+        **sizes,
+    )
+    diverse = launches.diversity_launches(
+        tokens=tokens.data_ptr(),
+        candidate=mask.data_ptr(),
+        reserved=index.data_ptr(),
+        chosen=chosen.data_ptr(),
+        workspace=workspace.data_ptr(),
+        reserves=shape.reserve,
+        count=shape.diverse,
+        batch=shape.batch,
+        **sizes,
+    )
+    torch.cuda.synchronize()
+    ready = []
+    for launch in (*top, *(launches.in_one_launch(diverse) if single else diverse)):
+        code = binary(launch.kernel, launch.dtype, device.compute_capability)
+        kernel = device.load_kernel(code.image, code.entry)
+        ready.append((kernel, launch.grid, code.threads, code.shared_bytes, launch.arguments))
+    # Held by what is returned, so that their memory is not given out again.
+    held = (sink, outlier, mask, index, workspace)
+
+    def enqueue() -> None:
+        for launch in ready:
+            device.launch(*launch)
+        assert held
+
+    return enqueue, chosen
+
+
+def _timed_on(device: Any, enqueue: Callable[[], None]) -> Callable[[], float]:
+    def timed() -> float:
+        start = device.record_event()
+        enqueue()
+        end = device.record_event()
+        return 1e3 * float(device.elapsed_ms(start, end))
+
+    return timed
+
+
+def _timed_by_torch(stream: Any, enqueue: Callable[[], object]) -> Callable[[], float]:
+    def timed() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            start.record()
+            enqueue()
+            end.record()
+        end.synchronize()
+        return 1e3 * float(start.elapsed_time(end))
+
+    return timed
+
+
+def _bodies(
+    stream: Any,
+    tokens: torch.Tensor,
+    norms: torch.Tensor,
+    candidate: torch.Tensor,
+    reserved: torch.Tensor,
+    shape: Shape,
+) -> Callable[[], None]:
+    """What runs the function bodies on `stream`, from and to device memory."""
+    import onnxruntime
+
+    # Many small operators; without shapes that are known ONNX Runtime says so for each.
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream.cuda_stream)})
+    with tempfile.TemporaryDirectory() as folder:
+        spec = bodies(shape).save(Path(folder), "bodies.onnx")
+        session = onnxruntime.InferenceSession(Path(folder, spec.file), options, providers=[provider])
+    binding = session.io_binding()
+    given = {"tokens": tokens, "norms": norms, "candidate": candidate, "reserved": reserved.contiguous()}
+    for name, tensor in given.items():
+        element = str(tensor.dtype).removeprefix("torch.")
+        binding.bind_input(name, "cuda", 0, element, list(tensor.shape), tensor.data_ptr())
+    for output in spec.outputs:
+        binding.bind_output(output.name, "cuda")
+
+    def run() -> None:
+        session.run_with_iobinding(binding)
+        # What is bound must live as long.
+        assert given
+
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

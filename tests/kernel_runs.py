@@ -1,0 +1,140 @@
+"""Runs the plugins' kernel launches: in Triton's interpreter on the CPU, or compiled on a GPU."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from sinkprune.engines.plugins import launches
+from sinkprune.engines.plugins.binaries import binary
+from sinkprune.engines.plugins.launches import Launch
+from sinkprune.runtime.device import Device
+
+Memory = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Launches on tensors, some of which they fill."""
+
+    launches: Callable[..., list[Launch]]
+    """Takes the address of each tensor by its name, and `sizes`."""
+    memory: Memory
+    sizes: dict[str, Any]
+
+
+Runner = Callable[[Case], Memory]
+"""Gives the tensors of a case as they are after its launches."""
+
+
+def top_rho(tokens: torch.Tensor, norms: torch.Tensor, count: int) -> Case:
+    """`TopRho` on tokens [G,N,D] and norms [G,N]: fills `sink` and `outlier`."""
+    groups, n, width = tokens.shape
+    memory = {
+        "tokens": tokens,
+        "norms": norms,
+        "sink": torch.full((groups, 1, width), torch.nan, dtype=tokens.dtype),
+        "outlier": torch.full((groups, n), -1, dtype=torch.int32),
+    }
+    sizes = {"dtype": _name(tokens), "groups": groups, "n": n, "width": width, "count": count}
+    return Case(launches.top_rho_launches, memory, sizes)
+
+
+def diversity(
+    tokens: torch.Tensor,
+    candidate: torch.Tensor,
+    reserved: torch.Tensor,
+    count: int,
+    batch: int,
+    single: bool = False,
+) -> Case:
+    """`DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]: fills `chosen`.
+
+    One launch a phase, or a `single` one as an ahead-of-time plugin has it.
+    """
+    groups, n, width = tokens.shape
+    memory = {
+        "tokens": tokens,
+        # Any value but 0 is true.
+        "candidate": candidate.to(torch.int32) * 7,
+        "reserved": reserved,
+        "chosen": torch.full((groups, count), -1, dtype=torch.int64),
+        "workspace": torch.full((launches.diversity_workspace(groups, n) // 4,), torch.nan),
+    }
+    sizes = {"dtype": _name(tokens), "groups": groups, "n": n, "width": width}
+    sizes |= {"reserves": reserved.shape[1], "count": count, "batch": batch}
+    return Case(_single_launch if single else launches.diversity_launches, memory, sizes)
+
+
+def _single_launch(**arguments: Any) -> list[Launch]:
+    return launches.in_one_launch(launches.diversity_launches(**arguments))
+
+
+@contextmanager
+def interpreter() -> Iterator[Runner]:
+    """Runs kernels in Triton's interpreter, in a process of its own: it is chosen when triton is imported."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_choose_interpreter) as pool:
+        # As bytes: tensors would otherwise travel as shared memory.
+        yield lambda case: pool.submit(_interpret, pickle.dumps(case)).result()
+
+
+def _choose_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(1)
+
+
+def _interpret(pickled: bytes) -> Memory:
+    from sinkprune.engines.plugins import kernels
+    from sinkprune.engines.plugins.compile import configurations
+
+    case: Case = pickle.loads(pickled)
+    tensors = {tensor.data_ptr(): tensor for tensor in case.memory.values()}
+    addresses = {name: tensor.data_ptr() for name, tensor in case.memory.items()}
+    for launch in case.launches(**addresses, **case.sizes):
+        configuration = configurations(launch.dtype)[launch.kernel]
+        arguments = [tensors[int(a)] if isinstance(a, np.uint64) else int(a) for a in launch.arguments]
+        getattr(kernels, configuration.function)[launch.grid](*arguments, **configuration.constants)
+    return case.memory
+
+
+def on(device: Device) -> Runner:
+    """Runs the shipped kernels on a GPU."""
+    return partial(_on_device, device)
+
+
+def _on_device(device: Device, case: Case) -> Memory:
+    arrays = {name: _array(tensor.clone()) for name, tensor in case.memory.items()}
+    addresses = {name: device.allocate(max(array.nbytes, 1)) for name, array in arrays.items()}
+    try:
+        for name, array in arrays.items():
+            device.copy_in(addresses[name], array)
+        for launch in case.launches(**addresses, **case.sizes):
+            code = binary(launch.kernel, launch.dtype, device.compute_capability)
+            kernel = device.load_kernel(code.image, code.entry)
+            device.launch(kernel, launch.grid, code.threads, code.shared_bytes, launch.arguments)
+        for name, array in arrays.items():
+            device.copy_out(array, addresses[name])
+    finally:
+        for address in addresses.values():
+            device.free(address)
+    return {name: torch.from_numpy(array).view(case.memory[name].dtype) for name, array in arrays.items()}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    # numpy has no bfloat16.
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _name(tokens: torch.Tensor) -> str:
+    return str(tokens.dtype).removeprefix("torch.")
