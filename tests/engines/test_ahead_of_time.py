@@ -18,7 +18,7 @@ from sinkprune.engines.plugins import ahead_of_time, registry
 from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import Binary
 from sinkprune.engines.plugins.descriptions import PLUGINS
-from sinkprune.engines.plugins.launches import diversity_phases, top_rho_launches
+from sinkprune.engines.plugins.launches import diversity_launches, in_one_launch, top_rho_launches
 from sinkprune.engines.plugins.registry import Registration
 from sinkprune.errors import EnginesError
 
@@ -129,7 +129,7 @@ def test_outputs(plugins: FakeTensorRTPlugin) -> None:
     ]
 
 
-@pytest.mark.parametrize("per_mille", [1, 10, 28, 1000])
+@pytest.mark.parametrize("per_mille", [0, 1, 10, 28, 1000])
 def test_top_rho_is_the_launch_of_the_plugin_class(plugins: FakeTensorRTPlugin, per_mille: int) -> None:
     inputs = (tensor("FLOAT", G, N), tensor("HALF", G, N, D))
     values = fields(per_mille=per_mille).values()
@@ -151,9 +151,25 @@ def test_diversity_select_is_all_phases_in_one_block_a_group(
     inputs = (tensor("FLOAT", G, N, width), tensor("INT32", G, N), tensor("INT64", G, R))
     values = fields(batch=4, count=COUNT).values()
     _, image, launch, integers = plugins.compiled["sinkprune_ahead_of_time::DiversitySelect"](*inputs, *values, (), 0)
+    phases = diversity_launches(
+        tokens=0,
+        candidate=1,
+        reserved=2,
+        chosen=3,
+        workspace=4,
+        dtype="float32",
+        groups=G,
+        n=N,
+        width=width,
+        reserves=R,
+        count=COUNT,
+        batch=4,
+    )
+    (expected,) = in_one_launch(phases)
+    assert expected.kernel == kernel
     assert image == f"{kernel} float32".encode()
-    assert (launch.grid_x, launch.grid_y, launch.grid_z) == (1, G, 1)
-    assert integers == [N, width, R, COUNT, 4, 0, diversity_phases(COUNT, 4)]
+    assert (launch.grid_x, launch.grid_y, launch.grid_z) == expected.grid
+    assert [0, 1, 2, *integers, 3, 4] == [int(argument) for argument in expected.arguments]
 
 
 def test_a_dynamic_width_is_refused(plugins: FakeTensorRTPlugin) -> None:
