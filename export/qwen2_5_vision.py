@@ -163,17 +163,17 @@ def _received(
     """[patches] fp32: the softmax attention each patch receives, mean over heads and over all patches that ask."""
     op = graph.op
     received = None
-    # One head after the other: in a full-attention block a head's matrix has as many elements as patches squared.
-    for head in range(vision.num_heads):
-        q, k = (op.Cast(op.Slice(y, [head], [head + 1], [1]), to=_FLOAT) for y in (query, key))
+    # In a full-attention block one head after the other: its matrix has as many elements as patches squared.
+    step = 1 if attending.seen is None else vision.num_heads
+    for head in range(0, vision.num_heads, step):
+        q, k = (op.Cast(op.Slice(y, [head], [head + step], [1]), to=_FLOAT) for y in (query, key))
         scores = op.MatMul(op.Mul(q, vision.head_dim**-0.5), op.Transpose(k, perm=[0, 1, 3, 2]))
         if attending.mask is not None:
             scores = op.Where(attending.mask, scores, _HIDDEN)
         weights = op.Softmax(scores, axis=-1)
         if attending.seen is not None:
-            column = op.MatMul(attending.seen, weights)
-        else:
-            column = op.ReduceSum(weights, [2], keepdims=1)
+            weights = op.MatMul(attending.seen, weights)
+        column = op.ReduceSum(weights, [1, 2], keepdims=1)
         received = column if received is None else op.Add(received, column)
     total = op.Squeeze(attending.scatter(op.Transpose(op.Squeeze(received, [1]), perm=[0, 2, 1])), [1])
     patches = op.Cast(op.Shape(total), to=_FLOAT)
