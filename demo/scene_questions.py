@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from random import Random
 
-from sinkprune.demo.scenes import COLOURS, DIGITS, POPULAR, RADII, SHAPES, WORDS, Scene, Thing
+from sinkprune.demo.scenes import COLOURS, DIGITS, POPULAR, RADII, SHAPES, SIDE, WORDS, Scene, Thing
 from sinkprune.questions import Question
 
 _APART = 30
@@ -33,9 +33,9 @@ def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]
         yield from _ask(scene, rng, kind, f"{name}-{kind}")
 
 
-def some(scene: Scene, rng: Random, count: int) -> list[Question]:
-    """Up to `count` questions of random kinds."""
-    drawn = rng.choices(list(KINDS), k=count)
+def some(scene: Scene, rng: Random, count: int, kinds: Sequence[str]) -> list[Question]:
+    """Up to `count` questions of kinds drawn from `kinds`."""
+    drawn = rng.choices(kinds, k=count)
     return [question for i, kind in enumerate(drawn) for question in _ask(scene, rng, kind, str(i))]
 
 
@@ -47,7 +47,7 @@ def description(scene: Scene) -> Question:
 
 
 def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
-    asked = KINDS[kind](scene, rng)
+    asked = (KINDS | LESSONS)[kind](scene, rng)
     if asked is not None:
         yield Question(name, kind, asked.text, (asked.answer,), asked.options)
 
@@ -139,6 +139,15 @@ def _choice(scene: Scene, rng: Random) -> _Asked | None:
     return _Asked(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
 
 
+def _place(scene: Scene, rng: Random) -> _Asked | None:
+    """Where a thing is, which a relation needs to know of two."""
+    thing = _one_by(scene.objects, rng, lambda thing: thing.pair)
+    if thing is None:
+        return None
+    row, column = ("top", "middle", "bottom")[3 * thing.y // SIDE], ("left", "centre", "right")[3 * thing.x // SIDE]
+    return _Asked(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
+
+
 _WHICH = "Which of these is in the picture?"
 
 
@@ -180,3 +189,6 @@ KINDS: dict[str, Callable[[Scene, Random], _Asked | None]] = {
     "choice": _choice,
 }
 """The kinds of questions by name."""
+
+LESSONS: dict[str, Callable[[Scene, Random], _Asked | None]] = {"place": _place}
+"""Kinds that are asked in training only, as a step towards the others."""

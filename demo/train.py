@@ -22,9 +22,11 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
+from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
 from sinkprune.demo.training_batches import pictures, training_scenes, turns
 from sinkprune.demo.training_losses import Probe, answer_loss, tower_states
+from sinkprune.questions import Question
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,20 @@ class Stage:
     visual_tokens: int = 256
     """How many patches of each picture exist: those that show something, then random background."""
     probe_weight: float = 1.0
+    most_objects: int = 6
+    """In a picture."""
+    kinds: tuple[str, ...] = (*KINDS, *LESSONS)
+    """Of the questions."""
+    described: bool = True
+    """Whether the picture's description is asked for too; its many tokens outweigh the other answers'."""
 
 
 STAGES = (
     Stage("vision", 700, 16, (1.2e-3, 9e-4), visual_tokens=96),
-    Stage("sparse", 6000, 6, (8e-4, 3e-4), questions=8, visual_tokens=64, probe_weight=0.3),
-    Stage("whole", 1000, 6, (3e-4, 0.0), questions=8, probe_weight=0.1),
+    Stage("two", 900, 12, (8e-4, 8e-4), questions=8, visual_tokens=32, probe_weight=0.3, most_objects=2),
+    Stage("four", 900, 8, (8e-4, 6e-4), questions=8, visual_tokens=48, probe_weight=0.3, most_objects=4),
+    Stage("six", 2500, 6, (6e-4, 3e-4), questions=8, visual_tokens=64, probe_weight=0.3),
+    Stage("whole", 700, 6, (3e-4, 0.0), questions=8, probe_weight=0.1),
 )
 _WARM_UP = 100
 _SAVE_EVERY = 100
@@ -97,8 +107,9 @@ class Training:
         probe = self.probe.loss(states, seen)
         loss, told = stage.probe_weight * probe, {"probe": probe.item()}
         if stage.questions:
-            asked = turns([scene for scene, _ in scenes], self.tokenizer, Random(step), stage.questions)
-            answers = answer_loss(self.model, states[:, 1:], asked)
+            rng = Random(step)
+            asked = [_questions(stage, scene, rng) for scene, _ in scenes]
+            answers = answer_loss(self.model, states[:, 1:], turns(asked, self.tokenizer))
             loss, told = loss + answers, {**told, "answers": answers.item()}
         self.optimizer.zero_grad()
         loss.backward()
@@ -136,6 +147,11 @@ class Training:
         self.step, self.log = self._saved["step"], self._saved["log"]
 
 
+def _questions(stage: Stage, scene: Scene, rng: Random) -> list[Question]:
+    described = [description(scene)] if stage.described else []
+    return [*described, *some(scene, rng, stage.questions, stage.kinds)]
+
+
 def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
     """Every step: its stage, its number, and the first of the training pictures it takes."""
     step = picture = 0
@@ -154,7 +170,7 @@ def _drawn_ahead(
         for stage, step, picture in schedule:
             if step < first:
                 continue
-            drawing = pool.submit(training_scenes, picture, stage.pictures)
+            drawing = pool.submit(training_scenes, picture, stage.pictures, stage.most_objects)
             if waiting is not None:
                 yield *waiting[:2], waiting[2].result()
             waiting = stage, step, drawing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 
 import numpy as np
 import torch
@@ -11,8 +10,8 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from sinkprune.demo.pocket_model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
-from sinkprune.demo.scene_questions import description, some
-from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, make_scene
+from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, compose_scene, make_scene
+from sinkprune.questions import Question
 
 _SHAPES = ("", *SHAPES, "plate")
 _COLOURS = ("", *COLOURS)
@@ -39,8 +38,8 @@ class Pictures:
     """[B,V] int64 ascending: the patches that are shown."""
     classes: torch.Tensor
     """[B,V,4] int64: `CLASSES` of each patch."""
-    offsets: torch.Tensor
-    """[B,V,2] fp32: from the patch to the centre of what it shows, in patches."""
+    centres: torch.Tensor
+    """[B,V,2] fp32: x and y of the centre of what it shows, in patches from the picture's centre."""
     summary: torch.Tensor
     """[B,`SUMMARY`] fp32, 0 or 1."""
 
@@ -86,15 +85,21 @@ def _show(classes: np.ndarray, shown: int, rng: np.random.Generator) -> np.ndarr
     return np.sort(np.argsort(-preference)[:shown])
 
 
-def training_scenes(first: int, count: int) -> list[tuple[Scene, Image.Image]]:
-    """The training scenes `first`, `first` + 1, ..."""
-    return [make_scene("training", index) for index in range(first, first + count)]
+def training_scenes(first: int, count: int, most_objects: int) -> list[tuple[Scene, Image.Image]]:
+    """The training scenes `first`, `first` + 1, ...; in place of each with more than `most_objects`, another."""
+    return [make_scene("training", _with_few(index, most_objects)) for index in range(first, first + count)]
 
 
-def turns(scenes: list[Scene], tokenizer: Tokenizer, rng: Random, questions: int) -> Turns:
-    """Each scene's description and `questions` random questions about it, with their answers."""
-    asked = [[description(scene), *some(scene, rng, questions)] for scene in scenes]
-    rows = [[_turn(q.prompt, q.answers[0], tokenizer) for q in row] for row in asked]
+def _with_few(index: int, most_objects: int) -> int:
+    """The first of the scenes `index`, `index` + a million, ... that holds no more than `most_objects`."""
+    while len(compose_scene("training", index).objects) > most_objects:
+        index += 1_000_000
+    return index
+
+
+def turns(asked: list[list[Question]], tokenizer: Tokenizer) -> Turns:
+    """The questions `asked` about each picture, with their answers."""
+    rows = [[_turn(q.prompt, q.in_words, tokenizer) for q in row] for row in asked]
     length = max(sum(len(ids) for ids, _ in row) for row in rows)
     shape = (len(rows), length)
     ids, place = np.full(shape, PAD, np.int64), np.zeros(shape, np.int64)
@@ -120,7 +125,7 @@ def _turn(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], in
 
 def _patch_targets(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     classes = np.zeros((GRID, GRID, len(CLASSES)), np.int64)
-    offsets = np.zeros((GRID, GRID, 2), np.float32)
+    centres = np.zeros((GRID, GRID, 2), np.float32)
     y, x = (np.mgrid[0:GRID, 0:GRID] + 0.5) * PATCH
     for thing in (*scene.objects, *scene.plates):
         inside = (abs(x - thing.x) <= thing.half_width + _PATCH_MARGIN) & (
@@ -132,8 +137,8 @@ def _patch_targets(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
             _SIZES.index(thing.size),
             _TEXTS.index(thing.text),
         )
-        offsets[inside] = np.stack([thing.x - x[inside], thing.y - y[inside]], -1) / PATCH
-    return classes.reshape(-1, len(CLASSES)), offsets.reshape(-1, 2)
+        centres[inside] = np.array([thing.x, thing.y]) / PATCH - GRID / 2
+    return classes.reshape(-1, len(CLASSES)), centres.reshape(-1, 2)
 
 
 def _summary(scene: Scene) -> torch.Tensor:

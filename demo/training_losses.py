@@ -26,10 +26,10 @@ class Probe(nn.Module):
     def loss(self, states: torch.Tensor, seen: Pictures) -> torch.Tensor:
         """Of the tower's output `states` [B,1+V,D], of pictures with V patches each; scalar."""
         states = self.norm(states)
-        *guesses, offsets = self.patch(states[:, 1:]).split([*CLASSES, 2], dim=-1)
+        *guesses, centres = self.patch(states[:, 1:]).split([*CLASSES, 2], dim=-1)
         shape, _, _, text = seen.classes.unbind(-1)
         asked_of = (shape >= 0, shape > 0, shape > 0, text > 0)
-        total = smooth_l1_loss(offsets[shape > 0], seen.offsets[shape > 0])
+        total = smooth_l1_loss(centres[shape > 0], seen.centres[shape > 0])
         for i, (guess, asked) in enumerate(zip(guesses, asked_of, strict=True)):
             total = total + cross_entropy(guess[asked], seen.classes[asked][:, i])
         return total + 4 * binary_cross_entropy_with_logits(self.picture(states[:, 0]), seen.summary)

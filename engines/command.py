@@ -50,7 +50,8 @@ def _build(arguments: Sequence[str] | None) -> None:
         new_tokens=options.max_new_tokens,
         images=options.max_images,
     )
-    timing_cache = options.output.with_name(f"{options.output.name}.timing-cache")
+    place = options.output.absolute()
+    timing_cache = place.with_name(f"{place.name}.timing-cache")
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
     with TerminalProgress() as progress:

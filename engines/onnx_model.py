@@ -5,18 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.errors import BackendError
+from sinkprune.errors import BackendError, EnginesError
 
 if TYPE_CHECKING:
     import onnx
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The model in an ONNX file, without its weights; raises `BackendError` if onnx is not installed."""
+    """The model in an ONNX file, without its weights.
+
+    Raises:
+        BackendError: onnx is not installed.
+        EnginesError: The file holds no ONNX model.
+    """
     try:
         import onnx
+        from google.protobuf.message import DecodeError
     except ImportError as error:
         raise BackendError(
             "building engines needs the package onnx, which is not installed. Install it with: pip install onnx"
         ) from error
-    return onnx.load(path, load_external_data=False)
+    try:
+        return onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise EnginesError(f"{path} holds no ONNX model ({error}). Export the bundle again.") from error

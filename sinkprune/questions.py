@@ -31,9 +31,17 @@ class Question:
         ]
         return "\n".join([self.text, *lettered, _CHOOSE])
 
+    @property
+    def in_words(self) -> str:
+        """The first right answer; of multiple choice the right option's own words."""
+        return self.options[string.ascii_uppercase.index(self.answers[0])] if self.options else self.answers[0]
+
     def is_right(self, reply: str) -> bool:
-        """Whether `reply` is one of the answers, but for case, punctuation at its ends and white space."""
-        return _plain(reply) in map(_plain, self.answers)
+        """Whether `reply` is one of the answers, but for case, punctuation at its ends and white space.
+
+        Of multiple choice the right option's own words are as right as its letter, as MMBench's evaluation has it.
+        """
+        return _plain(reply) in map(_plain, (*self.answers, self.in_words))
 
 
 def _plain(text: str) -> str:

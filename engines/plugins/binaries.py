@@ -109,7 +109,7 @@ def _archive() -> bytes:
 @cache
 def _index() -> dict[str, Any]:
     with zipfile.ZipFile(BytesIO(_archive())) as archive:
-        return json.loads(archive.read(INDEX))  # type: ignore[no-any-return]
+        return json.loads(archive.read(INDEX))
 
 
 def _read(entry: dict[str, Any], member: str) -> Binary:

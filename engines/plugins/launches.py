@@ -48,8 +48,8 @@ def top_rho_launches(
     Addresses: norms [G,N] fp32, tokens [G,N,D]; out: sink [G,1,D] in the type of the tokens, outlier [G,N] int32,
     1 or 0. `count` is at least 1.
     """
-    arguments = (*_addresses(norms, tokens), *_integers(n, width, count), *_addresses(sink, outlier))
-    return [Launch("top_rho", dtype, top_rho_grid(groups, width), arguments)]
+    inputs, integers, outputs = _addresses(norms, tokens), _integers(n, width, count), _addresses(sink, outlier)
+    return [Launch("top_rho", dtype, top_rho_grid(groups, width), (*inputs, *integers, *outputs))]
 
 
 def diversity_phases(count: int, batch: int) -> int:

@@ -67,6 +67,8 @@ def load_backend(name: str, threads: int | None = None, built: BuiltEngines | No
     if name in _PROVIDERS:
         from sinkprune.runtime.backends.ort import OrtBackend
 
+        if built is not None:
+            built.check_processor(_PROVIDERS[name])
         backend = OrtBackend(name, _PROVIDERS[name], threads)
         if built is not None:
             built.check_library("onnxruntime", backend.versions["onnxruntime"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,17 @@ class BuiltEngines:
                 f"{self._were} built by {library} {built}, {version} is installed here, and engines load only in the "
                 f"version that built them. {self.rebuild}"
             )
+
+    def check_processor(self, provider: str) -> None:
+        """The models were optimised for this provider of onnxruntime, and this kind of processor."""
+        here = {"provider": provider, "machine": platform.machine()}
+        for what, found in here.items():
+            built = self.engines.manifest.flags.get(what)
+            if built != found:
+                raise EnginesError(
+                    f"{self._were} optimised for {what} {built}, here it is {found}. Leave --engines out: the bundle "
+                    f"itself runs on every one. {self.rebuild}"
+                )
 
     def check_gpu(self, name: str, compute_capability: int) -> None:
         """The engines hold code for this GPU."""

@@ -43,6 +43,9 @@ def test_lines_become_questions(folder: Path) -> None:
     assert second.question.is_right(" Yeah.")
     assert third.question.id == "7"
     assert third.question.prompt.splitlines()[:4] == ["Which colour?", "A. red", "B. blue", "C. green"]
+    assert third.question.is_right("B")
+    assert third.question.is_right("Blue.")
+    assert not third.question.is_right("red")
     assert third.load_image().getpixel((0, 0)) == (200, 0, 0)
 
 

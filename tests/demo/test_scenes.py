@@ -100,7 +100,7 @@ def test_some_scenes_leave_most_of_the_picture_empty() -> None:
 @pytest.mark.parametrize("index", range(0, 150, 3))
 def test_answers_are_right(index: int) -> None:
     scene = SCENES[index]
-    for question in some(scene, Random(index), 40):
+    for question in some(scene, Random(index), 40, list(KINDS)):
         assert question.answers == (right_answer(scene, question),), question
 
 

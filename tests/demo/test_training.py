@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from sinkprune.demo import pocket_model
+from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
 from sinkprune.demo.train import Stage, Training
 from sinkprune.demo.training_batches import pictures, turns
@@ -65,7 +66,7 @@ def test_turns_see_the_picture_and_themselves_only(
     scene, picture = make_scene("validation", 3)
     seen = pictures([(scene, picture)])
     tokens = tower_states(model, seen)[:, 1:]
-    asked = turns([scene], tokenizer, Random(0), 4)
+    asked = turns([some(scene, Random(0), 5, list(KINDS))], tokenizer)
     together = answer_loss(model, tokens, asked)
     alone, answered = torch.zeros(()), 0
     for number in range(1, int(asked.turn.max()) + 1):
@@ -112,7 +113,7 @@ def test_the_first_stages_show_the_things_first() -> None:
     for i, row in enumerate(some.patches):
         assert row.tolist() == sorted(set(row.tolist()))
         assert torch.equal(some.classes[i], whole.classes[i][row])
-        assert torch.equal(some.offsets[i], whole.offsets[i][row])
+        assert torch.equal(some.centres[i], whole.centres[i][row])
         things = (whole.classes[i, :, 0] > 0).sum()
         assert (some.classes[i, :, 0] > 0).sum() == things < 100
 
@@ -125,4 +126,6 @@ def test_patches_are_told_what_they_show() -> None:
         classes = seen.classes[0, patch].tolist()
         assert classes[0] == (7 if thing.text else 1 + SHAPES.index(thing.shape))
         assert classes[1] == 1 + list(COLOURS).index(thing.colour)
-        assert abs(seen.offsets[0, patch]).max() <= 0.5
+        half = pocket_model.GRID / 2
+        expected = [thing.x / pocket_model.PATCH - half, thing.y / pocket_model.PATCH - half]
+        assert seen.centres[0, patch].tolist() == pytest.approx(expected)

@@ -26,6 +26,8 @@ from sinkprune.engines_manifest import Engines, Limits, read_engines, verify_eng
 from sinkprune.errors import EnginesError
 from sinkprune.manifest_file import file_specs, sha256
 from sinkprune.runtime import Pipeline
+from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.compatibility import open_engines
 
 Bundles = Callable[..., Path]
 
@@ -85,6 +87,18 @@ def test_optimised_models_are_optimised(bundle: Bundles, optimised: Callable[[st
         assert not after.functions
         assert {value.name for value in after.graph.input} == {value.name for value in before.graph.input}
         assert {node.op_type for node in after.graph.node} != {node.op_type for node in before.graph.node}
+
+
+def test_optimised_models_are_for_one_processor(
+    bundle: Bundles, optimised: Callable[[str], Engines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = open_engines(optimised("fp32").path, read_bundle(bundle("gqa-112")))
+    load_backend("ort-cpu", None, built)
+    with pytest.raises(EnginesError, match=r"optimised for provider CPUExecutionProvider, here it is CUDAExec"):
+        load_backend("ort-cuda", None, built)
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(EnginesError, match=r"optimised for machine .*, here it is riscv64"):
+        load_backend("ort-cpu", None, built)
 
 
 def test_the_manifest_tells_where_engines_come_from(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
@@ -210,14 +224,17 @@ def test_a_place_that_cannot_be_written(bundle: Bundles, tmp_path: Path) -> None
     assert_refused(outcome, "cannot be written")
 
 
-def test_a_graph_that_onnxruntime_refuses(bundle: Bundles, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"no model", "head.onnx holds no ONNX model"), (b"", "onnxruntime cannot optimise graph 'head'")],
+)
+def test_a_graph_that_cannot_be_read(content: bytes, message: str, bundle: Bundles, tmp_path: Path) -> None:
     copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
-    (copied / "graphs" / "head.onnx").write_bytes(b"no model")
+    (copied / "graphs" / "head.onnx").write_bytes(content)
     source = read_bundle(bundle("gqa-112")).manifest
     source.files.update(file_specs(copied, ["graphs/head.onnx"]))
     write_manifest(copied, source)
-    outcome = build(copied, tmp_path / "engines", "--target", "onnxruntime")
-    assert_refused(outcome, "onnxruntime cannot optimise graph 'head'")
+    assert_refused(build(copied, tmp_path / "engines", "--target", "onnxruntime"), message)
 
 
 @needs_rtx

@@ -165,7 +165,7 @@ def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> No
 
 def test_nothing_waits_between_embeddings_and_logits(rig: Rig) -> None:
     chain, manifest = rig.pipeline.chain, rig.pipeline.bundle.manifest
-    plan = manifest.plan("sinkpruner", "retain-64", NEW_TOKENS)
+    plan = manifest.plan("sinkpruner", "retain-64")
     assert plan is not None and len(plan.select_after) == 3
     kept = plan.counts.kept
     rows = np.random.default_rng(0).standard_normal((10 + kept + 20, chain.model.hidden_size)).astype(chain.dtype)
