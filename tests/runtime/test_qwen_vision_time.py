@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,37 +52,42 @@ def load(folder: Path, config: dict[str, Any]) -> Pipeline:
     return Pipeline.load(folder / "bundle", threads=torch.get_num_threads(), check_sums=False)
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Median of five, after one that does not count."""
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+def best_seconds(runs: Sequence[Callable[[], Any]]) -> list[float]:
+    """The best of three of each, in turn, after one that does not count: other work only slows down."""
+    best = [math.inf] * len(runs)
+    for turn in range(4):
+        for number, run in enumerate(runs):
+            start = time.perf_counter()
+            run()
+            if turn:
+                best[number] = min(best[number], time.perf_counter() - start)
+    return best
 
 
-def tower_seconds(pipeline: Pipeline, image: Image.Image) -> float:
+def tower(pipeline: Pipeline, image: Image.Image) -> Callable[[], Any]:
+    """A run of the bundle's vision engine on `image`."""
     backend = pipeline.backend
     inputs = {name: backend.tensor(array) for name, array in pipeline.family.preprocess(image).items()}
-    return seconds(lambda: pipeline.chain.vision(inputs))
+    return lambda: pipeline.chain.vision(inputs)
 
 
 def test_windowed_blocks_take_time_in_proportion_to_the_pixels(photo: Image.Image, tmp_path: Path) -> None:
     pipeline = load(tmp_path, small_config(depth=4, full_attention_blocks=[]))
-    per_pixel = [tower_seconds(pipeline, photo.resize(size)) / (size[0] * size[1]) for size in SIZES]
+    times = best_seconds([tower(pipeline, photo.resize(size)) for size in SIZES])
+    per_pixel = [seconds / (width * height) for seconds, (width, height) in zip(times, SIZES, strict=True)]
     assert max(per_pixel) < 1.3 * min(per_pixel), per_pixel
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 def test_the_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Image.Image, tmp_path: Path) -> None:
     # One full-attention block in eight, as in the real tower
-    config, image = small_config(depth=8, full_attention_blocks=[7]), photo.resize(size)
+    config = small_config(depth=8, full_attention_blocks=[7])
     pipeline = load(tmp_path, config)
-    tower = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLConfig.from_dict(config).vision_config)
-    tower = tower.eval()
-    pixels = torch.from_numpy(pipeline.family.preprocess(image)["pixel_values"])
+    ours = tower(pipeline, photo.resize(size))
+    torchs = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLConfig.from_dict(config).vision_config)
+    torchs = torchs.eval()
+    pixels = torch.from_numpy(pipeline.family.preprocess(photo.resize(size))["pixel_values"])
     grid = torch.tensor([list(pipeline.family._processor.grid(size))])
     with torch.no_grad():
-        torchs = seconds(lambda: tower(pixels, grid_thw=grid))
-    assert tower_seconds(pipeline, image) < 1.2 * torchs
+        seconds, torch_seconds = best_seconds([ours, lambda: torchs(pixels, grid_thw=grid)])
+    assert seconds < 1.2 * torch_seconds
