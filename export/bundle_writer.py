@@ -197,7 +197,10 @@ class _Writer:
         lm = family.language_model
         weights = _Reported(self._source.weights, "embedding", self._progress)
         table = weights.tensor(family.embedding, [lm.vocab_size, lm.hidden_size])
-        save_file({"weight": np.ascontiguousarray(table, self._precision.numpy)}, self._root / EMBEDDING)
+        rows = {name: weights.tensor(stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
+        arrays = {"weight": table, **rows}
+        contiguous = {name: np.ascontiguousarray(array, self._precision.numpy) for name, array in arrays.items()}
+        save_file(contiguous, self._root / EMBEDDING)
         # safetensors writes through a private temporary file
         (self._root / EMBEDDING).chmod(0o644)
         (self._root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
@@ -285,7 +288,7 @@ def _plan_graphs(
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
     family, tokens = source.family, source.family.tokens_of(source.processor)
-    facts = PlanFacts(family.language_model, tokens, family.visual_width, precision, dialect)
+    facts = PlanFacts(family.language_model, tokens, family.visual_width, precision, dialect, family.most_groups)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):

@@ -36,6 +36,15 @@ def _llava(**text: Any) -> dict[str, Any]:
     }
 
 
+def _llava_next(**text: Any) -> dict[str, Any]:
+    return {
+        **_llava(**text),
+        "architectures": ["LlavaNextForConditionalGeneration"],
+        "model_type": "llava_next",
+        "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
+    }
+
+
 def _qwen(**text: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
@@ -89,6 +98,24 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_hidden_layers=22,
         num_attention_heads=32,
         num_key_value_heads=4,
+    ),
+    "llava-next-7b": _llava_next(
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+    ),
+    "llava-next-mistral-7b": _llava_next(
+        model_type="mistral",
+        hidden_size=4096,
+        intermediate_size=14336,
+        max_position_embeddings=32768,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        rope_theta=1e6,
+        sliding_window=None,
     ),
     "qwen2.5-vl-3b": _qwen(
         vocab_size=151936,

@@ -170,7 +170,7 @@ class Pipeline:
         spec = self.bundle.manifest.plan(method, budget)
         sampler = Sampler(temperature, top_p, seed)
         decoded = _decode(image)
-        plan = self.bundle.manifest.plan_for(method, budget, self._visual_tokens(image, decoded.size))
+        plan = self._plan(method, budget, image, decoded.size)
         if spec is not None:
             self._load_plan(spec)
 
@@ -231,8 +231,8 @@ class Pipeline:
             token = sampler(self.backend.numpy(result.logits)[0])
         return _Start(clock, encoded, result, visual, len(question.before) + len(question.after), token)
 
-    def _visual_tokens(self, source: ImageLike, size: tuple[int, int]) -> int:
-        """N of an image of `size`."""
+    def _plan(self, method: str, budget: str, source: ImageLike, size: tuple[int, int]) -> Plan | None:
+        """The plan for an image of `size`."""
         most = self.bundle.manifest.most_visual_tokens
         with _naming(source):
             tokens = self.family.visual_tokens(size)
@@ -241,7 +241,8 @@ class Pipeline:
                     f"the image has {size[0]}x{size[1]} pixels, which make {tokens} visual tokens; this bundle's "
                     f"graphs take up to {most}. Scale it down, or export again with a larger --max-pixels."
                 )
-        return tokens
+            groups = self.family.groups(size)
+        return self.bundle.manifest.plan_for(method, budget, tokens, groups)
 
     def _preprocess(self, decoded: Image.Image, source: ImageLike) -> dict[str, Array]:
         with _naming(source):
@@ -255,11 +256,12 @@ class Pipeline:
         self, plan: Plan | None, question: Prompt, encoded: Encoded, size: tuple[int, int], clock: Stopwatch
     ) -> tuple[Prefill, Array]:
         """[before ; image ; after] through the chain; also returns the rows of the image."""
-        start, count = len(question.before), len(encoded.embeddings)
-        rows = np.concatenate([self._embedding(question.before), encoded.embeddings, self._embedding(question.after)])
+        image, tokens = self._image_rows(plan, encoded, size)
+        start, count = len(question.before), len(image)
+        rows = np.concatenate([self._embedding(question.before), image, self._embedding(question.after)])
         visual = np.arange(start, start + count)
         text = np.arange(start + count, len(rows))
-        positions = self.family.positions(size, start, _source_tokens(encoded), len(text))
+        positions = self.family.positions(size, start, tokens, len(text))
         result = prefill(self.chain, plan, rows, visual, text, clock, positions=positions, norms=encoded.norms)
         left = result.tokens_per_layer[-1] - (len(rows) - count)
         if plan is not None and left == encoded.norms.size:
@@ -268,6 +270,16 @@ class Pipeline:
                 f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
             )
         return result, visual
+
+    def _image_rows(self, plan: Plan | None, encoded: Encoded, size: tuple[int, int]) -> tuple[Array, Array]:
+        """The rows [V,d] of an image, and the token [V] each stands for; -1 is the end of a line of the unpruned."""
+        if plan is not None:
+            return encoded.embeddings, _source_tokens(encoded)
+        tokens = self.family.unpruned_rows(size)
+        rows = encoded.embeddings[tokens]
+        if self.family.between_rows:
+            rows[tokens < 0] = self._embedding.named(self.family.between_rows)
+        return rows, tokens
 
     def _next_token(self, cache: KVCache, token: int, sampler: Sampler) -> tuple[int, float]:
         start = time.perf_counter()
@@ -286,7 +298,7 @@ class Pipeline:
 
     def _check_length(self, question: Prompt, plan: Plan | None, size: tuple[int, int], new_tokens: int) -> None:
         text = len(question.before) + len(question.after)
-        visual = plan.counts.kept if plan else self.family.visual_tokens(size)
+        visual = plan.counts.kept * self.family.groups(size) if plan else len(self.family.unpruned_rows(size))
         _check_limits(self._limits, text, new_tokens)
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:

@@ -131,7 +131,7 @@ def _budget_report(
     step_bytes = decode_bytes(manifest.language_model, DTYPES[manifest.precision].itemsize, answer.kv_bytes)
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
-        kept_after_sanitizer=answer.kept.index.size,
+        kept_after_sanitizer=answer.tokens_per_layer[0],
         tokens_per_layer=tuple(answer.tokens_per_layer),
         mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
         ms=ms,

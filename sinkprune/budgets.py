@@ -51,6 +51,10 @@ class Counts:
         """n0: the tokens each group sends to the LLM."""
         return self.sink + self.reserve + self.diverse
 
+    def of_groups(self, groups: int) -> Counts:
+        """The counts of an image of `groups` groups, where these are those of one."""
+        return replace(self, stages=tuple(stage * groups for stage in self.stages))
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -98,6 +102,11 @@ BUDGETS: dict[str, dict[str, Budget]] = {
         "retain-128": _llava_row(128, 128, 230, 130, 92),
         "retain-64": _llava_row(64, 64, 110, 74, 42),
         "retain-32": _llava_row(32, 32, 54, 36, 22),
+    },
+    # Rows of one tile; the names count those of five.
+    "llava-next": {
+        "retain-320": _llava_row(64, 64, 110, 74, 42),
+        "retain-160": _llava_row(32, 32, 54, 36, 22),
     },
     "qwen2.5-vl": {
         "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),

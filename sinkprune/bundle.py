@@ -68,8 +68,8 @@ class PlanSpec:
     positions: Literal["keep", "compact"]
     """Whether survivors of a stage keep their position ids or are renumbered."""
     counts: Counts | None
-    """The token counts its graphs realise on this bundle's visual tokens; None where images differ in theirs, and
-    the graphs take the budget's shares of what they are given."""
+    """The token counts its graphs realise on one group of this bundle's visual tokens; None where images differ in
+    theirs, and the graphs take the budget's shares of what they are given."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Manifest:
     vision: dict[str, Any]
     """Facts of the vision tower, as the family's own files write and read them."""
     most_visual_tokens: int
-    """The most visual tokens an image has; all have as many unless they differ (`any_resolution`)."""
+    """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
     projector: str | None
     """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
     processor: dict[str, Any]
@@ -190,7 +190,8 @@ class Manifest:
         spec = self.plan(method, budget)
         if spec is None:
             return None
-        counts = spec.counts or self.budgets[budget].resolve(tokens, groups)
+        of_group = spec.counts
+        counts = of_group.of_groups(groups) if of_group else self.budgets[budget].resolve(tokens, groups)
         return Plan(spec.sanitizer, spec.select_after, spec.positions, counts)
 
 

@@ -33,6 +33,10 @@ class Family(Protocol):
     """The template of checkpoints that bring none."""
     embedding: str
     """The name of the embedding table."""
+    extra_rows: Mapping[str, str]
+    """Learned rows [d] of the LLM's input that stand in no table: their names in the bundle and in the checkpoint."""
+    most_groups: int
+    """The most groups an image has."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -57,7 +61,7 @@ class Family(Protocol):
         ...
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
-        """N: the visual tokens of an image that went through a processor of these settings."""
+        """N: the visual tokens of each group of an image that went through a processor of these settings."""
         ...
 
 
@@ -67,9 +71,11 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
     `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
     """
     from sinkprune.export.families.llava import Llava
+    from sinkprune.export.families.llava_next import LlavaNext
     from sinkprune.export.families.qwen2_5_vl import Qwen25VL
 
-    families: dict[str, type[Llava | Qwen25VL]] = {kind.model_type: kind for kind in (Llava, Qwen25VL)}
+    kinds: tuple[type[Llava | LlavaNext | Qwen25VL], ...] = (Llava, LlavaNext, Qwen25VL)
+    families = {kind.model_type: kind for kind in kinds}
     model_type = config.get("model_type")
     if model_type not in families:
         found = ", ".join(config.get("architectures") or [str(model_type)])

@@ -22,6 +22,10 @@ class Llava:
     architecture = "LlavaForConditionalGeneration"
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = "projector"
+    most_groups = 1
+    extra_rows: Mapping[str, str] = {}
+    decoders: Sequence[str] = ("llama",)
+    processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
     chat_template = (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
@@ -32,12 +36,10 @@ class Llava:
     )
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
-        from transformers import LlavaConfig
-
         if salience is not None:
             raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         self._source = source
-        self._config: Any = parse_config(source, LlavaConfig, config)
+        self._config: Any = parse_config(source, self._config_class(), config)
         self._check()
         self._llama = _read_llama(self._config.text_config)
         self._clip = _read_clip(self._config)
@@ -45,6 +47,11 @@ class Llava:
         self.visual_tokens, self.visual_width = self._clip.tokens, self._clip.hidden_size
         self.vision = {**asdict(self._clip), "tokens": self._clip.tokens}
         self.image_token: int = self._config.image_token_id
+
+    def _config_class(self) -> Any:
+        from transformers import LlavaConfig
+
+        return LlavaConfig
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -81,7 +88,8 @@ class Llava:
         """Weights of tower, projector, decoder, head and embedding table."""
         lm, d = self.language_model, self.language_model.hidden_size
         projector = self.visual_width * d + d * d + 2 * d
-        return self._clip.parameters + projector + lm.decoder_parameters + 2 * lm.vocab_size * d + d
+        rows = 2 * lm.vocab_size + 1 + len(self.extra_rows)
+        return self._clip.parameters + projector + lm.decoder_parameters + rows * d
 
     def graphs(self, segments: Sequence[range]) -> list[str]:
         """vision, projector, decoder_0, ..., head."""
@@ -99,7 +107,7 @@ class Llava:
             build_segment(graph, self._llama, segments[int(name.removeprefix("decoder_"))])
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """CLIPImageProcessor's or LlavaImageProcessor's settings, gaps filled with their defaults."""
+        """The image processor's settings, gaps filled with its defaults."""
         # processor_config.json nests what preprocessor_config.json holds at the top
         settings = settings.get("image_processor", settings)
         known = {key: settings.get(key, value) for key, value in self.default_processor.items()}
@@ -107,10 +115,9 @@ class Llava:
         known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
         known["crop_size"] = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
         kind = str(known["image_processor_type"])
-        if not kind.startswith(("CLIPImageProcessor", "LlavaImageProcessor")):
+        if not kind.startswith(tuple(self.processors)):
             raise CheckpointError(
-                f"checkpoint '{self._source}' has image processor '{kind}', expected CLIPImageProcessor or "
-                "LlavaImageProcessor."
+                f"checkpoint '{self._source}' has image processor '{kind}', expected {' or '.join(self.processors)}."
             )
         side = self._clip.image_size
         shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
@@ -140,7 +147,8 @@ class Llava:
         config, text = self._config, self._config.text_config
         rope = (text.rope_parameters or {}).get("rope_type", "default")
         settings = [
-            ("text_config.model_type", text.model_type, ("llama",)),
+            ("text_config.model_type", text.model_type, self.decoders),
+            ("text_config.sliding_window", getattr(text, "sliding_window", None), (None,)),
             ("vision_config.model_type", config.vision_config.model_type, ("clip_vision_model",)),
             ("text_config.hidden_act", text.hidden_act, ("silu",)),
             ("text_config.rope_parameters.rope_type", rope, ("default",)),
@@ -165,10 +173,9 @@ class Llava:
 
 
 def _read_llama(text: Any) -> Llama:
-    bias = text.attention_bias
-    return Llama(
-        read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=text.mlp_bias
-    )
+    # Mistral, of the same shape, has no biases to configure.
+    bias, mlp_bias = getattr(text, "attention_bias", False), getattr(text, "mlp_bias", False)
+    return Llama(read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 def _read_clip(config: Any) -> Clip:

@@ -30,6 +30,8 @@ class Qwen25VL:
     architecture = "Qwen2_5_VLForConditionalGeneration"
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = None
+    most_groups = 1
+    extra_rows: Mapping[str, str] = {}
     chat_template = (
         "{% for message in messages %}"
         "{% if loop.first and message['role'] != 'system' %}"

@@ -40,6 +40,8 @@ class PlanFacts:
     """D, the width of `tokens`."""
     precision: Precision
     dialect: Dialect
+    groups: int = 1
+    """The most groups an image has."""
 
     @property
     def visual_tokens(self) -> int:
@@ -62,7 +64,7 @@ class PlanGraphs:
     """The graphs of one method at one budget."""
 
     counts: Counts | None
-    """What the graphs keep of the model's visual tokens; None where they take the budget's shares of each image's."""
+    """What the graphs keep of one group's visual tokens; None where they take the budget's shares of each image's."""
     sanitizer: Graph | None = None
     """The graph before the LLM, for methods that drop tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)

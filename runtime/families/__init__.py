@@ -20,18 +20,43 @@ Size = tuple[int, int]
 
 
 class Family(Protocol):
-    """A family's image side. N is the number of visual tokens of one image."""
+    """A family's image side: an image is G groups of N visual tokens."""
+
+    between_rows: str | None
+    """The learned row, by its name in the embedding table's file, that `unpruned_rows` puts at the end of a line."""
+
+    @property
+    def most_groups(self) -> int:
+        """The most groups an image has."""
+        ...
 
     def preprocess(self, image: Image.Image) -> dict[str, Array]:
         """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`."""
         ...
 
     def visual_tokens(self, size: Size) -> int:
-        """N of an image of `size`; raises `ImageError`."""
+        """N of each group of an image of `size`; raises `ImageError`."""
+        ...
+
+    def groups(self, size: Size) -> int:
+        """G of an image of `size`; raises `ImageError`."""
+        ...
+
+    def unpruned_rows(self, size: Size) -> Array:
+        """[V] int64: the rows of the model's own prompt, unpruned: tokens counted through all groups, -1 at the end
+        of a line."""
+        ...
+
+    def most_unpruned_rows(self, most: int) -> int:
+        """The largest V, for groups of at most `most` tokens."""
         ...
 
     def token_boxes(self, size: Size) -> Array:
-        """[N,4]: left, top, right, bottom of each visual token, in pixels of an image of `size`."""
+        """[G*N,4]: left, top, right, bottom of each visual token, in pixels of an image of `size`."""
+        ...
+
+    def views(self, size: Size) -> list[range]:
+        """The tokens that can be drawn on one picture, because they show each part of the image once."""
         ...
 
     def positions(self, size: Size, before: int, tokens: Array, after: int) -> Positions:
@@ -53,14 +78,21 @@ def load_family(manifest: Manifest) -> Family:
     `read_bundle` has refused families that are not here, but what a family writes of its image side only it can read.
     """
     from sinkprune.runtime.families.llava import Llava
+    from sinkprune.runtime.families.llava_next import LlavaNext
     from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
 
-    families: dict[str, type[Llava | Qwen25VL]] = {"llava": Llava, "qwen2.5-vl": Qwen25VL}
+    families: dict[str, type[Llava | LlavaNext | Qwen25VL]] = {
+        "llava": Llava,
+        "llava-next": LlavaNext,
+        "qwen2.5-vl": Qwen25VL,
+    }
     try:
         family: Family = families[manifest.family](manifest)
         pixel = Image.new("RGB", (1, 1))
         given = {name: list(array.shape) for name, array in family.preprocess(pixel).items()}
-        counts = {family.visual_tokens(pixel.size), len(family.token_boxes(pixel.size))}
+        groups = family.groups(pixel.size)
+        counts = {family.visual_tokens(pixel.size), len(family.token_boxes(pixel.size)) // groups}
+        family.unpruned_rows(pixel.size)
         family.encode_flops(pixel.size, kept=1)
     except Exception as error:
         # Settings in the checkpoint's own words may be wrong in any way.

@@ -18,6 +18,9 @@ Array = np.ndarray[Any, Any]
 class Qwen25VL:
     """The image side of a Qwen2.5-VL bundle. An image is one group; its tokens are in raster order."""
 
+    between_rows: str | None = None
+    most_groups = 1
+
     def __init__(self, manifest: Manifest) -> None:
         self._vision, self._width = manifest.vision, manifest.language_model.hidden_size
         self._merge: int = manifest.vision["merge_size"]
@@ -43,6 +46,22 @@ class Qwen25VL:
     def visual_tokens(self, size: Size) -> int:
         """N: the merged tokens of an image of `size` (width, height); raises `ImageError`."""
         return self._processor.grid(size).patches // self._merge**2
+
+    def groups(self, size: Size) -> int:
+        """The image."""
+        return 1
+
+    def unpruned_rows(self, size: Size) -> Array:
+        """Every merged token, in raster order."""
+        return np.arange(self.visual_tokens(size))
+
+    def most_unpruned_rows(self, most: int) -> int:
+        """N."""
+        return most
+
+    def views(self, size: Size) -> list[range]:
+        """One."""
+        return [range(self.visual_tokens(size))]
 
     def token_boxes(self, size: Size) -> Array:
         """[N,4]: left, top, right, bottom of each merged token in pixels of the image."""
