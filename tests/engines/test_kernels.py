@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Largest magnitude, and smallest, that a row may be of.
 EXTREMES = {torch.float32: (1e37, 1e-37), torch.float16: (6e4, 1e-4), torch.bfloat16: (1e37, 1e-37)}
 SINGLE = pytest.mark.parametrize("single", [False, True], ids=["a launch a phase", "one launch"])
-AGAIN = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+AGAIN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module", params=["interpreter", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -89,14 +89,19 @@ def assert_top(run: Runner, tokens: torch.Tensor, norms: Array, count: int) -> N
         np.testing.assert_allclose(out["sink"][group, 0].double().numpy(), mean, rtol=0, atol=2 * eps * size + 1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("groups", "n", "width", "count"),
-    [(1, 1, 1, 1), (2, 33, 7, 3), (1, 130, 64, 130), (2, 65, 80, 5), pytest.param(1, 1100, 3, 11, id="two chunks")],
+    ("dtype", "groups", "n", "width", "count"),
+    [
+        pytest.param("float32", 1, 1, 1, 1, id="one token"),
+        pytest.param("float16", 1, 130, 64, 130, id="all tokens"),
+        pytest.param("float32", 2, 33, 80, 3, id="two blocks of columns"),
+        pytest.param("bfloat16", 2, 33, 7, 5, id="fewer columns than a block"),
+        pytest.param("float16", 1, 1100, 3, 11, id="two chunks"),
+    ],
 )
-def test_top_rho(run: Runner, groups: int, n: int, width: int, count: int, dtype: torch.dtype) -> None:
+def test_top_rho(run: Runner, dtype: str, groups: int, n: int, width: int, count: int) -> None:
     rng = np.random.default_rng(n)
-    tokens = torch.from_numpy(rng.normal(size=(groups, n, width))).to(dtype)
+    tokens = torch.from_numpy(rng.normal(size=(groups, n, width))).to(getattr(torch, dtype))
     assert_top(run, tokens, rng.integers(0, 9, (groups, n)) / 4, count)
 
 
@@ -117,8 +122,8 @@ def test_ties_in_norm_go_to_the_lower_index(run: Runner, norms: list[float], dat
         pytest.param("float32", 1, 1, 1, 0, 1, 16, id="one token"),
         pytest.param("float16", 1, 5, 2, 0, 5, 16, id="nothing reserved, all chosen"),
         pytest.param("bfloat16", 2, 40, 20, 3, 5, 16, id="fewer than a batch"),
-        pytest.param("float32", 1, 33, 64, 33, 33, 16, id="all reserved, and candidates still"),
-        pytest.param("bfloat16", 1, 45, 70, 35, 9, 4, id="more reserved than a tile, a last round cut short"),
+        pytest.param("float32", 1, 33, 64, 33, 18, 16, id="all reserved, and candidates still"),
+        pytest.param("bfloat16", 1, 45, 70, 35, 7, 4, id="more reserved than a tile, a last round cut short"),
         pytest.param("float16", 1, 37, 16, 1, 3, 1, id="serial"),
         pytest.param("float32", 1, 70, 33, 2, 40, 20, id="a batch of more than a tile"),
     ],
@@ -140,35 +145,34 @@ def test_the_farthest_is_chosen_where_no_two_are_alike(run: Runner, single: bool
     rng = np.random.default_rng(3)
     tokens = torch.from_numpy(np.stack([spread(rng, 31, 24) for _ in range(2)])).float()
     candidate = np.arange(31)[None] % 7 != np.array([[0], [3]])
-    assert_diverse(run, tokens, candidate, np.array([[0, 7], [3, 10]]), 12, 4, single)
+    assert_diverse(run, tokens, candidate, np.array([[0, 7], [3, 10]]), 8, 4, single)
 
 
-@SINGLE
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_of_every_magnitude(run: Runner, dtype: torch.dtype, single: bool) -> None:
+def test_rows_of_every_magnitude(run: Runner, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(5)
     largest, smallest = EXTREMES[dtype]
     exponents = rng.integers(np.ceil(np.log2(smallest)), np.floor(np.log2(largest)), (30, 1))
     rows = np.sign(few_values(rng, 30, 6)) * 2.0**exponents
     tokens = torch.from_numpy(rows)[None].to(dtype)
     assert torch.isfinite(tokens).all()
-    assert_diverse(run, tokens, np.ones((1, 30), bool), np.array([[4, 9]]), 11, 4, single)
+    assert_diverse(run, tokens, np.ones((1, 30), bool), np.array([[4, 9]]), 7, 4, single=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_equal_rows_tie_wherever_they_stand(run: Runner, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(6)
     # Three rows, over and over, in another order in each block of rows; long, so that sums round.
-    rows = rng.normal(size=(3, 200))[rng.integers(0, 3, 100)]
+    rows = rng.normal(size=(3, 200))[rng.integers(0, 3, 67)]
     tokens = torch.from_numpy(rows)[None].to(dtype)
-    assert_diverse(run, tokens, np.ones((1, 100), bool), np.array([[17]]), 60, 16, single=False)
+    assert_diverse(run, tokens, np.ones((1, 67), bool), np.array([[17]]), 30, 16, single=False)
 
 
-def test_a_row_like_one_that_is_kept_is_as_good_as_any_other_such(run: Runner) -> None:
-    # A third of it is no power of two, so its cosine with itself rounds to another number.
-    rows = np.array([[0.1, 0.2, 0.3], [3.0, 1.0, 2.0], [0.3, 0.6, 0.9], [1.0, 1 / 3, 2 / 3], [1.0, -1.0, 0.0]])
-    tokens = torch.from_numpy(rows)[None].float()
-    assert_diverse(run, tokens, np.array([[0, 0, 1, 1, 1]], bool), np.array([[0, 1]]), 2, 1, single=False)
+def test_rows_like_one_that_is_kept_are_as_good_as_each_other(run: Runner) -> None:
+    # A third of a row is no power of two of it, so their cosine rounds to either side of 1.
+    kept = np.random.default_rng(7).normal(size=(8, 5))
+    tokens = torch.from_numpy(np.concatenate([kept, kept / 3, kept / 7]))[None].float()
+    assert_diverse(run, tokens, (np.arange(24) >= 8)[None], np.arange(8)[None], 8, 8, single=False)
 
 
 def test_two_chunks_of_tokens(run: Runner) -> None:
@@ -176,6 +180,15 @@ def test_two_chunks_of_tokens(run: Runner) -> None:
     tokens = torch.from_numpy(few_values(rng, 1060, 4)[None]).half()
     candidate = (np.arange(1060) > 1000)[None]
     assert_diverse(run, tokens, candidate, np.array([[2]]), 30, 16, single=True)
+
+
+@pytest.mark.slow
+def test_the_most_tokens_there_may_be(run: Runner) -> None:
+    rng = np.random.default_rng(10)
+    n = 1 << 15
+    tokens = torch.from_numpy(rng.choice([-2.0, -1.0, 0.0, 1.0], (1, n, 1))).half()
+    assert_top(run, tokens, rng.integers(0, 99, (1, n)), -(-n // 100))
+    assert_diverse(run, tokens, rng.random((1, n)) < 0.5, rng.integers(n - 9, n, (1, 3)), 20, 20, single=True)
 
 
 @given(data=st.data(), n=st.integers(1, 36), batch=st.integers(4, 18), seed=st.integers(0, 2**32 - 1))
@@ -194,11 +207,12 @@ def test_any_small_case(run: Runner, data: st.DataObject, n: int, batch: int, se
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_function_bodies_in_onnx_runtime_agree(run: Runner, dtype: str) -> None:
     rng = np.random.default_rng(9)
-    shape = sanitizer_kernels.Shape(groups=2, tokens=64, width=36, reserve=5, diverse=6, batch=4, dtype=dtype)
-    tokens = np.stack([few_values(rng, 64, 36), spread(rng, 64, 36) * 8]).astype(dtype)
-    norms = rng.integers(0, 3, (2, 64)).astype(np.float32)
-    reserved = np.stack([rng.choice(64, shape.reserve, replace=False) for _ in range(2)])
-    candidate = ~np.stack([np.isin(np.arange(64), row) for row in reserved])
+    n, width = 31, 36
+    shape = sanitizer_kernels.Shape(groups=2, tokens=n, width=width, reserve=5, diverse=6, batch=4, dtype=dtype)
+    tokens = np.stack([few_values(rng, n, width), spread(rng, n, width) * 8]).astype(dtype)
+    norms = rng.integers(0, 3, (2, n)).astype(np.float32)
+    reserved = np.stack([rng.choice(n, shape.reserve, replace=False) for _ in range(2)])
+    candidate = ~np.stack([np.isin(np.arange(n), row) for row in reserved])
     body = graphs.loaded(sanitizer_kernels.bodies(shape))
     expected = body(tokens=tokens, norms=norms, candidate=candidate, reserved=reserved)
     top = run(kernel_runs.top_rho(torch.from_numpy(tokens), torch.from_numpy(norms), shape.outliers))

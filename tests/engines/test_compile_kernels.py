@@ -1,0 +1,132 @@
+"""The shipped binaries are those of these sources, and hold what the launches ask of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from importlib.resources import files
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sinkprune.engines.plugins import binaries, compile, launches
+from sinkprune.engines.plugins.binaries import binary, ptx, sha256
+from sinkprune.engines.plugins.compile import DTYPES, PTX_VERSIONS, Compiled
+from sinkprune.errors import BackendError
+
+ARCHIVE = files("sinkprune.engines.plugins") / binaries.ARCHIVE
+INDEX = json.loads(zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes())).read(binaries.INDEX))
+KERNELS = [kernel for kernels in binaries.KERNELS.values() for kernel in kernels]
+EVERY = list(product(KERNELS, DTYPES, PTX_VERSIONS))
+
+
+def test_the_binaries_are_made_of_these_sources() -> None:
+    assert INDEX["source_sha256"] == compile.source_sha256(), "run: python -m sinkprune.engines.plugins.compile"
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "sm"), [("top_rho", "float16", 87), ("diversity_phase", "float32", 90)])
+def test_a_kernel_compiled_again_is_the_one_that_is_shipped(kernel: str, dtype: str, sm: int) -> None:
+    triton = pytest.importorskip("triton")
+    made = compile.compile_kernel(kernel, dtype, sm)
+    shipped = binary(kernel, dtype, sm)
+    assert (made.entry, made.threads) == (shipped.entry, shipped.threads)
+    if triton.__version__ == INDEX["triton"]:
+        assert made.shared_bytes == shipped.shared_bytes
+        assert made.ptx.encode() == ptx(kernel, dtype, sm).image
+        assert made.cubin == shipped.image
+
+
+def test_every_kernel_is_shipped_for_every_type_and_sm_in_little_space() -> None:
+    assert sorted(KERNELS) == sorted(compile.configurations("float16"))
+    assert {(entry["kernel"], entry["dtype"], entry["sm"]) for entry in INDEX["entries"]} == set(EVERY)
+    assert len(ARCHIVE.read_bytes()) < 5_000_000
+
+
+def test_what_a_kernel_takes_is_what_its_launch_gives() -> None:
+    sizes = {"dtype": "float16", "groups": 2, "n": 50, "width": 64, "count": 20}
+    top = launches.top_rho_launches(norms=16, tokens=32, sink=48, outlier=64, **sizes)  # type: ignore[arg-type]
+    phases = launches.diversity_launches(
+        tokens=16, candidate=32, reserved=48, chosen=64, workspace=80, reserves=3, batch=16, **sizes
+    )  # type: ignore[arg-type]
+    given = {launch.kernel: launch.arguments for launch in (*top, *phases)}
+    given["diversity_select"] = given["diversity_phase"]
+    for kernel, dtype, sm in EVERY:
+        taken = re.findall(r"\.param \.(u\d+)", ptx(kernel, dtype, sm).image.decode())
+        arguments = given[kernel.removesuffix("_unaligned")]
+        assert taken == ["u64" if isinstance(argument, np.uint64) else "u32" for argument in arguments]
+
+
+def test_cubins_and_ptx_are_for_their_sm_and_load_without_asking() -> None:
+    for kernel, dtype, sm in EVERY:
+        cubin, text = binary(kernel, dtype, sm), ptx(kernel, dtype, sm).image.decode()
+        # An ELF file of machine 190, EM_CUDA; its flags name the sm, in the second byte since CUDA 13.
+        assert cubin.image[:4] == b"\x7fELF"
+        assert int.from_bytes(cubin.image[18:20], "little") == 190
+        assert sm in (cubin.image[48], cubin.image[49])
+        major, minor = divmod(PTX_VERSIONS[sm], 10)
+        assert re.search(rf"^\.version {major}\.{minor}\n\.target sm_{sm}a?$", text, re.MULTILINE)
+        assert re.search(rf"\.reqntid {cubin.threads}\b", text)
+        assert cubin.shared_bytes <= 48 << 10
+
+
+def test_nothing_of_the_machine_that_compiled_them_is_shipped() -> None:
+    for kernel, dtype, sm in EVERY:
+        for image in (binary(kernel, dtype, sm).image, ptx(kernel, dtype, sm).image):
+            assert b".py" not in image
+            assert b"kernels" not in image
+
+
+def test_a_younger_gpu_gets_the_ptx_of_the_nearest_older_one() -> None:
+    assert binary("top_rho", "float16", 88).image == ptx("top_rho", "float16", 87).image
+    assert binary("top_rho", "float16", 121).image == ptx("top_rho", "float16", 120).image
+    # What is compiled for sm_100 runs on no other.
+    assert binary("top_rho", "float16", 103).image == ptx("top_rho", "float16", 90).image
+
+
+def test_what_is_not_shipped_is_refused() -> None:
+    with pytest.raises(BackendError, match=r"shipped for sm_80, .* sm_120, and this GPU is sm_75, which is older"):
+        binary("top_rho", "float16", 75)
+    with pytest.raises(BackendError, match=r"not for sm_88\. Build the engines for one of these"):
+        ptx("top_rho", "float16", 88)
+    with pytest.raises(
+        BackendError, match=r"no kernel top_rho for float64 tokens is shipped; there are .*top_rho for"
+    ):
+        binary("top_rho", "float64", 87)
+
+
+def test_each_plugin_has_a_sum_of_its_own() -> None:
+    assert re.fullmatch("[0-9a-f]{64}", sha256("TopRho"))
+    assert sha256("TopRho") != sha256("DiversitySelect")
+
+
+def test_the_archive_is_the_same_whenever_it_is_written() -> None:
+    made = ("top_rho", "float16", 100, Compiled("top_rho", 128, 512, "ptx", b"cubin"))
+    assert compile.archive(iter([made]), "1") == compile.archive(iter([made]), "1")
+    assert compile.archive(iter([made]), "1") != compile.archive(iter([made]), "2")
+
+
+def test_a_parameter_of_tritons_own_is_taken_out_only_where_it_is_not_used() -> None:
+    text = ".entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 f_param_1,\n\t.param .u64 f_param_2\n)\n{ f_param_0 }"
+    assert compile._without_scratch(text, "f", 1) == ".entry f(\n\t.param .u64 f_param_0\n)\n{ f_param_0 }"
+    with pytest.raises(RuntimeError, match="parameter 2"):
+        compile._without_scratch(text.replace("{ f_param_0 }", "{ f_param_2 }"), "f", 1)
+
+
+def test_a_board_needs_no_triton(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from sinkprune.engines.plugins import binaries, compile, launches\n"
+        "print(binaries.binary('top_rho', 'float16', 87).threads)\n"
+        "sys.exit(compile.main(['-o', 'kernels.zip']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stdout.strip().isdigit()
+    assert "needs the package 'triton', which is not installed" in done.stderr
+    assert list(tmp_path.iterdir()) == []
