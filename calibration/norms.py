@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,33 +51,36 @@ class NormReport:
 def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormReport:
     """Run the vision tower on `pictures` and look at what it gives."""
     encoded = [pipeline.encode(picture) for picture in pictures]
-    norms = np.concatenate([features.norms for features in encoded])
-    salience = np.concatenate([features.salience for features in encoded])
+    norms = [group for features in encoded for group in features.norms]
+    salience = [group for features in encoded for group in features.salience]
     return summarise(model_name(pipeline.bundle.manifest.checkpoint.source), len(encoded), norms, salience)
 
 
-def summarise(model: str, pictures: int, norms: Array, salience: Array) -> NormReport:
-    """The report of `norms` and `salience` [G,N] of all groups of some pictures."""
-    scaled = norms / np.median(norms, axis=1, keepdims=True)
-    count = max(1, -(-norms.shape[1] * _PER_MILLE // 1000))
-    largest = np.argsort(-norms, axis=1, kind="stable")[:, :count]
-    salient = np.argsort(-salience, axis=1, kind="stable")[:, :count]
-    overlap_of = [len(np.intersect1d(a, b)) / count for a, b in zip(largest, salient, strict=True)]
-    overlap, chance = float(np.mean(overlap_of)), count / norms.shape[1]
+def summarise(model: str, pictures: int, norms: Sequence[Array], salience: Sequence[Array]) -> NormReport:
+    """The report of `norms` and `salience` [N] of all groups of some pictures; groups may differ in N."""
+    scaled = np.concatenate([group / np.median(group) for group in norms])
+    counts = [max(1, -(-len(group) * _PER_MILLE // 1000)) for group in norms]
+    largest, salient = (
+        [np.argsort(-group, kind="stable")[:count] for group, count in zip(groups, counts, strict=True)]
+        for groups in (norms, salience)
+    )
+    overlap_of = [len(np.intersect1d(a, b)) / len(a) for a, b in zip(largest, salient, strict=True)]
+    chance = float(np.mean([count / len(group) for group, count in zip(norms, counts, strict=True)]))
+    overlap = float(np.mean(overlap_of))
     share, top = float((scaled >= OUTLIER).mean()), float(scaled.max())
-    received = np.take_along_axis(salience, largest, axis=1).sum(axis=1) / salience.sum(axis=1)
+    received = [group[first].sum() / group.sum() for group, first in zip(salience, largest, strict=True)]
     histogram, edges = np.histogram(scaled, bins=_BINS, range=(0.0, max(3.0, top)))
     return NormReport(
         model=model,
         pictures=pictures,
-        tokens=norms.size,
+        tokens=scaled.size,
         histogram=tuple(histogram.tolist()),
         edges=tuple(edges.tolist()),
         largest=top,
         outlier_share=share,
         top_overlap=overlap,
         chance_overlap=chance,
-        top_salience_share=float(received.mean()),
+        top_salience_share=float(np.mean(received)),
         norm_salience_correlation=float(np.mean([_spearman(a, b) for a, b in zip(norms, salience, strict=True)])),
         verdict=_verdict(share, top, attended=overlap > 2 * chance),
     )
@@ -91,8 +94,8 @@ def _verdict(share: float, largest: float, *, attended: bool) -> str:
         f"{largest:.1f})"
     )
     if attended and share <= _FEW:
-        return f"Outliers as the paper describes them: {found}, and they draw the CLS token's attention."
-    why = "they are too many to be outliers" if attended else "they do not draw the CLS token's attention"
+        return f"Outliers as the paper describes them: {found}, and they draw the tower's attention."
+    why = "they are too many to be outliers" if attended else "they do not draw the tower's attention"
     return f"Not the outliers the paper describes: {found}, but {why}."
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from sinkprune.bundle import GraphSpec, Manifest, Plan
 from sinkprune.engines_manifest import Limits, Range
 from sinkprune.errors import BundleError, UsageError
+from sinkprune.runtime.families import Family, load_family
 
 _USUAL_PROMPT = 64
 _MOST_PROMPT = 512
@@ -49,7 +50,8 @@ def resolve_limits(
             f"--max-images is {images}, and this bundle was exported for one image a prompt: none of its graphs "
             "takes 'visual_group'. Leave --max-images out."
         )
-    visual, positions = visual_tokens(manifest) * images, manifest.language_model.max_positions
+    visual = load_family(manifest).most_unpruned_rows(manifest.most_visual_tokens) * images
+    positions = manifest.language_model.max_positions
     room = positions - visual
     if prompt_tokens is None:
         prompt_tokens = max(1, min(_MOST_PROMPT, room - new_tokens if new_tokens else room // 2))
@@ -70,20 +72,25 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
     Decoder segments and head have two, `prefill` and `decode`, in one engine; every other graph has `prefill` only.
     Raises `BundleError` for a dynamic dimension that the graph contract does not know.
     """
-    spec = manifest.graphs[graph]
-    visual = _visual_counts(manifest, graph)
+    spec, family = manifest.graphs[graph], load_family(manifest)
+    visual = _visual_counts(manifest, family, graph)
     usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
     most = limits.images * max(visual)
+    fewest = 1 if manifest.any_resolution or family.most_groups > 1 else min(visual)
     rows = Span(1, median_low(visual) + usual_prompt, most + limits.prompt_tokens)
     prefill = {
-        "G": Span(1, 1, limits.images),
-        "n": Span(min(visual), median_low(visual), max(visual)),
+        "G": Span(1, family.most_groups, family.most_groups * limits.images),
+        "N": Span(1, manifest.most_visual_tokens, manifest.most_visual_tokens),
+        "n": Span(fewest, median_low(visual), max(visual)),
         "S": rows,
         "P": Span(0, 0, 0),
         "T": rows,
-        "V": Span(min(visual), median_low(visual), most),
+        "V": Span(fewest, median_low(visual), most),
         "L": Span(0, usual_prompt, limits.prompt_tokens),
     }
+    if graph == "vision":
+        sizes = family.vision_sizes(manifest.most_visual_tokens)
+        prefill |= {name: Span(*span) for name, span in sizes.items()}
     ranges = {"prefill": _ranges(graph, spec, prefill)}
     if graph == "head" or graph.startswith("decoder_"):
         past = Span(1, rows.opt + limits.new_tokens // 2, rows.max + limits.new_tokens - 1)
@@ -91,35 +98,33 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
     return ranges
 
 
-def visual_tokens(manifest: Manifest) -> int:
-    """N: the visual tokens of one image before anything is dropped."""
-    norms = next(tensor for tensor in manifest.graphs["vision"].outputs if tensor.name == "norms")
-    if not isinstance(norms.shape[1], int):
-        raise BundleError(f"the bundle's vision graph gives {norms.shape[1]} visual tokens, expected a number.")
-    return norms.shape[1]
+def _visual_counts(manifest: Manifest, family: Family, graph: str) -> list[int]:
+    """How many visual tokens of one image `graph` may be given: by each plan, and unpruned where that happens.
 
-
-def _visual_counts(manifest: Manifest, graph: str) -> list[int]:
-    """How many visual tokens of one image `graph` may be given: by each plan, and unpruned where that happens."""
-    n = visual_tokens(manifest)
-    plans = [plan for budgets in manifest.plans.values() for plan in budgets.values()]
+    Where images differ in theirs, those of the largest. The projector is given those of one group.
+    """
+    n, groups = manifest.most_visual_tokens, family.most_groups
+    named = ((method, budget) for method, budgets in manifest.plans.items() for budget in budgets)
+    plans = [plan for plan in (manifest.plan_for(method, budget, n, groups) for method, budget in named) if plan]
+    unpruned = family.most_unpruned_rows(n)
     for plan in plans:
         for layer, select in plan.select_after.items():
             if select == graph:
-                return [_visual_before(plan, n, int(layer))]
+                return [_visual_before(plan, groups, n, int(layer))]
     if graph == "projector":
-        return sorted({n, *(_visual_before(plan, n, 0) for plan in plans)})
+        return sorted({n, *(plan.counts.kept if plan.sanitizer else n for plan in plans)})
     if graph.startswith("decoder_"):
         first = manifest.segments[int(graph.removeprefix("decoder_"))].start
-        return sorted({n, *(_visual_before(plan, n, first) for plan in plans)})
+        return sorted({unpruned, *(_visual_before(plan, groups, n, first) for plan in plans)})
     if graph == "head":
-        return sorted({n, *(_visual_before(plan, n, manifest.language_model.num_layers) for plan in plans)})
+        last = manifest.language_model.num_layers
+        return sorted({unpruned, *(_visual_before(plan, groups, n, last) for plan in plans)})
     return [n]
 
 
-def _visual_before(plan: Plan, n: int, layer: int) -> int:
-    """The visual tokens of one image that reach `layer`, or the select behind it, of the `n` there were."""
-    visible = plan.counts.kept if plan.sanitizer else n
+def _visual_before(plan: Plan, groups: int, n: int, layer: int) -> int:
+    """The visual tokens of one image that reach `layer`, or the select behind it, of `groups` groups of `n`."""
+    visible = groups * (plan.counts.kept if plan.sanitizer else n)
     for pruned_after, kept in zip(plan.select_after, plan.counts.stages, strict=True):
         if int(pruned_after) < layer:
             visible = min(visible, kept)

@@ -23,18 +23,18 @@ from sinkprune.bundle import (
     DialectName,
     GraphSpec,
     Manifest,
-    Plan,
+    PlanSpec,
     Tokens,
     decoder_segments,
     write_manifest,
 )
-from sinkprune.errors import BudgetError, CheckpointError
+from sinkprune.errors import BudgetError, CheckpointError, UsageError
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.equal_mean import UnreachableMean
-from sinkprune.export.families import Family, read_family
+from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, load_method
+from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_method
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
@@ -69,6 +69,12 @@ class Request:
     precision: str = "fp32"
     dialect: DialectName = "onnx24"
     random_weights: bool = False
+    min_pixels: int | None = None
+    """Images are enlarged to at least as many; None is what the checkpoint says."""
+    max_pixels: int | None = None
+    """Images are scaled down to at most as many; None is what the checkpoint says."""
+    salience: SalienceBlock | None = None
+    """The vision block whose attention is the salience, for families that have a choice; None is their own."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def export_bundle(
     try:
         budgets = _budgets(source.family.name, request.budgets)
         methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source.family, precision, dialect, methods, budgets, left_out)
+        planned = _plan_graphs(source, precision, dialect, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
@@ -123,6 +129,8 @@ def export_bundle(
                 checkpoint=source.checkpoint,
                 language_model=source.family.language_model,
                 vision=source.family.vision,
+                most_visual_tokens=_most(source.family.tokens_of(source.processor)),
+                projector=source.family.projector,
                 processor=source.processor,
                 tokens=Tokens(source.family.image_token, source.text.stop, source.text.bos, source.text.eos),
                 cut_after=cut_after,
@@ -168,9 +176,9 @@ class _Writer:
         planned: Mapping[str, Mapping[str, PlanGraphs]],
         budgets: Mapping[str, Budget],
         graphs: dict[str, GraphSpec],
-    ) -> dict[str, dict[str, Plan]]:
+    ) -> dict[str, dict[str, PlanSpec]]:
         """The weightless graphs of every method and budget; their interfaces are added to `graphs`."""
-        plans: dict[str, dict[str, Plan]] = {}
+        plans: dict[str, dict[str, PlanSpec]] = {}
         for method, by_budget in planned.items():
             plans[method] = {}
             for name, built in by_budget.items():
@@ -179,7 +187,7 @@ class _Writer:
                     graphs[f"{folder}/{graph.name}"] = graph.save(self._root, f"graphs/{folder}/{graph.name}.onnx")
                 sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
                 selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-                plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
+                plans[method][name] = PlanSpec(sanitizer, selects, budgets[name].positions, built.counts)
         return plans
 
     def text_files(self) -> None:
@@ -189,7 +197,10 @@ class _Writer:
         lm = family.language_model
         weights = _Reported(self._source.weights, "embedding", self._progress)
         table = weights.tensor(family.embedding, [lm.vocab_size, lm.hidden_size])
-        save_file({"weight": np.ascontiguousarray(table, self._precision.numpy)}, self._root / EMBEDDING)
+        rows = {name: weights.tensor(stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
+        arrays = {"weight": table, **rows}
+        contiguous = {name: np.ascontiguousarray(array, self._precision.numpy) for name, array in arrays.items()}
+        save_file(contiguous, self._root / EMBEDDING)
         # safetensors writes through a private temporary file
         (self._root / EMBEDDING).chmod(0o644)
         (self._root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
@@ -214,10 +225,10 @@ class _Reported:
 def _open_source(request: Request) -> _Source:
     if request.random_weights:
         config = _random_config(request.source)
-        family = read_family(request.source, config)
-        text = small_text(family.language_model.vocab_size, family.image_token, family.chat_template)
+        family = read_family(request.source, config, request.salience)
+        text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        return _Source(family, RandomWeights(), text, family.processor({}), checkpoint)
+        return _Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
     if request.source in PRESETS:
         raise CheckpointError(
             f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
@@ -225,14 +236,26 @@ def _open_source(request: Request) -> _Source:
         )
     folder = locate(request.source)
     config = read_json(folder / "config.json")
-    family = read_family(request.source, config)
+    family = read_family(request.source, config, request.salience)
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
-    processor = family.processor(settings)
+    processor = _processor(family, settings, request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
     return _Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+
+
+def _processor(family: Family, settings: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """The image processor's settings, with the pixel counts that were asked for."""
+    asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
+    asked = {name: count for name, count in asked.items() if count is not None}
+    processor = family.processor({**settings, **asked})
+    if not asked.keys() <= processor.keys():
+        raise UsageError(
+            f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
+        )
+    return processor
 
 
 def _random_config(source: str) -> dict[str, Any]:
@@ -256,7 +279,7 @@ def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
 
 
 def _plan_graphs(
-    family: Family,
+    source: _Source,
     precision: Precision,
     dialect: Dialect,
     methods: Mapping[str, Method],
@@ -264,7 +287,8 @@ def _plan_graphs(
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
-    facts = PlanFacts(family.language_model, family.visual_tokens, family.visual_width, precision, dialect)
+    family, tokens = source.family, source.family.tokens_of(source.processor)
+    facts = PlanFacts(family.language_model, tokens, family.visual_width, precision, dialect, family.most_groups)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):
@@ -281,3 +305,7 @@ def _plan_graphs(
     for missed in unreachable:
         left_out(missed)
     return planned
+
+
+def _most(tokens: int | UpTo) -> int:
+    return tokens.most if isinstance(tokens, UpTo) else tokens

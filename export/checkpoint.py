@@ -29,6 +29,7 @@ _RENAMINGS = [
     (re.compile(r"^language_model\.model\."), "language_model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
     (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+    (re.compile(r"^(embed_tokens|layers|norm)\."), r"language_model.\1."),
 ]
 
 
@@ -163,7 +164,7 @@ class RandomWeights:
         """The tensor `name` of `shape`, fp32."""
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
-        if "norm" in name:
+        if "norm" in name or ".ln_" in name:
             return np.ones(shape, np.float32)
         generator = np.random.default_rng(zlib.crc32(name.encode()))
         return generator.standard_normal(shape, np.float32) * np.float32(self.std)

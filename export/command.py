@@ -21,6 +21,7 @@ examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
   sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
   sinkprune-export ./my-checkpoint -o orin --precision fp16 --dialect trt10      # for JetPack 6
+  sinkprune-export Qwen/Qwen2.5-VL-7B-Instruct -o qwen-7b --precision fp16 --max-pixels 376320
   sinkprune-export llava-1.1b --random-weights -o sizing      # true shapes, no download
 
 Every bundle also runs unpruned.
@@ -53,6 +54,9 @@ def _export(arguments: Sequence[str] | None) -> None:
         precision=options.precision,
         dialect=options.dialect,
         random_weights=options.random_weights,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+        salience=options.salience,
     )
     unreachable: list[Unreachable] = []
     with ExportProgress() as progress:
@@ -132,6 +136,13 @@ def _parser() -> argparse.ArgumentParser:
         "--random-weights",
         action="store_true",
         help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
+    )
+    add("--min-pixels", type=int, help="enlarge smaller images to as many (default: the checkpoint's)")
+    add("--max-pixels", type=int, help="scale larger images down to as many (default: the checkpoint's)")
+    add(
+        "--salience",
+        choices=["penultimate", "last"],
+        help="the vision block whose attention ranks tokens, in towers without a CLS token (default: penultimate)",
     )
     add("--force", action="store_true", help="replace an existing bundle")
     add("--json", action="store_true", help="print the summary as JSON")

@@ -96,8 +96,11 @@ class WeightedGraph(Graph):
         self._data = data
         self._location = location
 
-    def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False) -> ir.Value:
-        """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer."""
+    def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False) -> ir.Value:
+        """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer.
+
+        `flat` joins all axes behind the first, `transposed` then turns the axes round.
+        """
         array = self._weights.tensor(name, shape)
         with np.errstate(over="ignore"):
             converted = array.astype(self.precision.numpy)
@@ -106,6 +109,8 @@ class WeightedGraph(Graph):
                 f"tensor '{name}' holds values that are not finite in {self.precision.name} (largest magnitude "
                 f"{np.abs(array.astype(np.float32)).max():.3g}). Export with --precision fp32, or check the download."
             )
+        if flat:
+            converted = converted.reshape(len(converted), -1)
         return self._stream(name, converted.T if transposed else converted)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:

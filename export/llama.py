@@ -1,4 +1,7 @@
-"""The Llama decoder as segments between cuts, and its head. Names of weights are the checkpoint's."""
+"""The Llama decoder, and others of its shape, as segments between cuts, and its head.
+
+Names of weights are the checkpoint's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ class Llama:
 
     facts: LanguageModel
     rms_norm_eps: float
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
+    """Whether the projection behind attention has a bias."""
     mlp_bias: bool
 
 
@@ -83,13 +88,13 @@ def _layer(
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """One decoder layer; returns hidden, the rotated query, and the grown key and value caches."""
     op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
-    d, m, bias = facts.hidden_size, facts.intermediate_size, llama.attention_bias
+    d, m = facts.hidden_size, facts.intermediate_size
 
     def norm(x: ir.Value, which: str) -> ir.Value:
         return dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), llama.rms_norm_eps)
 
     def heads(x: ir.Value, which: str, count: int) -> ir.Value:
-        y = graph.linear(x, f"{name}.self_attn.{which}", d, count * facts.head_dim, bias=bias)
+        y = graph.linear(x, f"{name}.self_attn.{which}", d, count * facts.head_dim, bias=llama.qkv_bias)
         return op.Transpose(op.Reshape(y, [0, 0, count, facts.head_dim]), perm=[0, 2, 1, 3])
 
     x = norm(hidden, "input_layernorm")
@@ -100,7 +105,7 @@ def _layer(
     mixed = dialect.attention(op, query, key, value, mask)
     mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, facts.num_heads * facts.head_dim])
     width = facts.num_heads * facts.head_dim
-    hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=bias))
+    hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias))
 
     x = norm(hidden, "post_attention_layernorm")
     gate = graph.linear(x, f"{name}.mlp.gate_proj", d, m, bias=llama.mlp_bias)

@@ -1,7 +1,6 @@
 """`sanitizer` of the graph contract: its inputs, its outputs, and what choosing tokens before the LLM is made of.
 
-An index is int64 [G,K] with K known when the graph is written, a mask bool [G,N]. Ties go to the lower index, as
-ONNX TopK breaks them.
+An index is int64 [G,K], a mask bool [G,N]. Ties go to the lower index, as ONNX TopK breaks them.
 """
 
 from __future__ import annotations
@@ -10,12 +9,16 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.methods import PlanFacts
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
+
+
+Count = int | ir.Value
+"""A number of tokens: known when the graph is written, or [1] int64 within it."""
 
 
 class Features(NamedTuple):
@@ -31,7 +34,7 @@ class Features(NamedTuple):
 
 def new_sanitizer(facts: PlanFacts) -> tuple[Graph, Features]:
     """An empty `sanitizer` and its three inputs."""
-    graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_tokens
+    graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
     tokens = graph.input("tokens", ["G", n, facts.visual_width])
     norms = graph.input("norms", ["G", n], _FLOAT)
     return graph, Features(tokens, norms, graph.input("salience", ["G", n], _FLOAT))
@@ -43,7 +46,7 @@ def give_tokens(graph: Graph, facts: PlanFacts, features: Features, index: ir.Va
     give_rows(graph, facts, gather_rows(graph, features.tokens, index), index, count)
 
 
-def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: int) -> None:
+def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: Dim) -> None:
     """Output `rows` [G,count,D] and the token each stands for, `index` [G,count]."""
     graph.output("kept_tokens", rows, ["G", count, facts.visual_width])
     graph.output("kept_index", index, ["G", count], _INT64)
@@ -62,23 +65,28 @@ def gather_rows(graph: Graph, rows: ir.Value, index: ir.Value) -> ir.Value:
     return graph.op.GatherND(rows, graph.op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
-def largest(graph: Graph, values: ir.Value, count: int) -> ir.Value:
+def largest(graph: Graph, values: ir.Value, count: Count) -> ir.Value:
     """The index of the `count` largest of each row of `values` [G,N], largest first."""
-    _, index = graph.op.TopK(values, [count], axis=-1, largest=1, sorted=1, _outputs=2)
+    _, index = graph.op.TopK(values, vector(count), axis=-1, largest=1, sorted=1, _outputs=2)
     return index
 
 
-def smallest(graph: Graph, values: ir.Value, count: int) -> ir.Value:
+def smallest(graph: Graph, values: ir.Value, count: Count) -> ir.Value:
     """The index of the `count` smallest of each row of `values` [G,N], smallest first."""
-    _, index = graph.op.TopK(values, [count], axis=-1, largest=0, sorted=1, _outputs=2)
+    _, index = graph.op.TopK(values, vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return index
 
 
-def ascending(graph: Graph, index: ir.Value, count: int) -> ir.Value:
+def ascending(graph: Graph, index: ir.Value, count: Count) -> ir.Value:
     """The `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
     op = graph.op
-    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), [count], axis=-1, largest=0, sorted=1, _outputs=2)
+    ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return op.Cast(ordered, to=_INT64)
+
+
+def vector(count: Count) -> list[int] | ir.Value:
+    """`count` as operators take it, of shape [1]."""
+    return [count] if isinstance(count, int) else count
 
 
 def mask_of(graph: Graph, features: Features, index: ir.Value) -> ir.Value:

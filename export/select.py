@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget
+from sinkprune.budgets import Budget, Share
 from sinkprune.bundle import LanguageModel
 from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.methods import PlanFacts
+from sinkprune.export.shares import share
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -82,17 +83,28 @@ def text_like_the_image(graph: Graph, stage: Stage) -> Asked:
     return Asked(rows, op.Add(above, nobody))
 
 
-def build_selects(facts: PlanFacts, budget: Budget, stages: Mapping[int, int], asking: Asking) -> dict[int, Graph]:
-    """A select after each layer of `stages` that keeps as many visual rows as stand there."""
+def build_selects(
+    facts: PlanFacts, budget: Budget, stages: Mapping[int, int | Share], asking: Asking
+) -> dict[int, Graph]:
+    """A select after each layer of `stages` that keeps as many visual rows as stand there, of each group."""
     selects = {}
     for layer, kept in stages.items():
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
-        build_select(selects[layer], facts.language_model, kept, budget, asking)
+        # Groups are counted in the graph: so many of each are a share of what all of them had.
+        if facts.groups > 1 and isinstance(kept, int):
+            kept = Share(kept, facts.visual_tokens)
+        build_select(selects[layer], facts.language_model, kept, budget, asking, facts.visual_dim)
     return selects
 
 
-def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget, asking: Asking) -> None:
-    """Keep the `kept` visual rows that the asking rows attend to most and every other row, in their order."""
+def build_select(
+    graph: Graph, model: LanguageModel, kept: int | Share, budget: Budget, asking: Asking, tokens: Dim = "N"
+) -> None:
+    """Keep the `kept` visual rows that the asking rows attend to most and every other row, in their order.
+
+    A share is one of the image's visual tokens before anything was dropped: such a graph takes its `norms`
+    [G,`tokens`] too.
+    """
     op, h = graph.op, model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
@@ -105,7 +117,7 @@ def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget, 
     stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
     scores = received_attention(graph, model, stage, budget, asking)
     # K_s >= V: every visual row survives
-    count = op.Min(op.Shape(visual), [kept])
+    count = op.Min(op.Shape(visual), [kept] if isinstance(kept, int) else _share_of_image(graph, kept, tokens))
     _, best = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
 
     rows = op.Shape(hidden, start=1, end=2)
@@ -129,6 +141,13 @@ def build_select(graph: Graph, model: LanguageModel, kept: int, budget: Budget, 
     graph.output("visual_index_out", visual_out, ["V2"], _INT64)
     graph.output("text_index_out", op.Gather(place, text, axis=0), ["L"], _INT64)
     graph.output("keep_index", keep, ["S2"], _INT64)
+
+
+def _share_of_image(graph: Graph, kept: Share, tokens: Dim) -> ir.Value:
+    """[1]: a share of all G*N tokens the image had; its `norms` tell by their shape how many."""
+    op = graph.op
+    norms = graph.input("norms", ["G", tokens], _FLOAT)
+    return share(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
 
 
 def received_attention(graph: Graph, model: LanguageModel, stage: Stage, budget: Budget, asking: Asking) -> ir.Value:

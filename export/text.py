@@ -71,25 +71,36 @@ def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
     return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
-def small_text(vocab_size: int, image_token: int, template: str) -> Text:
-    """A tokenizer for random weights: bytes first, then made-up syllables, so that every id reads as something.
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a family, for tokenizers that are made up."""
 
-    Ids 0, 1, 2 are ``<unk>``, ``<s>``, ``</s>`` as in Llama; `image_token` is ``<image>``.
-    """
-    specials = {0: "<unk>", 1: "<s>", 2: "</s>", image_token: "<image>"}
+    texts: dict[int, str]
+    """By id."""
+    bos: str
+    """What the tokenizer puts before every prompt; empty if nothing."""
+    eos: str
+    """What ends an answer."""
+    unknown: str | None = None
+
+
+def small_text(vocab_size: int, specials: SpecialTokens, template: str) -> Text:
+    """A tokenizer for random weights: bytes first, then made-up syllables, so that every id reads as something."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made_up = ("Ġ" + "".join(word) for length in count(1) for word in product(_SYLLABLES, repeat=length))
     # "na" + "na" and "nan" + "a" are one word; twice as many as needed are enough without such doubles.
     words = iter(dict.fromkeys(islice(chain(alphabet, made_up), 2 * vocab_size)))
     vocabulary = {}
     for token in range(vocab_size):
-        word = specials.get(token) or next(words)
+        word = specials.texts.get(token) or next(words)
         vocabulary[word] = token
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=specials.unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
-    )
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.values()])
-    return Text(tokenizer.to_str(), template, (2,), "<s>", "</s>")
+    if specials.bos:
+        bos = specials.bos
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.texts.values()])
+    return Text(tokenizer.to_str(), template, (vocabulary[specials.eos],), specials.bos, specials.eos)

@@ -14,7 +14,7 @@ import numpy as np
 from sinkprune.bundle import Bundle, Plan
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.backends.compatibility import BuiltEngines
-from sinkprune.runtime.rotary import Rotary
+from sinkprune.runtime.rotary import Positions, Rotary
 from sinkprune.runtime.stopwatch import Stopwatch
 
 Array = np.ndarray[Any, Any]
@@ -69,11 +69,12 @@ class Chain:
         self._path = bundle.graph_path if built is None else built.path
         self.model = model = bundle.manifest.language_model
         self.segments = bundle.manifest.segments
-        self.rotary = Rotary(model.rope_theta, model.head_dim, dtype)
+        self.rotary = Rotary(model.rope_theta, model.head_dim, dtype, model.rope_sections)
         self.no_past = backend.tensor(np.zeros((1, model.num_kv_heads, 0, model.head_dim), dtype))
         self._plan_engines: dict[str, Engine] = {}
         self.vision = self._load("vision")
-        self.projector = self._load("projector")
+        projector = bundle.manifest.projector
+        self.projector = self._load(projector) if projector else None
         self.decoders = [self._load(f"decoder_{segment}") for segment in range(len(self.segments))]
         self.head = self._load("head")
 
@@ -88,7 +89,7 @@ class Chain:
 
 
 def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: Stopwatch) -> Encoded:
-    """Image features to LLM embeddings: vision, the plan's sanitizer, projector."""
+    """Image features to LLM embeddings: vision, the plan's sanitizer, the projector where there is one."""
     backend = chain.backend
     with clock.measure("vision"):
         features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
@@ -99,24 +100,41 @@ def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: 
         with clock.measure("sanitizer"):
             sanitized = sanitizer({"tokens": tokens, "norms": norms, "salience": salience})
         tokens, kept_index = sanitized["kept_tokens"], backend.numpy(sanitized["kept_index"])
-    with clock.measure("projector"):
-        embeddings = backend.numpy(chain.projector({"tokens": tokens})["embeddings"])
+    if chain.projector is not None:
+        with clock.measure("projector"):
+            tokens = chain.projector({"tokens": tokens})["embeddings"]
+    embeddings = backend.numpy(tokens)
     norms, salience = backend.numpy(norms), backend.numpy(salience)
     if kept_index is None:
         kept_index = np.broadcast_to(np.arange(norms.shape[1]), norms.shape)
     return Encoded(embeddings.reshape(-1, embeddings.shape[-1]), kept_index, norms, salience)
 
 
-def prefill(chain: Chain, plan: Plan | None, rows: Array, visual: Array, text: Array, clock: Stopwatch) -> Prefill:
-    """The first pass over `rows` [S,d]; `visual` and `text` are the row numbers of visual and scoring text tokens."""
+def prefill(
+    chain: Chain,
+    plan: Plan | None,
+    rows: Array,
+    visual: Array,
+    text: Array,
+    clock: Stopwatch,
+    *,
+    positions: Positions | None = None,
+    norms: Array | None = None,
+) -> Prefill:
+    """The first pass over `rows` [S,d]; `visual` and `text` are the row numbers of visual and scoring text tokens.
+
+    `positions` are 0, 1, 2, ... where none are given. `norms` [G,N] are the image's: plans that keep shares of N
+    read N off them.
+    """
     backend = chain.backend
+    positions = positions or Positions.in_line(len(rows))
     selects = plan.select_after if plan else {}
     compact = plan is not None and plan.positions == "compact"
     # Loading an engine is no part of a prefill.
     engines = {int(layer): chain.plan_engine(graph) for layer, graph in selects.items()}
     kept_after = dict(zip(engines, plan.counts.stages, strict=True)) if plan else {}
     with clock.measure("prefill"):
-        cos, sin = chain.rotary.tables(np.arange(len(rows)))
+        cos, sin = chain.rotary.tables(positions.rows)
         state = {
             "hidden": backend.tensor(rows[None]),
             "cos": backend.tensor(cos),
@@ -124,6 +142,7 @@ def prefill(chain: Chain, plan: Plan | None, rows: Array, visual: Array, text: A
             "visual_index": backend.tensor(visual.astype(np.int64)),
             "text_index": backend.tensor(text.astype(np.int64)),
         }
+        told = {} if norms is None else {"norms": backend.tensor(norms)}
         cache = KVCache([], [], [])
         result = Prefill(None, cache)
         length, visible = len(rows), len(visual)
@@ -132,13 +151,14 @@ def prefill(chain: Chain, plan: Plan | None, rows: Array, visual: Array, text: A
             outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **past})
             cache.past.append(_grown(outputs, layers))
             cache.lengths.append(length)
-            cache.next_positions.append(length if compact else len(rows))
+            cache.next_positions.append(length if compact else positions.next)
             result.tokens_per_layer += [length] * len(layers)
             state["hidden"] = outputs["hidden_out"]
             last = layers[-1]
             if last in engines:
                 with clock.measure("select"):
-                    selected = engines[last]({**state, "query": outputs["query"], "key": outputs[f"key_{last}"]})
+                    asked = {"query": outputs["query"], "key": outputs[f"key_{last}"], **told}
+                    selected = engines[last]({**state, **asked})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
                 # Known from the plan: asking the device for a shape would wait for it.

@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.errors import ImageError
+from sinkprune.runtime.pixel_values import pixel_values
 
 # An image this large after resizing is a panorama whose crop shows next to nothing of it.
 _MAX_RESIZED_PIXELS = 100_000_000
@@ -35,14 +36,7 @@ class ClipProcessor:
         pixels = np.asarray(image)
         if settings["do_center_crop"]:
             pixels = self._cropped(pixels)
-        values = pixels.astype(np.float32)
-        if settings["do_rescale"]:
-            values = (pixels.astype(np.float64) * settings["rescale_factor"]).astype(np.float32)
-        if settings["do_normalize"]:
-            mean = np.asarray(settings["image_mean"], np.float32)
-            std = np.asarray(settings["image_std"], np.float32)
-            values = (values - mean) / std
-        return np.ascontiguousarray(values.transpose(2, 0, 1))
+        return np.ascontiguousarray(pixel_values(pixels, settings).transpose(2, 0, 1))
 
     def source_box(self, size: Size) -> tuple[float, float, float, float]:
         """Where the processed square lies in an image of `size`: left, top, right, bottom in its pixels."""

@@ -1,4 +1,4 @@
-"""The LLM's embedding table, read row by row: the table itself stays in the file."""
+"""The LLM's embedding table, read row by row: the table itself stays in the file. Learned rows beside it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from safetensors import safe_open
 
 
 class Embedding:
-    """`weight` [vocab,d] of a safetensors file."""
+    """`weight` [vocab,d] of a safetensors file, and the rows [d] that stand in it under names of their own."""
 
     def __init__(self, path: Path) -> None:
-        self._rows = _open(path).get_slice("weight")
+        self._file = _open(path)
+        self._rows = self._file.get_slice("weight")
 
     def __call__(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """[len(ids),d] in the table's type."""
         return np.concatenate([self._rows[0:0], *(self._rows[token : token + 1] for token in ids)])
+
+    def named(self, name: str) -> np.ndarray[Any, Any]:
+        """The row `name` [d]."""
+        row: np.ndarray[Any, Any] = self._file.get_tensor(name)
+        return row
 
 
 def _open(path: Path) -> Any:

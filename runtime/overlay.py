@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
 _SHADE = 0.72
 _TINT = 0.55
 _LONG_SIDE = 1100
+_GAP = 12
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,26 @@ def token_fates(plan: Plan, kept: Kept) -> Fates:
     return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
 
 
-def draw_overlay(image: Image.Image, boxes: Array, method: str, plan: Plan | None, kept: Kept) -> Image.Image:
-    """The image with every token's fate drawn on it, and a legend below. `boxes` [N,4] are in its pixels."""
+def draw_overlay(
+    image: Image.Image, boxes: Array, views: Sequence[range], method: str, plan: Plan | None, kept: Kept
+) -> Image.Image:
+    """The image with every token's fate drawn on it, and a legend below. `boxes` [G*N,4] are in its pixels.
+
+    Tokens of different `views` are drawn on pictures of their own, side by side.
+    """
     if plan is None:
         raise ValueError("an unpruned run has nothing to draw")
     fates = token_fates(plan, kept)
     scale = _LONG_SIDE / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    canvas = np.asarray(image.resize(size, Image.Resampling.LANCZOS), np.float32)
-    canvas = _tinted(canvas, np.rint(boxes * scale).astype(int), fates)
-    picture = Image.fromarray(canvas.astype(np.uint8))
-    _outline(picture, np.rint(boxes * scale).astype(int), fates)
-    return _with_legend(picture, _legend(fates, method))
+    shown = np.asarray(image.resize(size, Image.Resampling.LANCZOS), np.float32)
+    sheet = Image.new("RGB", (len(views) * (size[0] + _GAP) - _GAP, size[1]), _OUTSIDE)
+    for number, view in enumerate(views):
+        places = np.rint(boxes * scale).astype(int)
+        picture = Image.fromarray(_tinted(shown, places, view, fates).astype(np.uint8))
+        _outline(picture, places, view, fates)
+        sheet.paste(picture, (number * (size[0] + _GAP), 0))
+    return _with_legend(sheet, _legend(fates, method))
 
 
 def picture_bytes(picture: Image.Image, path: Path) -> bytes:
@@ -105,11 +115,12 @@ def picture_bytes(picture: Image.Image, path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _tinted(canvas: Array, boxes: Array, fates: Fates) -> Array:
-    """Fill every box by its token's fate; what lies outside the model's crop is paled."""
+def _tinted(canvas: Array, boxes: Array, view: range, fates: Fates) -> Array:
+    """Fill the boxes of `view` by their tokens' fates; what lies outside the model's crop is paled."""
     tinted = _mixed(canvas, _OUTSIDE, _SHADE)
     layers = list(fates.dropped_after)
-    for token, (left, top, right, bottom) in enumerate(np.clip(boxes, 0, None)):
+    for token in view:
+        left, top, right, bottom = np.clip(boxes[token], 0, None)
         place = (slice(top, bottom), slice(left, right))
         if fates.sink[token]:
             tinted[place] = _mixed(canvas[place], _SINK, _TINT)
@@ -126,9 +137,9 @@ def _mixed(pixels: Array, colour: Colour, share: float) -> Array:
     return pixels * (1 - share) + np.array(colour) * share
 
 
-def _outline(picture: Image.Image, boxes: Array, fates: Fates) -> None:
+def _outline(picture: Image.Image, boxes: Array, view: range, fates: Fates) -> None:
     draw = ImageDraw.Draw(picture)
-    for token, box in enumerate(boxes):
+    for token in view:
         outline = (
             _SINK
             if fates.sink[token]
@@ -139,7 +150,7 @@ def _outline(picture: Image.Image, boxes: Array, fates: Fates) -> None:
             else None
         )
         if outline:
-            left, top, right, bottom = box.tolist()
+            left, top, right, bottom = boxes[token].tolist()
             # A token of a very wide or tall image may be narrower than its outline.
             corner = (max(left + 1, right - 2), max(top + 1, bottom - 2))
             draw.rectangle((left + 1, top + 1, *corner), outline=outline, width=2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.budgets import UNPRUNED
-from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, read_bundle, verify
+from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, PlanSpec, read_bundle, verify
 from sinkprune.engines_manifest import Limits, verify_engines
 from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
 from sinkprune.precision import DTYPES
@@ -166,11 +167,12 @@ class Pipeline:
         """
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise UsageError(f"max new tokens is {max_new_tokens}, expected a whole number of at least 1.")
-        plan = self.bundle.manifest.plan(method, budget)
+        spec = self.bundle.manifest.plan(method, budget)
         sampler = Sampler(temperature, top_p, seed)
         decoded = _decode(image)
-        if plan is not None:
-            self._load_plan(plan)
+        plan = self._plan(method, budget, image, decoded.size)
+        if spec is not None:
+            self._load_plan(spec)
 
         start = self._start(image, decoded, prompt, plan, sampler, max_new_tokens)
         # Before decoding grows the caches
@@ -222,31 +224,45 @@ class Pipeline:
             with clock.measure("preprocess"):
                 inputs = self._preprocess(decoded, source)
                 question = self._prompts.encode(prompt)
-            self._check_length(question, plan, max_new_tokens)
+            self._check_length(question, plan, decoded.size, max_new_tokens)
             encoded = encode(self.chain, plan, inputs, clock)
             _check_finite(encoded)
-            result, visual = self._prefill(plan, question, encoded, clock)
+            result, visual = self._prefill(plan, question, encoded, decoded.size, clock)
             token = sampler(self.backend.numpy(result.logits)[0])
         return _Start(clock, encoded, result, visual, len(question.before) + len(question.after), token)
 
+    def _plan(self, method: str, budget: str, source: ImageLike, size: tuple[int, int]) -> Plan | None:
+        """The plan for an image of `size`."""
+        most = self.bundle.manifest.most_visual_tokens
+        with _naming(source):
+            tokens = self.family.visual_tokens(size)
+            if tokens > most:
+                raise ImageError(
+                    f"the image has {size[0]}x{size[1]} pixels, which make {tokens} visual tokens; this bundle's "
+                    f"graphs take up to {most}. Scale it down, or export again with a larger --max-pixels."
+                )
+            groups = self.family.groups(size)
+        return self.bundle.manifest.plan_for(method, budget, tokens, groups)
+
     def _preprocess(self, decoded: Image.Image, source: ImageLike) -> dict[str, Array]:
-        try:
+        with _naming(source):
             inputs = self.family.preprocess(decoded)
-        except ImageError as error:
-            if isinstance(source, (str, os.PathLike)):
-                raise ImageError(f"'{source}': {error}") from error
-            raise
-        return {name: array.astype(self._dtype) for name, array in inputs.items()}
+        return {
+            name: array.astype(self._dtype) if np.issubdtype(array.dtype, np.floating) else array
+            for name, array in inputs.items()
+        }
 
     def _prefill(
-        self, plan: Plan | None, question: Prompt, encoded: Encoded, clock: Stopwatch
+        self, plan: Plan | None, question: Prompt, encoded: Encoded, size: tuple[int, int], clock: Stopwatch
     ) -> tuple[Prefill, Array]:
         """[before ; image ; after] through the chain; also returns the rows of the image."""
-        start, count = len(question.before), len(encoded.embeddings)
-        rows = np.concatenate([self._embedding(question.before), encoded.embeddings, self._embedding(question.after)])
+        image, tokens = self._image_rows(plan, encoded, size)
+        start, count = len(question.before), len(image)
+        rows = np.concatenate([self._embedding(question.before), image, self._embedding(question.after)])
         visual = np.arange(start, start + count)
         text = np.arange(start + count, len(rows))
-        result = prefill(self.chain, plan, rows, visual, text, clock)
+        positions = self.family.positions(size, start, tokens, len(text))
+        result = prefill(self.chain, plan, rows, visual, text, clock, positions=positions, norms=encoded.norms)
         left = result.tokens_per_layer[-1] - (len(rows) - count)
         if plan is not None and left == encoded.norms.size:
             raise PruningError(
@@ -254,6 +270,16 @@ class Pipeline:
                 f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
             )
         return result, visual
+
+    def _image_rows(self, plan: Plan | None, encoded: Encoded, size: tuple[int, int]) -> tuple[Array, Array]:
+        """The rows [V,d] of an image, and the token [V] each stands for; -1 is the end of a line of the unpruned."""
+        if plan is not None:
+            return encoded.embeddings, _source_tokens(encoded)
+        tokens = self.family.unpruned_rows(size)
+        rows = encoded.embeddings[tokens]
+        if self.family.between_rows:
+            rows[tokens < 0] = self._embedding.named(self.family.between_rows)
+        return rows, tokens
 
     def _next_token(self, cache: KVCache, token: int, sampler: Sampler) -> tuple[int, float]:
         start = time.perf_counter()
@@ -266,13 +292,13 @@ class Pipeline:
         decoded: str = self._prompts.tokenizer.decode(ids, skip_special_tokens=True)
         return "" if decoded.endswith("\ufffd") and not final else decoded[len(text) :]
 
-    def _load_plan(self, plan: Plan) -> None:
+    def _load_plan(self, plan: PlanSpec) -> None:
         for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
             self.chain.plan_engine(graph)
 
-    def _check_length(self, question: Prompt, plan: Plan | None, new_tokens: int) -> None:
+    def _check_length(self, question: Prompt, plan: Plan | None, size: tuple[int, int], new_tokens: int) -> None:
         text = len(question.before) + len(question.after)
-        visual = plan.counts.kept if plan else self.family.visual_tokens
+        visual = plan.counts.kept * self.family.groups(size) if plan else len(self.family.unpruned_rows(size))
         _check_limits(self._limits, text, new_tokens)
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:
@@ -293,6 +319,24 @@ class Pipeline:
 
 def _decode(image: ImageLike) -> Image.Image:
     return read_image(image) if isinstance(image, (str, os.PathLike)) else to_rgb(image)
+
+
+@contextmanager
+def _naming(source: ImageLike) -> Iterator[None]:
+    """Put the file's name before what is said of an image from a file."""
+    try:
+        yield
+    except ImageError as error:
+        if isinstance(source, (str, os.PathLike)):
+            raise ImageError(f"'{source}': {error}") from error
+        raise
+
+
+def _source_tokens(encoded: Encoded) -> Array:
+    """[V]: the token each row of `encoded` stands for, counted through all groups."""
+    groups, tokens = encoded.norms.shape
+    source: Array = (encoded.kept_index + tokens * np.arange(groups)[:, None]).ravel()
+    return source
 
 
 def _timings(clock: Stopwatch, steps: list[float]) -> dict[str, float | None]:

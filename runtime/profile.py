@@ -59,9 +59,9 @@ def profile(
                 answers[name].append(answer)
     manifest = pipeline.bundle.manifest
     baseline = _measured(answers[UNPRUNED])
-    base_flops = _flops(pipeline, answers[UNPRUNED][0])
+    flops = {name: _flops(pipeline, image.size, runs[0]) for name, runs in answers.items()}
     reports = {
-        name: _budget_report(pipeline, runs, base_flops, baseline, memory[name].bytes)
+        name: _budget_report(pipeline, runs, flops[name], flops[UNPRUNED], baseline, memory[name].bytes)
         for name, runs in answers.items()
     }
     return Report(
@@ -108,22 +108,22 @@ def _measured(runs: Sequence[Answer]) -> dict[str, Spread | None]:
     return spreads
 
 
-def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
+def _flops(pipeline: Pipeline, size: tuple[int, int], answer: Answer) -> PrefillAndTtft:
     model = pipeline.bundle.manifest.language_model
     tokens = [visual + answer.prompt_tokens for visual in answer.tokens_per_layer]
     decoder = prefill_flops(model, tokens)
-    return PrefillAndTtft(decoder, decoder + pipeline.family.encode_flops(answer.kept.index.size))
+    return PrefillAndTtft(decoder, decoder + pipeline.family.encode_flops(size, answer.kept.index.size))
 
 
 def _budget_report(
     pipeline: Pipeline,
     runs: Sequence[Answer],
+    flops: PrefillAndTtft,
     base_flops: PrefillAndTtft,
     baseline: dict[str, Spread | None],
     peak_rss_bytes: int | None,
 ) -> BudgetReport:
     answer, ms = runs[0], _measured(runs)
-    flops = _flops(pipeline, answer)
     flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
     speedup = PrefillAndTtft(*(_ratio(baseline[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
@@ -131,7 +131,7 @@ def _budget_report(
     step_bytes = decode_bytes(manifest.language_model, DTYPES[manifest.precision].itemsize, answer.kv_bytes)
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
-        kept_after_sanitizer=answer.kept.index.size,
+        kept_after_sanitizer=answer.tokens_per_layer[0],
         tokens_per_layer=tuple(answer.tokens_per_layer),
         mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
         ms=ms,

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray[Any, Any]
 
 
-class Rotary:
-    """Tables of plain rotary embedding with base `theta` for heads of `head_dim`."""
+class Positions(NamedTuple):
+    """Where the rows of a prompt stand."""
 
-    def __init__(self, theta: float, head_dim: int, dtype: np.dtype[Any]) -> None:
+    rows: Array
+    """[S], or [A,S] where a position has A axes."""
+    next: int
+    """The position of the first new token, the same on every axis."""
+
+    @staticmethod
+    def in_line(rows: int) -> Positions:
+        """0, 1, 2, ..."""
+        return Positions(np.arange(rows), rows)
+
+
+class Rotary:
+    """Tables of rotary embedding with base `theta` for heads of `head_dim`.
+
+    Plain where `sections` are empty. In mRoPE position ids have three axes, and section i is how many frequencies
+    turn with axis i modulo 3 (Qwen2-VL's report, section 2.1).
+    """
+
+    def __init__(self, theta: float, head_dim: int, dtype: np.dtype[Any], sections: Sequence[int] = ()) -> None:
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
         self._frequencies = (1.0 / np.float32(theta) ** exponents).astype(np.float32)
+        sections = sections or (len(exponents),)
+        self._axis = np.repeat(np.arange(len(sections)) % 3, sections)
         self._dtype = dtype
 
     def tables(self, positions: Array) -> tuple[Array, Array]:
-        """cos and sin [1,S,head_dim/2] for `positions` [S], angles in fp32."""
-        angles = positions.astype(np.float32)[:, None] * self._frequencies
+        """cos and sin [1,S,head_dim/2] for `positions` [S], or [3,S] in mRoPE; angles in fp32.
+
+        Positions [S] are the same on every axis.
+        """
+        axes = np.broadcast_to(positions, (self._axis.max() + 1, positions.shape[-1]))
+        angles = axes.astype(np.float32)[self._axis].T * self._frequencies
         return np.cos(angles)[None].astype(self._dtype), np.sin(angles)[None].astype(self._dtype)

@@ -51,6 +51,10 @@ class Counts:
         """n0: the tokens each group sends to the LLM."""
         return self.sink + self.reserve + self.diverse
 
+    def of_groups(self, groups: int) -> Counts:
+        """The counts of an image of `groups` groups, where these are those of one."""
+        return replace(self, stages=tuple(stage * groups for stage in self.stages))
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -87,12 +91,27 @@ def _llava_row(reserve: int, diverse: int, *stages: int) -> Budget:
     return Budget(Share(reserve, 576), Share(diverse, 576), tuple(Share(stage, 576) for stage in stages))
 
 
+def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
+    """A row of shares of N, for families whose images differ in theirs."""
+    return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
+
+
 BUDGETS: dict[str, dict[str, Budget]] = {
     "llava": {
         "retain-192": _llava_row(192, 192, 345, 195, 138),
         "retain-128": _llava_row(128, 128, 230, 130, 92),
         "retain-64": _llava_row(64, 64, 110, 74, 42),
         "retain-32": _llava_row(32, 32, 54, 36, 22),
+    },
+    # Rows of one tile; the names count those of five.
+    "llava-next": {
+        "retain-320": _llava_row(64, 64, 110, 74, 42),
+        "retain-160": _llava_row(32, 32, 54, 36, 22),
+    },
+    "qwen2.5-vl": {
+        "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
+        "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
+        "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
     },
 }
 """The budgets of each family by name (method.md section 3)."""

@@ -18,7 +18,7 @@ from sinkprune.errors import BudgetError, BundleError
 from sinkprune.manifest_file import FileSpec, ManifestFile, outside
 from sinkprune.precision import DTYPES, PrecisionName
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "bundle.json"
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
@@ -58,7 +58,7 @@ class GraphSpec:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanSpec:
     """The weightless graphs of one method at one budget, by their name under `graphs`."""
 
     sanitizer: str | None
@@ -67,8 +67,16 @@ class Plan:
     """The graph behind each pruning layer, by the layer's 0-based number."""
     positions: Literal["keep", "compact"]
     """Whether survivors of a stage keep their position ids or are renumbered."""
+    counts: Counts | None
+    """The token counts its graphs realise on one group of this bundle's visual tokens; None where images differ in
+    theirs, and the graphs take the budget's shares of what they are given."""
+
+
+@dataclass(frozen=True)
+class Plan(PlanSpec):
+    """A plan on an image whose number of visual tokens is known."""
+
     counts: Counts
-    """The token counts its graphs realise on this bundle's visual tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,9 @@ class LanguageModel:
     vocab_size: int
     max_positions: int
     rope_theta: float
+    rope_sections: tuple[int, ...] = ()
+    """How many rotary frequencies turn with each axis of a position (time, height, width) in mRoPE; empty where a
+    position is one number."""
 
     @property
     def decoder_parameters(self) -> int:
@@ -126,13 +137,17 @@ class Manifest:
     language_model: LanguageModel
     vision: dict[str, Any]
     """Facts of the vision tower, as the family's own files write and read them."""
+    most_visual_tokens: int
+    """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
+    projector: str | None
+    """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
     processor: dict[str, Any]
     """The image processor's settings, in the checkpoint's own words."""
     tokens: Tokens
     cut_after: tuple[int, ...]
     """The 0-based decoder layers after which the decoder is cut into segments."""
     budgets: dict[str, Budget]
-    plans: dict[str, dict[str, Plan]]
+    plans: dict[str, dict[str, PlanSpec]]
     """Plans by method, then budget."""
     graphs: dict[str, GraphSpec]
     files: dict[str, FileSpec]
@@ -142,7 +157,13 @@ class Manifest:
         """The layers of `decoder_0`, `decoder_1`, ..."""
         return decoder_segments(self.cut_after, self.language_model.num_layers)
 
-    def plan(self, method: str, budget: str) -> Plan | None:
+    @property
+    def any_resolution(self) -> bool:
+        """Whether images differ in their number of visual tokens."""
+        shapes = [tensor.shape for tensor in self.graphs["vision"].outputs if tensor.name == "norms"]
+        return any(isinstance(size, str) for shape in shapes for size in shape[1:])
+
+    def plan(self, method: str, budget: str) -> PlanSpec | None:
         """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""
         if method not in self.plans:
             raise BudgetError(
@@ -163,6 +184,15 @@ class Manifest:
                 "Others must be exported first, with sinkprune-export --budgets."
             )
         return self.plans[method][budget]
+
+    def plan_for(self, method: str, budget: str, tokens: int, groups: int = 1) -> Plan | None:
+        """The same for an image of `groups` groups of `tokens` visual tokens, with the counts it then has."""
+        spec = self.plan(method, budget)
+        if spec is None:
+            return None
+        of_group = spec.counts
+        counts = of_group.of_groups(groups) if of_group else self.budgets[budget].resolve(tokens, groups)
+        return Plan(spec.sanitizer, spec.select_after, spec.positions, counts)
 
 
 @dataclass(frozen=True)
@@ -213,17 +243,23 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
             f"'{path}' is of family '{manifest.family}', expected one of: {', '.join(BUDGETS)}. Upgrade sinkprune."
         )
     decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
-    plans = [plan for budgets in manifest.plans.values() for plan in budgets.values()]
-    selections = [graph for plan in plans for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
-    for graph in ("vision", "projector", *decoders, "head", *selections):
+    plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
+    selections = [graph for _, plan in plans for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
+    for graph in ("vision", *filter(None, [manifest.projector]), *decoders, "head", *selections):
         if graph not in manifest.graphs:
             raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
     cuts = {str(layer) for layer in manifest.cut_after}
-    for plan in plans:
-        if not cuts.issuperset(plan.select_after) or len(plan.select_after) != len(plan.counts.stages):
+    for name, plan in plans:
+        if plan.counts is None and (name not in manifest.budgets or not manifest.any_resolution):
+            raise BundleError(
+                f"'{path}' holds a plan at budget '{name}' without counts, and no shares to take instead. "
+                "Export the bundle again."
+            )
+        stages = (plan.counts or manifest.budgets[name]).stages
+        if not cuts.issuperset(plan.select_after) or len(plan.select_after) != len(stages):
             raise BundleError(
                 f"'{path}' holds a plan that selects after layers {', '.join(plan.select_after)} with "
-                f"{len(plan.counts.stages)} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
+                f"{len(stages)} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
                 "Export the bundle again."
             )
     for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
@@ -288,11 +324,14 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
             yield floats(f"{prefix}key_{layer}", 1, lm.num_kv_heads, None, lm.head_dim)
             yield floats(f"{prefix}value_{layer}", 1, lm.num_kv_heads, None, lm.head_dim)
 
-    features = [floats("tokens", None, tokens, width)]
+    # Without a projector the tower's tokens are the decoder's rows.
+    features = [floats("tokens", None, tokens, width if manifest.projector else lm.hidden_size)]
     features += [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
     query = floats("query", 1, lm.num_heads, None, lm.head_dim)
     yield "vision", manifest.graphs["vision"].inputs, features
-    yield "projector", [floats("tokens", None, None, width)], [floats("embeddings", None, None, lm.hidden_size)]
+    if manifest.projector:
+        embeddings = floats("embeddings", None, None, lm.hidden_size)
+        yield manifest.projector, [floats("tokens", None, None, width)], [embeddings]
     for number, layers in enumerate(manifest.segments):
         asked = [query] if layers.stop != lm.num_layers else []
         gives = chain([*rows("_out")[:1], *asked], caches("", layers))
@@ -300,10 +339,11 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
         if plan.sanitizer:
-            kept = TensorSpec("kept_index", "int64", (None, plan.counts.kept))
-            yield plan.sanitizer, features, [floats("kept_tokens", None, plan.counts.kept, width), kept]
+            kept = plan.counts.kept if plan.counts else None
+            index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
+            yield plan.sanitizer, features, [floats("kept_tokens", None, kept, width), index_of_kept]
         key = floats("key", 1, lm.num_kv_heads, None, lm.head_dim)
-        selected = [*rows(), query, key, *index("visual_index", "text_index")]
+        selected = [*rows(), query, key, *index("visual_index", "text_index"), features[1]]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, selected, left

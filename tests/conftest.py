@@ -11,6 +11,8 @@ from PIL import Image
 from skimage import data
 
 from checkpoints import Shape, make_checkpoint
+from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune.bundle import DialectName
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime import Pipeline
@@ -20,17 +22,33 @@ SHAPES = {
     "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True),
 }
 
+QWEN_SHAPES = {
+    "qwen": QwenShape(),
+    "qwen-tied": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True),
+}
+
+NEXT_SHAPES = {
+    "next": NextShape(),
+    "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
+}
+
 torch.set_num_threads(2)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small checkpoint, by its name in `SHAPES`."""
+    """The folder of a small checkpoint, by its name in one of the tables above."""
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in made:
-            made[name] = make_checkpoint(tmp_path_factory.mktemp(name), SHAPES[name])
+            folder = tmp_path_factory.mktemp(name)
+            if name in QWEN_SHAPES:
+                made[name] = make_qwen_checkpoint(folder, QWEN_SHAPES[name])
+            elif name in NEXT_SHAPES:
+                made[name] = make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
+            else:
+                made[name] = make_checkpoint(folder, SHAPES[name])
         return made[name]
 
     return get

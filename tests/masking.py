@@ -24,6 +24,9 @@ class Sequence:
     rows: Array
     visual: list[int]
     text: list[int]
+    positions: Array | None = None
+    """[S], or [3,S] in mRoPE; 0, 1, 2, ... where None."""
+    family: str = "llava"
 
 
 @dataclass
@@ -52,16 +55,17 @@ def masked_forward(
     the hidden states [S,d] behind the layer and the visual and text rows; all are places among the survivors.
     """
     llama = model.model.language_model
-    options = parse_budget("llava", budget)
+    options = parse_budget(sequence.family, budget)
     prefilled = len(sequence.rows)
     rows = sequence.rows if later is None else np.concatenate([sequence.rows, later])
     hidden = torch.from_numpy(rows)[None]
-    visible, positions = torch.ones(len(rows), dtype=torch.bool), torch.arange(len(rows))
+    visible = torch.ones(len(rows), dtype=torch.bool)
+    positions = _positions(sequence, len(rows) - prefilled)
     causal = torch.ones(len(rows), len(rows), dtype=torch.bool).tril()
     result = Masked(np.zeros(0))
     for number, layer in enumerate(llama.layers):
         mask = torch.zeros(causal.shape).masked_fill(~(causal & visible), torch.finfo(torch.float32).min)
-        tables = llama.rotary_emb(hidden, position_ids=positions[None])
+        tables = llama.rotary_emb(hidden, position_ids=positions[..., None, :])
         before = hidden
         hidden = layer(hidden, attention_mask=mask[None, None], position_embeddings=tables)
         if number in stages:
@@ -84,6 +88,15 @@ def masked_forward(
                 positions = torch.cumsum(visible, 0) - visible.long()
     result.logits = model.lm_head(llama.norm(hidden))[0].numpy()
     return result
+
+
+def _positions(sequence: Sequence, later: int) -> torch.Tensor:
+    """[S], or [3,S], with `later` rows that go on behind the last."""
+    if sequence.positions is None:
+        return torch.arange(len(sequence.rows) + later)
+    end = int(sequence.positions.max()) + 1
+    behind = np.broadcast_to(np.arange(end, end + later), (*sequence.positions.shape[:-1], later))
+    return torch.from_numpy(np.concatenate([sequence.positions, behind], axis=-1))
 
 
 def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Array, Array]:

@@ -6,11 +6,16 @@ To add a family, add its module and its name below, and its counterpart in `sink
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sinkprune.bundle import LanguageModel
 from sinkprune.errors import CheckpointError
 from sinkprune.export.graph import WeightedGraph, Weights
+from sinkprune.export.methods import UpTo
+from sinkprune.export.text import SpecialTokens
+
+SalienceBlock = Literal["penultimate", "last"]
+"""The block of a tower without a CLS token whose attention is the salience."""
 
 
 class Family(Protocol):
@@ -20,13 +25,23 @@ class Family(Protocol):
     language_model: LanguageModel
     vision: dict[str, Any]
     """Facts for the runtime's module of the same name."""
-    visual_tokens: int
     visual_width: int
+    projector: str | None
+    """The weight graph behind the tower; None where the tower ends in the decoder's width."""
     image_token: int
     chat_template: str
     """The template of checkpoints that bring none."""
     embedding: str
     """The name of the embedding table."""
+    extra_rows: Mapping[str, str]
+    """Learned rows [d] of the LLM's input that stand in no table: their names in the bundle and in the checkpoint."""
+    most_groups: int
+    """The most groups an image has."""
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """What stands in the tokenizer of random weights, at the ids the configuration gives."""
+        ...
 
     @property
     def parameters(self) -> int:
@@ -45,12 +60,22 @@ class Family(Protocol):
         """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`."""
         ...
 
+    def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
+        """N: the visual tokens of each group of an image that went through a processor of these settings."""
+        ...
 
-def read_family(source: str, config: Mapping[str, Any]) -> Family:
-    """The family of a parsed config.json; raises `CheckpointError` with the supported architectures."""
+
+def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock | None = None) -> Family:
+    """The family of a parsed config.json; raises `CheckpointError` with the supported architectures.
+
+    `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
+    """
     from sinkprune.export.families.llava import Llava
+    from sinkprune.export.families.llava_next import LlavaNext
+    from sinkprune.export.families.qwen2_5_vl import Qwen25VL
 
-    families = {Llava.model_type: Llava}
+    kinds: tuple[type[Llava | LlavaNext | Qwen25VL], ...] = (Llava, LlavaNext, Qwen25VL)
+    families = {kind.model_type: kind for kind in kinds}
     model_type = config.get("model_type")
     if model_type not in families:
         found = ", ".join(config.get("architectures") or [str(model_type)])
@@ -58,4 +83,4 @@ def read_family(source: str, config: Mapping[str, Any]) -> Family:
         raise CheckpointError(
             f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
         )
-    return families[model_type](source, config)
+    return families[model_type](source, config, salience)

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sinkprune.bundle import LanguageModel
-from sinkprune.errors import CheckpointError
+from sinkprune.errors import CheckpointError, UsageError
 from sinkprune.export.clip import ACTIVATIONS, Clip, activation, build_vision
+from sinkprune.export.families.configuration import check_settings, check_shapes, parse_config, read_language_model
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
+from sinkprune.export.text import SpecialTokens
 
 
 class Llava:
@@ -20,6 +21,11 @@ class Llava:
     model_type = "llava"
     architecture = "LlavaForConditionalGeneration"
     embedding = "language_model.embed_tokens.weight"
+    projector: str | None = "projector"
+    most_groups = 1
+    extra_rows: Mapping[str, str] = {}
+    decoders: Sequence[str] = ("llama",)
+    processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
     chat_template = (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
@@ -29,16 +35,11 @@ class Llava:
         "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     )
 
-    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
-        from transformers import LlavaConfig
-
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
+        if salience is not None:
+            raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         self._source = source
-        try:
-            self._config: Any = LlavaConfig.from_dict(dict(config))
-        except Exception as error:
-            # transformers checks configurations by many kinds of errors.
-            reason = " ".join(str(error).split()).removesuffix(".")
-            raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
+        self._config: Any = parse_config(source, self._config_class(), config)
         self._check()
         self._llama = _read_llama(self._config.text_config)
         self._clip = _read_clip(self._config)
@@ -46,6 +47,21 @@ class Llava:
         self.visual_tokens, self.visual_width = self._clip.tokens, self._clip.hidden_size
         self.vision = {**asdict(self._clip), "tokens": self._clip.tokens}
         self.image_token: int = self._config.image_token_id
+
+    def _config_class(self) -> Any:
+        from transformers import LlavaConfig
+
+        return LlavaConfig
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Llama's first three ids, and the image token."""
+        texts = {0: "<unk>", 1: "<s>", 2: "</s>", self.image_token: "<image>"}
+        return SpecialTokens(texts, bos="<s>", eos="</s>", unknown="<unk>")
+
+    def tokens_of(self, processor: Mapping[str, Any]) -> int:
+        """N, the same for every image."""
+        return self.visual_tokens
 
     @property
     def default_processor(self) -> dict[str, Any]:
@@ -72,7 +88,8 @@ class Llava:
         """Weights of tower, projector, decoder, head and embedding table."""
         lm, d = self.language_model, self.language_model.hidden_size
         projector = self.visual_width * d + d * d + 2 * d
-        return self._clip.parameters + projector + lm.decoder_parameters + 2 * lm.vocab_size * d + d
+        rows = 2 * lm.vocab_size + 1 + len(self.extra_rows)
+        return self._clip.parameters + projector + lm.decoder_parameters + rows * d
 
     def graphs(self, segments: Sequence[range]) -> list[str]:
         """vision, projector, decoder_0, ..., head."""
@@ -90,7 +107,7 @@ class Llava:
             build_segment(graph, self._llama, segments[int(name.removeprefix("decoder_"))])
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """CLIPImageProcessor's or LlavaImageProcessor's settings, gaps filled with their defaults."""
+        """The image processor's settings, gaps filled with its defaults."""
         # processor_config.json nests what preprocessor_config.json holds at the top
         settings = settings.get("image_processor", settings)
         known = {key: settings.get(key, value) for key, value in self.default_processor.items()}
@@ -98,10 +115,9 @@ class Llava:
         known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
         known["crop_size"] = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
         kind = str(known["image_processor_type"])
-        if not kind.startswith(("CLIPImageProcessor", "LlavaImageProcessor")):
+        if not kind.startswith(tuple(self.processors)):
             raise CheckpointError(
-                f"checkpoint '{self._source}' has image processor '{kind}', expected CLIPImageProcessor or "
-                "LlavaImageProcessor."
+                f"checkpoint '{self._source}' has image processor '{kind}', expected {' or '.join(self.processors)}."
             )
         side = self._clip.image_size
         shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
@@ -131,7 +147,8 @@ class Llava:
         config, text = self._config, self._config.text_config
         rope = (text.rope_parameters or {}).get("rope_type", "default")
         settings = [
-            ("text_config.model_type", text.model_type, ("llama",)),
+            ("text_config.model_type", text.model_type, self.decoders),
+            ("text_config.sliding_window", getattr(text, "sliding_window", None), (None,)),
             ("vision_config.model_type", config.vision_config.model_type, ("clip_vision_model",)),
             ("text_config.hidden_act", text.hidden_act, ("silu",)),
             ("text_config.rope_parameters.rope_type", rope, ("default",)),
@@ -140,14 +157,8 @@ class Llava:
             ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),
             ("quantization_config", getattr(config, "quantization_config", None), (None,)),
         ]
-        for name, found, supported in settings:
-            if found not in supported:
-                expected = " or ".join(map(str, supported))
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
-                    f"Other variants of {self.architecture} are not supported yet."
-                )
-        self._check_shapes(text)
+        check_settings(self._source, self.architecture, settings)
+        check_shapes(self._source, text, config.image_token_id)
         if not isinstance(config.vision_feature_layer, int):
             raise CheckpointError(
                 f"checkpoint '{self._source}': vision_feature_layer is {config.vision_feature_layer}, expected one "
@@ -160,37 +171,11 @@ class Llava:
                 f"tower's {available} blocks."
             )
 
-    def _check_shapes(self, text: Any) -> None:
-        """Refuse shapes that no weights can have."""
-        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
-        expectations = [
-            ("num_attention_heads is a multiple of num_key_value_heads", heads % kv_heads == 0),
-            ("hidden_size is a multiple of num_attention_heads", text.hidden_size % heads == 0),
-            ("head_dim is even", _head_dim(text) % 2 == 0),
-            ("the image token is in the vocabulary", self._config.image_token_id < text.vocab_size),
-        ]
-        for expectation, holds in expectations:
-            if not holds:
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': expected that {expectation}; found hidden_size "
-                    f"{text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {_head_dim(text)}, "
-                    f"vocabulary {text.vocab_size}, image token {self._config.image_token_id}. Mend config.json."
-                )
-
 
 def _read_llama(text: Any) -> Llama:
-    facts = LanguageModel(
-        hidden_size=text.hidden_size,
-        intermediate_size=text.intermediate_size,
-        num_layers=text.num_hidden_layers,
-        num_heads=text.num_attention_heads,
-        num_kv_heads=text.num_key_value_heads,
-        head_dim=_head_dim(text),
-        vocab_size=text.vocab_size,
-        max_positions=text.max_position_embeddings,
-        rope_theta=float(text.rope_parameters["rope_theta"]),
-    )
-    return Llama(facts, text.rms_norm_eps, text.attention_bias, text.mlp_bias)
+    # Mistral, of the same shape, has no biases to configure.
+    bias, mlp_bias = getattr(text, "attention_bias", False), getattr(text, "mlp_bias", False)
+    return Llama(read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
 def _read_clip(config: Any) -> Clip:
@@ -205,10 +190,6 @@ def _read_clip(config: Any) -> Clip:
         layer_norm_eps=vision.layer_norm_eps,
         activation=vision.hidden_act,
     )
-
-
-def _head_dim(text: Any) -> int:
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def _feature_blocks(config: Any) -> int:

@@ -15,8 +15,18 @@ from sinkprune.budgets import Budget, Counts
 from sinkprune.bundle import LanguageModel
 from sinkprune.errors import BudgetError
 from sinkprune.export.dialects import Dialect
-from sinkprune.export.graph import Graph
+from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """A number of visual tokens that differs from image to image."""
+
+    most: int
+    """No image has more."""
+    pixels_each: int
+    """How many pixels of the resized image make a token."""
 
 
 @dataclass(frozen=True)
@@ -24,20 +34,37 @@ class PlanFacts:
     """What a method may know of the model it prunes."""
 
     language_model: LanguageModel
-    visual_tokens: int
+    tokens: int | UpTo
     """N of each group."""
     visual_width: int
     """D, the width of `tokens`."""
     precision: Precision
     dialect: Dialect
+    groups: int = 1
+    """The most groups an image has."""
+
+    @property
+    def visual_tokens(self) -> int:
+        """N, for methods that count when they are exported; raises `BudgetError` where images differ in theirs."""
+        if isinstance(self.tokens, UpTo):
+            raise BudgetError(
+                "images of this family differ in their number of visual tokens, and a method other than sinkpruner "
+                "fixes its counts when it is exported. Leave the others out of --methods."
+            )
+        return self.tokens
+
+    @property
+    def visual_dim(self) -> Dim:
+        """N as the shape of a graph's tensor gives it."""
+        return "N" if isinstance(self.tokens, UpTo) else self.tokens
 
 
 @dataclass(frozen=True)
 class PlanGraphs:
     """The graphs of one method at one budget."""
 
-    counts: Counts
-    """What the graphs keep of the model's visual tokens."""
+    counts: Counts | None
+    """What the graphs keep of one group's visual tokens; None where they take the budget's shares of each image's."""
     sanitizer: Graph | None = None
     """The graph before the LLM, for methods that drop tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)

@@ -5,35 +5,71 @@ method.md sections 1 and 2 hold the rules; each step below names its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget, Counts, prune_layers
+from sinkprune.budgets import Budget, Counts, Share, prune_layers
+from sinkprune.errors import BudgetError
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, new_sanitizer
+from sinkprune.export.methods import PlanFacts, PlanGraphs, UpTo
+from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, largest, new_sanitizer, vector
 from sinkprune.export.select import build_selects, every_text_row
+from sinkprune.export.shares import SanitizerCounts, fixed, shares_of
+
+# TensorRT's TopK gives no more (NvInfer.h, ITopKLayer).
+_MOST_OF_TOPK = 3840
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The plan of `budget`: a sanitizer (unless the budget goes without) and a select after each prune layer."""
-    return build_counts(facts, budget, budget.resolve(facts.visual_tokens))
+    if isinstance(facts.tokens, UpTo):
+        return _build_shares(facts, budget, facts.tokens)
+    return build_counts(facts, budget, budget.resolve(facts.tokens))
 
 
 def build_counts(facts: PlanFacts, budget: Budget, counts: Counts) -> PlanGraphs:
     """The plan that keeps `counts`, with the options of `budget`."""
-    cuts = prune_layers(facts.language_model.num_layers) if counts.stages else ()
-    selects = build_selects(facts, budget, dict(zip(cuts, counts.stages, strict=True)), every_text_row)
-    return PlanGraphs(counts, build_sanitizer(facts, budget, counts) if budget.sanitizer else None, selects)
+    selects = _selects(facts, budget, counts.stages)
+    return PlanGraphs(counts, _sanitizer(facts, budget, fixed(counts, budget.batch)), selects)
 
 
 METHODS = {"sinkpruner": build}
 
 
-def build_sanitizer(facts: PlanFacts, budget: Budget, counts: Counts) -> Graph:
-    """`sanitizer` of the graph contract (method.md section 1)."""
+def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
+    """The plan that takes the shares of `budget` of as many tokens as an image has."""
+    if budget.positions == "compact" and facts.language_model.rope_sections:
+        raise BudgetError(
+            "option 'compact' renumbers rows in line, and the positions of this family have several axes. "
+            "Leave the option out."
+        )
+    most = budget.resolve(tokens.most)
+    ranked = max(most.reserve + most.diverse if budget.order == "raster" else most.reserve, *most.stages)
+    if ranked > _MOST_OF_TOPK:
+        fit = tokens.most * _MOST_OF_TOPK // ranked
+        raise BudgetError(
+            f"images may have up to {tokens.most} visual tokens, of which this budget keeps {ranked} in one step; "
+            f"TensorRT's TopK gives at most {_MOST_OF_TOPK}. Allow smaller images only, with --max-pixels "
+            f"{fit * tokens.pixels_each} or less."
+        )
+    counts = shares_of(budget, tokens.most)
+    return PlanGraphs(None, _sanitizer(facts, budget, counts), _selects(facts, budget, budget.stages))
+
+
+def _selects(facts: PlanFacts, budget: Budget, stages: Sequence[int | Share]) -> dict[int, Graph]:
+    cuts = prune_layers(facts.language_model.num_layers) if stages else ()
+    return build_selects(facts, budget, dict(zip(cuts, stages, strict=True)), every_text_row)
+
+
+def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Graph | None:
+    """`sanitizer` of the graph contract (method.md section 1); None where the budget goes without."""
+    if not budget.sanitizer:
+        return None
     graph, (tokens, norms, salience) = new_sanitizer(facts)
     op = graph.op
+    reserve, diverse = counts.of(op, norms)
 
     # 1, 2: outliers and their mean
     sink = outlier = None
@@ -42,26 +78,26 @@ def build_sanitizer(facts: PlanFacts, budget: Budget, counts: Counts) -> Graph:
         salience = op.Where(outlier, float("-inf"), salience)
 
     # 3: RES, the most salient of LOW
-    _, reserved = op.TopK(salience, [counts.reserve], axis=-1, largest=1, sorted=1, _outputs=2)
-    index = ascending(graph, reserved, counts.reserve)
+    reserved = largest(graph, salience, reserve)
+    index = ascending(graph, reserved, reserve)
 
     # 4: DIV, the tokens of LOW least like what is kept
-    if counts.diverse:
+    if counts.rounds:
         ones = op.Expand(1, op.Shape(norms))
         free = op.ScatterElements(ones, reserved, op.Expand(0, op.Shape(reserved)), axis=1)
         candidate = op.Cast(free, to=ir.DataType.BOOL)
         if counts.outliers:
             candidate = op.And(candidate, op.Not(outlier))
-        function = diversity_select(rounds=-(-counts.diverse // budget.batch), opset=facts.dialect.OPSET)
-        diverse = op.call(function, tokens, candidate, reserved, [counts.diverse], batch=budget.batch)
-        index = op.Concat(index, diverse, axis=1)
+        function = diversity_select(counts.rounds, opset=facts.dialect.OPSET)
+        chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=budget.batch)
+        index = op.Concat(index, chosen, axis=1)
 
     # 5: Z = [sink ; RES ; DIV]
     if budget.order == "raster":
-        index = ascending(graph, index, counts.reserve + counts.diverse)
+        index = ascending(graph, index, op.Shape(index, start=1, end=2))
     kept = gather_rows(graph, tokens, index)
     if counts.sink:
-        _, first = op.TopK(norms, [1], axis=-1, largest=1, sorted=1, _outputs=2)
+        first = largest(graph, norms, 1)
         kept = op.Concat(sink, kept, axis=1)
         index = op.Concat(first, index, axis=1)
     give_rows(graph, facts, kept, index, counts.kept)

@@ -100,7 +100,7 @@ def _print_table(report: Report) -> None:
         markup=False,
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
-    headings = ["budget", "visual", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
+    headings = ["budget", "visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
     for heading in [*headings, "prefill x", "by FLOPs", "eff.", "TTFT x"]:
         table.add_column(heading, justify="left" if heading == "budget" else "right", no_wrap=True)
     for name, budget in report.budgets.items():
@@ -108,6 +108,7 @@ def _print_table(report: Report) -> None:
         table.add_row(
             name,
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
+            f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
             _with_p95(ms["ttft"]),
             _median(ms["vision"]),
             _with_p95(ms["prefill"]),

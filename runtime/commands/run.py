@@ -68,8 +68,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     else:
         write_line("\n" + _timings(answer))
     if options.overlay:
-        plan = bundle.manifest.plan(options.method, options.budget)
-        picture = draw_overlay(image, pipeline.family.token_boxes(image.size), options.method, plan, answer.kept)
+        groups, tokens = answer.kept.norms.shape
+        plan = bundle.manifest.plan_for(options.method, options.budget, tokens, groups)
+        boxes, views = pipeline.family.token_boxes(image.size), pipeline.family.views(image.size)
+        picture = draw_overlay(image, boxes, views, options.method, plan, answer.kept)
         write_whole(options.overlay, picture_bytes(picture, options.overlay))
 
 
@@ -85,7 +87,7 @@ def _timings(answer: Answer) -> str:
         f"prefill {answer.ms['prefill']:.0f}), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
         + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
-        f"{answer.kept.index.size} -> {answer.tokens_per_layer[-1]}"
+        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}"
     )
 
 
@@ -100,7 +102,7 @@ def _summary(pipeline: Pipeline, answer: Answer) -> dict[str, Any]:
         "precision": pipeline.bundle.manifest.precision,
         "prompt_tokens": answer.prompt_tokens,
         "visual_tokens": answer.visual_tokens,
-        "kept_after_sanitizer": answer.kept.index.size,
+        "kept_after_sanitizer": answer.tokens_per_layer[0],
         "tokens_per_layer": answer.tokens_per_layer,
         "kv_bytes": answer.kv_bytes,
         "ms": answer.ms,

@@ -9,16 +9,40 @@ from PIL import Image
 
 from sinkprune.bundle import Manifest
 from sinkprune.runtime.clip_processor import ClipProcessor
+from sinkprune.runtime.rotary import Positions
 
 
 class Llava:
     """The image side of a LLaVA-1.5 bundle."""
 
+    between_rows: str | None = None
+
     def __init__(self, manifest: Manifest) -> None:
         self._vision = manifest.vision
         self._width = manifest.language_model.hidden_size
         self._processor = ClipProcessor(manifest.processor)
-        self.visual_tokens: int = manifest.vision["tokens"]
+
+    def visual_tokens(self, size: tuple[int, int]) -> int:
+        """N, the same for every image."""
+        tokens: int = self._vision["tokens"]
+        return tokens
+
+    @property
+    def most_groups(self) -> int:
+        """The image."""
+        return 1
+
+    def groups(self, size: tuple[int, int]) -> int:
+        """The image."""
+        return 1
+
+    def unpruned_rows(self, size: tuple[int, int]) -> np.ndarray[Any, Any]:
+        """Every token, in raster order."""
+        return np.arange(self.visual_tokens(size))
+
+    def most_unpruned_rows(self, most: int) -> int:
+        """N."""
+        return most
 
     def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
         """`pixel_values` [1,3,image_size,image_size] fp32."""
@@ -31,7 +55,19 @@ class Llava:
         xs, ys = np.linspace(left, right, side + 1), np.linspace(top, bottom, side + 1)
         return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(side) for c in range(side)])
 
-    def encode_flops(self, kept: int) -> int:
+    def views(self, size: tuple[int, int]) -> list[range]:
+        """One."""
+        return [range(self.visual_tokens(size))]
+
+    def positions(self, size: tuple[int, int], before: int, tokens: np.ndarray[Any, Any], after: int) -> Positions:
+        """Row by row, whatever the image's rows stand for."""
+        return Positions.in_line(before + len(tokens) + after)
+
+    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
+        """None: every image has the same size."""
+        return {}
+
+    def encode_flops(self, size: tuple[int, int], kept: int) -> int:
         """Matmul FLOPs of patches and computed CLIP blocks, and of the projector for `kept` tokens."""
         vision = self._vision
         n, d, m = vision["tokens"] + 1, vision["hidden_size"], vision["intermediate_size"]

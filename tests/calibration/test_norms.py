@@ -71,5 +71,16 @@ def test_outliers_are_planted_in_the_least_salient_tokens_only() -> None:
         assert np.all(salience[group, planted] == SALIENCE[group].max())
 
 
+def test_pictures_may_differ_in_their_number_of_tokens() -> None:
+    norms = [np.linspace(1, 1.5, 50), np.linspace(1, 1.5, 250), np.append(np.ones(300), 8.0)]
+    report = summarise("tower", 3, norms, [group / group.sum() for group in norms])
+    assert report.tokens == 50 + 250 + 301
+    assert report.outlier_share == pytest.approx(1 / 601)
+    assert report.largest == 8
+    assert report.top_overlap == 1
+    # 1 of 50, 3 of 250, 4 of 301
+    assert report.chance_overlap == pytest.approx(np.mean([1 / 50, 3 / 250, 4 / 301]))
+
+
 def test_the_report_can_be_drawn() -> None:
     assert plot_norms(summarise("tower", 3, NORMS, SALIENCE), ".png").startswith(b"\x89PNG")

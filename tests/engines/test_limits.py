@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from sinkprune.bundle import Manifest, TensorSpec, read_bundle
-from sinkprune.engines.limits import profiles, resolve_limits, visual_tokens
+from sinkprune.engines.limits import profiles, resolve_limits
 from sinkprune.engines_manifest import Limits, Range
 from sinkprune.errors import BundleError, UsageError
 from sinkprune.export.bundle_writer import Request, export_bundle
@@ -39,7 +39,6 @@ def resolved(
 
 
 def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> None:
-    assert visual_tokens(manifest) == 576
     assert resolved(manifest) == Limits(224, 224, 1)
     assert resolved(manifest, prompt=400) == Limits(400, 48, 1)
     assert resolved(manifest, new=400) == Limits(48, 400, 1)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
 from sinkprune.bundle import Tokens
 from sinkprune.errors import BundleError, PromptError
-from sinkprune.export.text import small_text
+from sinkprune.export.text import SpecialTokens, small_text
 from sinkprune.runtime.prompt import PromptEncoder
 
 PROMPTS = [
@@ -114,7 +114,9 @@ def byte_fallback() -> Tokenizer:
 
 def byte_level() -> Tokenizer:
     """As GPT-2, Qwen and random-weights bundles have them."""
-    backend = Tokenizer.from_str(small_text(VOCAB, IMAGE_TOKEN, TEMPLATE).tokenizer_json)
+    texts = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>"}
+    specials = SpecialTokens(texts, bos="<s>", eos="</s>", unknown="<unk>")
+    backend = Tokenizer.from_str(small_text(VOCAB, specials, TEMPLATE).tokenizer_json)
     backend.add_special_tokens([AddedToken("<pad>", special=True)])
     return backend
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -66,7 +67,7 @@ def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
     def count(name: str) -> tuple[int, int]:
         sent, visual = visual_per_layer(name)
         decoder = prefill_flops(model, [TEXT_TOKENS + layer for layer in visual])
-        return decoder, decoder + family.encode_flops(sent)
+        return decoder, decoder + family.encode_flops((336, 336), sent)
 
     baseline, pruned = count("none"), count(budget)
     assert mean(visual_per_layer(budget)[1]) == pytest.approx(tokens, abs=0.05)
@@ -77,11 +78,11 @@ def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
 
 
 def test_the_vision_tower_and_projector_of_clip_l_336(manifest: Manifest) -> None:
-    family = load_family(manifest)
-    tower, projector = family.encode_flops(0), family.encode_flops(576) - family.encode_flops(0)
+    encode = partial(load_family(manifest).encode_flops, (336, 336))
+    tower, projector = encode(0), encode(576) - encode(0)
     assert tera(tower) == "0.366"
     assert tera(projector) == "0.024"
-    assert family.encode_flops(129) - tower == projector * 129 // 576
+    assert encode(129) - tower == projector * 129 // 576
 
 
 def test_the_table_of_qwen_7b() -> None:

@@ -1,0 +1,80 @@
+"""LLaVA-NeXT: LLaVA's tower, projector and decoder on tiles of an image at higher resolution (any-resolution)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sinkprune.errors import CheckpointError
+from sinkprune.export.families.llava import Llava
+
+_MISTRAL_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<image>\n' }}{% else %}{{ content['text'] }}{% endif %}"
+    "{% endfor %}{{ ' [/INST]' }}"
+    "{% else %}{% for content in message['content'] %}{{ ' ' + content['text'] }}{% endfor %}{{ '</s>' }}{% endif %}"
+    "{% endfor %}"
+)
+
+
+class LlavaNext(Llava):
+    """A `LlavaNextForConditionalGeneration` configuration.
+
+    An image is shown whole, and again in as many tiles as the resolution of `image_grid_pinpoints` that fits it best
+    has: each is a group.
+    """
+
+    name = "llava-next"
+    model_type = "llava_next"
+    architecture = "LlavaNextForConditionalGeneration"
+    extra_rows: Mapping[str, str] = {"image_newline": "image_newline"}
+    decoders: Sequence[str] = ("llama", "mistral")
+    processors: Sequence[str] = ("LlavaNextImageProcessor",)
+
+    def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
+        super().__init__(source, config, salience)
+        side = self._clip.image_size
+        self._pinpoints = [list(pinpoint) for pinpoint in self._config.image_grid_pinpoints]
+        if not self._pinpoints or any(
+            len(p) != 2 or min(p) < 1 or p[0] % side or p[1] % side for p in self._pinpoints
+        ):
+            raise CheckpointError(
+                f"checkpoint '{source}': image_grid_pinpoints is {self._pinpoints}, expected pairs of heights and "
+                f"widths that are multiples of the tower's {side} pixels. Mend config.json."
+            )
+        self.most_groups = 1 + max(height * width for height, width in self._pinpoints) // side**2
+        if self._config.text_config.model_type == "mistral":
+            self.chat_template = _MISTRAL_TEMPLATE
+
+    def _config_class(self) -> Any:
+        from transformers import LlavaNextConfig
+
+        return LlavaNextConfig
+
+    @property
+    def default_processor(self) -> dict[str, Any]:
+        """LlavaNextImageProcessor's, at the tower's image size."""
+        return {
+            **super().default_processor,
+            "image_processor_type": "LlavaNextImageProcessor",
+            "image_grid_pinpoints": self._pinpoints,
+        }
+
+    def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """LlavaNextImageProcessor's settings, gaps filled with their defaults."""
+        # What it calls padding fills up a batch; here every image is a batch of its own.
+        known = {**super().processor(settings), "do_pad": False}
+        side, size = self._clip.image_size, known["size"]
+        if set(size.values()) != {side}:
+            raise CheckpointError(
+                f"checkpoint '{self._source}': its image processor shows the whole image at {size}, expected {side} "
+                "pixels as the vision tower takes it. They do not belong together."
+            )
+        if [list(pinpoint) for pinpoint in known["image_grid_pinpoints"]] != self._pinpoints:
+            raise CheckpointError(
+                f"checkpoint '{self._source}': its image processor has image_grid_pinpoints "
+                f"{known['image_grid_pinpoints']}, config.json has {self._pinpoints}. They do not belong together."
+            )
+        return known

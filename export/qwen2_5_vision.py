@@ -1,0 +1,188 @@
+"""The vision tower of Qwen2.5-VL: windowed and full-attention blocks and the 2x2 merger, for any resolution, with the
+norms and the salience the sanitizer reads.
+
+Patches stay in the processor's order, the four of a merged token together and those in raster order. Only attention
+sees windows: a block gathers its queries, keys and values into them and gathers the outcome back, so that its cost
+grows with the number of windows and no order has to be undone behind the tower. What depends on the grid (window
+index, rotary tables) comes from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from sinkprune.export.graph import Dim, WeightedGraph
+
+_FLOAT = ir.DataType.FLOAT
+_INT64 = ir.DataType.INT64
+# Of the model's code, not its configuration.
+_EPSILON = 1e-6
+_HIDDEN = -3.4028234663852886e38
+
+
+@dataclass(frozen=True)
+class QwenVision:
+    """Shape of a Qwen2.5-VL vision tower."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_blocks: int
+    full_attention_blocks: tuple[int, ...]
+    """0-based; all others attend within windows."""
+    window_side: int
+    """Merged tokens along a window's side."""
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    rope_theta: float
+    out_size: int
+    """The decoder's width."""
+
+    @property
+    def head_dim(self) -> int:
+        """The size of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def patch_values(self) -> int:
+        """Values of one patch: colours, frames, rows, columns."""
+        return 3 * self.temporal_patch_size * self.patch_size**2
+
+    @property
+    def joined_size(self) -> int:
+        """Width of a merged token's patches side by side."""
+        return self.hidden_size * self.merge_size**2
+
+    @property
+    def parameters(self) -> int:
+        """Weights of patches, blocks and merger."""
+        d, m, joined = self.hidden_size, self.intermediate_size, self.joined_size
+        block = 4 * (d * d + d) + 3 * d * m + 2 * m + d + 2 * d
+        merger = joined * joined + joined + joined * self.out_size + self.out_size + d
+        return self.patch_values * d + self.num_blocks * block + merger
+
+
+class _Attending(NamedTuple):
+    """Groups of B sequences of T slots that attend within themselves: the windows, or one of all patches."""
+
+    cos: ir.Value
+    """[B,T,h/2]."""
+    sin: ir.Value
+    mask: ir.Value | None
+    """[B,1,T,T]: True where a key is a patch; None where all are."""
+    seen: ir.Value | None
+    """[B,1,1,T] fp32: 1 where a slot holds a patch; None where all do."""
+    gather: Callable[[ir.Value], ir.Value]
+    """[patches,x] to [B,T,x]."""
+    scatter: Callable[[ir.Value], ir.Value]
+    """[B,T,x] back to [patches,x]."""
+
+
+def build_vision(graph: WeightedGraph, vision: QwenVision, salience_block: int) -> None:
+    """`vision` of the graph contract: pixel patches to merged tokens, their norms and their salience.
+
+    Salience is the attention a token's patches receive in `salience_block` (0-based), mean over heads, over all
+    patches that ask and over its own patches; in a windowed block patches of other windows count as zeros.
+    """
+    op, d, h = graph.op, vision.hidden_size, vision.head_dim
+    pixels = graph.input("pixel_values", ["patches", vision.patch_values])
+    table: list[Dim] = [1, "patches", h // 2]
+    cos, sin = graph.input("cos", table), graph.input("sin", table)
+    slots = (vision.window_side * vision.merge_size) ** 2
+    index = graph.input("window_index", ["windows", slots], _INT64)
+    slot = graph.input("patch_slot", ["patches"], _INT64)
+
+    full = _Attending(cos, sin, None, None, lambda x: op.Unsqueeze(x, [0]), lambda x: op.Squeeze(x, [0]))
+    windowed = _windows(graph, cos, sin, index, slot)
+    kernel = [d, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
+    x = op.MatMul(pixels, graph.parameter("visual.patch_embed.proj.weight", kernel, transposed=True, flat=True))
+    salience = None
+    for block in range(vision.num_blocks):
+        attending = full if block in vision.full_attention_blocks else windowed
+        x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
+        if block == salience_block:
+            salience = _received(graph, vision, query, key, attending)
+    norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
+    unit = vision.merge_size**2
+    graph.output("tokens", op.Unsqueeze(_merged(graph, vision, x), [0]), [1, "N", vision.out_size])
+    graph.output("norms", op.ReduceMax(op.Reshape(norms, [1, -1, unit]), [-1], keepdims=0), [1, "N"], _FLOAT)
+    graph.output("salience", op.ReduceMean(op.Reshape(salience, [1, -1, unit]), [-1], keepdims=0), [1, "N"], _FLOAT)
+
+
+def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value, slot: ir.Value) -> _Attending:
+    """Patches in the windows of `index` [W,T], where -1 is an empty slot; `slot` [patches] is the way back."""
+    op = graph.op
+    # An empty slot holds the first patch, which as a key is hidden and as a query is never gathered back.
+    patch = op.Max(index, 0)
+    held = op.Unsqueeze(op.GreaterOrEqual(index, 0), [1, 2])
+    square = op.Concat(op.Shape(index, start=0, end=1), [1], *[op.Shape(index, start=1, end=2)] * 2, axis=0)
+
+    def scatter(x: ir.Value) -> ir.Value:
+        return op.Gather(op.Reshape(x, op.Concat([-1], op.Shape(x, start=2), axis=0)), slot, axis=0)
+
+    def gather(x: ir.Value) -> ir.Value:
+        return op.Gather(x, patch, axis=0)
+
+    cos, sin = (gather(op.Squeeze(table, [0])) for table in (cos, sin))
+    return _Attending(cos, sin, op.Expand(held, square), op.Cast(held, to=_FLOAT), gather, scatter)
+
+
+def _block(
+    graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """One block on `x` [patches,D]; returns its output, and its rotated queries and keys [B,H,T,h]."""
+    op, d, m = graph.op, vision.hidden_size, vision.intermediate_size
+
+    def norm(which: str) -> ir.Value:
+        return graph.dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), _EPSILON)
+
+    def heads(y: ir.Value) -> ir.Value:
+        return op.Transpose(op.Reshape(y, [0, 0, vision.num_heads, vision.head_dim]), perm=[0, 2, 1, 3])
+
+    qkv = attending.gather(graph.linear(norm("norm1"), f"{name}.attn.qkv", d, 3 * d, bias=True))
+    query, key, value = map(heads, op.Split(qkv, axis=-1, num_outputs=3, _outputs=3))
+    query, key = (graph.dialect.rotary(op, y, attending.cos, attending.sin) for y in (query, key))
+    mixed = graph.dialect.attention(op, query, key, value, attending.mask)
+    mixed = attending.scatter(op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d]))
+    x = op.Add(x, graph.linear(mixed, f"{name}.attn.proj", d, d, bias=True))
+
+    y = norm("norm2")
+    gate, up = (graph.linear(y, f"{name}.mlp.{which}_proj", d, m, bias=True) for which in ("gate", "up"))
+    gated = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
+    return op.Add(x, graph.linear(gated, f"{name}.mlp.down_proj", m, d, bias=True)), query, key
+
+
+def _received(
+    graph: WeightedGraph, vision: QwenVision, query: ir.Value, key: ir.Value, attending: _Attending
+) -> ir.Value:
+    """[patches] fp32: the softmax attention each patch receives, mean over heads and over all patches that ask."""
+    op = graph.op
+    received = None
+    # In a full-attention block one head after the other: its matrix has as many elements as patches squared.
+    step = 1 if attending.seen is None else vision.num_heads
+    for head in range(0, vision.num_heads, step):
+        q, k = (op.Cast(op.Slice(y, [head], [head + step], [1]), to=_FLOAT) for y in (query, key))
+        scores = op.MatMul(op.Mul(q, vision.head_dim**-0.5), op.Transpose(k, perm=[0, 1, 3, 2]))
+        if attending.mask is not None:
+            scores = op.Where(attending.mask, scores, _HIDDEN)
+        weights = op.Softmax(scores, axis=-1)
+        if attending.seen is not None:
+            weights = op.MatMul(attending.seen, weights)
+        column = op.ReduceSum(weights, [1, 2], keepdims=1)
+        received = column if received is None else op.Add(received, column)
+    total = op.Squeeze(attending.scatter(op.Transpose(op.Squeeze(received, [1]), perm=[0, 2, 1])), [1])
+    patches = op.Cast(op.Shape(total), to=_FLOAT)
+    return op.Div(total, op.Mul(patches, float(vision.num_heads)))
+
+
+def _merged(graph: WeightedGraph, vision: QwenVision, x: ir.Value) -> ir.Value:
+    """[N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
+    op, joined = graph.op, vision.joined_size
+    x = graph.dialect.rms_norm(op, x, graph.parameter("visual.merger.ln_q.weight", [vision.hidden_size]), _EPSILON)
+    x = graph.linear(op.Reshape(x, [-1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
+    return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, vision.out_size, bias=True)

@@ -1,0 +1,64 @@
+"""The shapes a pipeline really sends to its engines, against the profiles they would be built with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune.bundle import Bundle
+from sinkprune.engines.limits import profiles
+from sinkprune.engines_manifest import Limits, Range
+from sinkprune.runtime.backends import Engine
+from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.pipeline import Pipeline
+
+Shapes = dict[str, tuple[int, ...]]
+NEW_TOKENS = 3
+
+
+class Recorder:
+    """An engine that notes the shapes it is called with."""
+
+    def __init__(self, engine: Engine, calls: list[Shapes]) -> None:
+        self._engine, self._calls = engine, calls
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        self._calls.append({name: tuple(tensor.shape()) for name, tensor in inputs.items()})
+        return self._engine(inputs)
+
+
+def shapes_outside_profiles(bundle: Bundle, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, Shapes]]:
+    """What no profile holds when images of `sizes` are asked about at every budget; every graph must be run."""
+    graphs = {bundle.graph_path(graph): graph for graph in bundle.manifest.graphs}
+    calls: dict[str, list[Shapes]] = {graph: [] for graph in graphs.values()}
+    load = OrtBackend.load
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            OrtBackend, "load", lambda self, path, *rest: Recorder(load(self, path, *rest), calls[graphs[path]])
+        )
+        pipeline = Pipeline.load(bundle.path)
+        for size in sizes:
+            for budget in ("none", *bundle.manifest.budgets):
+                pipeline.generate(Image.new("RGB", size, (90, 60, 30)), "What?", budget=budget, **options)
+    assert all(calls.values()), "a graph was never run"
+    limits = Limits(64, NEW_TOKENS, 1)
+    ranges = {graph: profiles(bundle.manifest, limits, graph).values() for graph in calls}
+    return [
+        (graph, shapes)
+        for graph, sent in calls.items()
+        for shapes in sent
+        if not any(_holds(profile, shapes) for profile in ranges[graph])
+    ]
+
+
+def _holds(profile: Mapping[str, Range], shapes: Shapes) -> bool:
+    """An engine is given more tensors than its graph takes."""
+    return all(
+        len(shapes[name]) == len(span.min)
+        and all(low <= size <= high for low, size, high in zip(span.min, shapes[name], span.max, strict=True))
+        for name, span in profile.items()
+    )

@@ -1,0 +1,132 @@
+"""The vision graph of Qwen2.5-VL: tokens, norms and salience are the transformers model's, in raster order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
+from transformers.vision_utils import get_vision_window_index
+
+from conftest import QWEN_SHAPES
+from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.runtime import Pipeline
+
+Array = np.ndarray[Any, Any]
+
+# Exact windows, ragged ones on one side and on both, tall, one merged token, the paper's 480 tokens
+SIZES = [(224, 224), (280, 112), (300, 520), (60, 600), (28, 28), (672, 560)]
+
+
+def outputs(pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
+    backend = pipeline.backend
+    inputs = {name: backend.tensor(array) for name, array in pipeline.family.preprocess(image).items()}
+    return {name: backend.numpy(tensor) for name, tensor in pipeline.chain.vision(inputs).items()}
+
+
+@torch.no_grad()
+def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int = -2) -> dict[str, Array]:
+    """From transformers' eager attention, put into raster order by transformers' own window index."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    visual, grid = model.model.visual, torch.tensor([list(pipeline.family._processor.grid(image.size))])
+    received: list[torch.Tensor] = []
+    eager = modeling_qwen2_5_vl.eager_attention_forward
+
+    def recorded(module: Any, *arguments: Any, **options: Any) -> Any:
+        output, weights = eager(module, *arguments, **options)
+        if module is visual.blocks[block].attn:
+            # Sum over the queries of this window, mean over heads
+            received.append(weights[0].mean(dim=0).sum(dim=0))
+        return output, weights
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_qwen2_5_vl, "eager_attention_forward", recorded)
+        pixels = torch.from_numpy(pipeline.family.preprocess(image)["pixel_values"])
+        out = visual(pixels, grid_thw=grid)
+    order, _ = get_vision_window_index(grid, spatial_merge_size=2, window_size=112, patch_size=14)
+    raster = torch.argsort(order)
+    salience = torch.cat(received).view(-1, 4).mean(dim=1) / len(pixels)
+    norms = out.last_hidden_state.norm(dim=1).view(-1, 4).amax(dim=1)
+    return {
+        "tokens": out.pooler_output[None].numpy(),
+        "norms": norms[raster][None].numpy(),
+        "salience": salience[raster][None].numpy(),
+    }
+
+
+@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_tokens_norms_and_salience(
+    name: str,
+    size: tuple[int, int],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    image = photo.resize(size)
+    ours, theirs = outputs(pipeline(name), image), reference(checkpoint(name), pipeline(name), image)
+    assert ours["norms"].shape == (1, pipeline(name).family.visual_tokens(size))
+    np.testing.assert_allclose(ours["tokens"], theirs["tokens"], atol=1e-4)
+    np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-4)
+    np.testing.assert_allclose(ours["salience"], theirs["salience"], rtol=1e-4, atol=1e-9)
+    # What every patch gives away arrives somewhere.
+    assert ours["salience"].sum() * 4 == pytest.approx(1, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", QWEN_SHAPES)
+def test_salience_of_the_last_block_on_request(
+    name: str, checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    # The last block is full-attention in one of them and windowed in the other.
+    request = Request(str(checkpoint(name)), budgets=("prune-77.8",), salience="last")
+    vision = export_bundle(request, tmp_path / "bundle").vision
+    assert vision["salience_block"] == vision["num_blocks"] - 1
+    pipeline, image = Pipeline.load(tmp_path / "bundle"), photo.resize((300, 520))
+    expected = reference(checkpoint(name), pipeline, image, block=-1)["salience"]
+    np.testing.assert_allclose(outputs(pipeline, image)["salience"], expected, rtol=1e-4, atol=1e-9)
+
+
+def test_windowed_blocks_hold_nothing_that_grows_with_the_image_squared(bundle: Callable[..., Path]) -> None:
+    """Every attention, mask and softmax of a windowed block is over 64 slots."""
+    model = onnx.load(bundle("qwen") / "graphs/vision.onnx", load_external_data=False)
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    shapes = {
+        value.name: [dim.dim_value or dim.dim_param for dim in value.type.tensor_type.shape.dim]
+        for value in [*inferred.value_info, *inferred.input, *inferred.output]
+    }
+    attentions = [node for node in inferred.node if node.op_type == "Attention"]
+    masked = [len(node.input) > 3 and node.input[3] != "" for node in attentions]
+    # Full blocks are 1 and 3, and need no mask.
+    assert masked == [True, False, True, False]
+    for node, windowed in zip(attentions, masked, strict=True):
+        slots = shapes[node.input[0]][2]
+        assert (slots == 64) == windowed
+    softmaxes = [shapes[node.output[0]][2:] for node in inferred.node if node.op_type == "Softmax"]
+    assert softmaxes == [[64, 64]]
+
+
+def test_one_graph_serves_every_resolution(bundle: Callable[..., Path]) -> None:
+    graph = onnx.load(bundle("qwen") / "graphs/vision.onnx", load_external_data=False).graph
+    shapes = {
+        value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
+        for value in [*graph.input, *graph.output]
+    }
+    assert shapes == {
+        "pixel_values": ["patches", 3 * 2 * 14 * 14],
+        "cos": [1, "patches", 8],
+        "sin": [1, "patches", 8],
+        "window_index": ["windows", 64],
+        "patch_slot": ["patches"],
+        "tokens": [1, "N", 64],
+        "norms": [1, "N"],
+        "salience": [1, "N"],
+    }

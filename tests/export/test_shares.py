@@ -1,0 +1,128 @@
+"""Graphs that take shares of N keep what `Budget.resolve` says, for every N, and say no where they cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import graphs
+import reference
+from sinkprune.budgets import BUDGETS, parse_budget
+from sinkprune.errors import BudgetError
+from sinkprune.export.dialects import onnx24
+from sinkprune.export.methods import PlanFacts, UpTo, all_methods, load_method
+from sinkprune.export.precision import PRECISIONS
+
+D = 16
+MODEL = replace(graphs.language_model(), rope_sections=(1, 1, 2))
+NAMES = [
+    *BUDGETS["qwen2.5-vl"],
+    "prune-66.7+raster",
+    "prune-77.8+keep-outliers",
+    "prune-77.8+drop-sink",
+    "prune-88.9+no-diversity",
+    "prune-88.9+serial",
+]
+
+
+def facts(most: int = 480, precision: str = "fp32") -> PlanFacts:
+    return PlanFacts(MODEL, UpTo(most, 784), D, PRECISIONS[precision], onnx24)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision: str) -> None:
+    budget = parse_budget("qwen2.5-vl", name)
+    plan = load_method("sinkpruner")(facts(480, precision), budget)
+    assert plan.counts is None and plan.sanitizer is not None
+    run, draw = graphs.loaded(plan.sanitizer), np.random.default_rng(0)
+    for n in (1, 2, 3, 4, 19, 20, 21, 99, 101, 320, 480):
+        tokens = draw.standard_normal((1, n, D)).astype(PRECISIONS[precision].numpy)
+        norms, salience = draw.random((2, 1, n)).astype(np.float32)
+        counts = budget.resolve(n)
+        out = run(tokens=tokens, norms=norms, salience=salience)
+        assert out["kept_tokens"].shape == (1, counts.kept, D)
+        kept, index = reference.sanitize(
+            tokens[0],
+            norms[0],
+            salience[0],
+            reserve=counts.reserve,
+            diverse=counts.diverse,
+            batch=budget.batch,
+            remove_outliers=budget.remove_outliers,
+            aggregate=budget.aggregate,
+            raster=budget.order == "raster",
+        )
+        assert out["kept_index"].tolist() == [index]
+        np.testing.assert_allclose(out["kept_tokens"][0], kept, atol=1e-5 if precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("name", [*BUDGETS["qwen2.5-vl"], "prune-66.7+visual-keys"])
+def test_one_select_keeps_its_share_of_the_images_tokens(name: str) -> None:
+    budget, draw = parse_budget("qwen2.5-vl", name), np.random.default_rng(1)
+    selects = load_method("sinkpruner")(facts(), budget).select_after
+    run = graphs.loaded(selects[0])
+    for n, seen, groups in ((480, 241, 1), (19, 10, 1), (1, 1, 1), (100, 202, 4)):
+        text, model = 6, MODEL
+        rows = seen + text
+        query = draw.standard_normal((1, model.num_heads, rows, model.head_dim)).astype(np.float32)
+        key = draw.standard_normal((1, model.num_kv_heads, rows, model.head_dim)).astype(np.float32)
+        out = run(
+            hidden=draw.standard_normal((1, rows, model.hidden_size)).astype(np.float32),
+            cos=draw.random((1, rows, model.head_dim // 2)).astype(np.float32),
+            sin=draw.random((1, rows, model.head_dim // 2)).astype(np.float32),
+            query=query,
+            key=key,
+            visual_index=np.arange(seen),
+            text_index=np.arange(seen, rows),
+            norms=np.zeros((groups, n), np.float32),
+        )
+        wanted = budget.resolve(n, groups).stages[0]
+        over = budget.scores_over == "visual_keys"
+        visual, asking = list(range(seen)), list(range(seen, rows))
+        scores = reference.text_attention(query[0], key[0], visual, asking, visual_keys=over)
+        assert out["keep_index"].tolist() == reference.keep_rows(scores, rows, visual, wanted)
+        assert len(out["visual_index_out"]) == min(seen, wanted)
+
+
+def test_the_rounds_of_diversity_are_enough_for_the_largest_image_and_no_more() -> None:
+    def rounds(most: int) -> int:
+        sanitizer = load_method("sinkpruner")(facts(most), parse_budget("qwen2.5-vl", "prune-66.7")).sanitizer
+        assert sanitizer is not None
+        (body,) = [f for f in sanitizer.builder.functions.values() if f.name == "DiversitySelect"]
+        return sum(node.op_type == "TopK" for node in body) - 1
+
+    # 24, 64 and 400 diverse tokens, 16 a round
+    assert [rounds(most) for most in (480, 1280, 8000)] == [2, 4, 25]
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "ranked", "pixels"),
+    [
+        ("prune-66.7", 16384, 7372, 8534 * 784),
+        ("prune-77.8+raster", 8192, 4095, 7681 * 784),
+        ("prune-88.9", 20000, 4000, 19200 * 784),
+    ],
+)
+def test_more_than_topk_gives_is_refused_with_the_size_that_fits(
+    name: str, most: int, ranked: int, pixels: int
+) -> None:
+    budget = parse_budget("qwen2.5-vl", name)
+    with pytest.raises(BudgetError, match=f"up to {most} .* {ranked} .* 3840.*--max-pixels {pixels} or less"):
+        load_method("sinkpruner")(facts(most), budget)
+    assert load_method("sinkpruner")(facts(pixels // 784), budget).sanitizer is not None
+
+
+def test_methods_that_count_at_export_are_refused_with_the_reason() -> None:
+    budget = parse_budget("qwen2.5-vl", "prune-77.8")
+    deep = replace(facts(), language_model=replace(MODEL, num_layers=32))
+    for method in set(all_methods()) - {"sinkpruner"}:
+        with pytest.raises(BudgetError, match=r"differ in their number of visual tokens.*--methods"):
+            load_method(method)(deep, budget)
+
+
+def test_compact_positions_are_refused_where_positions_have_axes() -> None:
+    with pytest.raises(BudgetError, match=r"'compact'.*several axes"):
+        load_method("sinkpruner")(facts(), parse_budget("qwen2.5-vl", "prune-77.8+compact"))

@@ -1,0 +1,116 @@
+"""Small random Qwen2.5-VL checkpoints in Hugging Face format, as `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
+
+VOCAB = 384
+SPECIALS = {
+    370: "<|endoftext|>",
+    371: "<|im_start|>",
+    372: "<|im_end|>",
+    373: "<|vision_start|>",
+    374: "<|vision_end|>",
+    375: "<|image_pad|>",
+    376: "<|video_pad|>",
+}
+IMAGE_TOKEN = 375
+# The published checkpoints' template, for messages of text and images.
+TEMPLATE = (
+    "{% set image_count = namespace(value=0) %}{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}{{ message['content'] }}"
+    "<|im_end|>\n{% else %}{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}{% if add_vision_id %}Picture {{ image_count.value }}: "
+    "{% endif %}<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in content %}{{ content['text'] }}"
+    "{% endif %}{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class QwenShape:
+    """What the small checkpoints differ in."""
+
+    depth: int = 4
+    full_attention_blocks: tuple[int, ...] = (1, 3)
+    """With (1, 3) of 4 blocks the penultimate, whose attention is the salience, is windowed as in the real model."""
+    num_layers: int = 6
+    num_kv_heads: int = 2
+    tied: bool = False
+    min_pixels: int = 28 * 28
+    max_pixels: int = 376320
+    """480 merged tokens, as in the paper's runs."""
+
+
+def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
+    """A Qwen2.5-VL checkpoint with random weights, tokenizer, processor and chat template."""
+    torch.manual_seed(seed)
+    config = Qwen2_5_VLConfig(
+        vision_config={
+            "depth": shape.depth,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_heads": 4,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": list(shape.full_attention_blocks),
+            "initializer_range": 0.1,
+        },
+        text_config={
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": shape.num_layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": shape.num_kv_heads,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": 1024,
+            # Large enough that attention is far from uniform and logits far from tied.
+            "initializer_range": 0.2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            "bos_token_id": 370,
+            "eos_token_id": 372,
+        },
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=376,
+        vision_start_token_id=373,
+        vision_end_token_id=374,
+        tie_word_embeddings=shape.tied,
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.generation_config.eos_token_id = [372, 370]
+    model.save_pretrained(folder)
+    qwen_tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    Qwen2VLImageProcessorPil(min_pixels=shape.min_pixels, max_pixels=shape.max_pixels).save_pretrained(folder)
+    return folder
+
+
+def qwen_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of Qwen's kind: bytes, no BOS, special tokens behind the words."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=min(SPECIALS), initial_alphabet=alphabet, show_progress=False)
+    text = "system user assistant What is in the picture? Describe the image. Which colour is the cup on the table?"
+    backend.train_from_iterator([text, text.lower()], trainer)
+    while backend.get_vocab_size() < min(SPECIALS):
+        backend.add_tokens([f" filler{backend.get_vocab_size()}"])
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS.values()])
+    assert {backend.token_to_id(token): token for token in SPECIALS.values()} == SPECIALS
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")

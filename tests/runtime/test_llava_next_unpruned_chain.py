@@ -1,0 +1,73 @@
+"""An unpruned LLaVA-NeXT answer equals transformers, logits and words, whatever the picture's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from runtime.logits import QUESTION, ask
+from transformers import (
+    AutoTokenizer,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+)
+
+from conftest import NEXT_SHAPES
+from sinkprune.runtime import Pipeline
+
+NEW_TOKENS = 16
+# Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone
+SIZES = [(224, 224), (640, 210), (150, 500), (30, 20), (900, 20)]
+
+
+def reference_inputs(folder: Path, image: Image.Image) -> dict[str, Any]:
+    """What LlavaNextProcessor gives."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    processor = LlavaNextProcessor(
+        LlavaNextImageProcessorPil.from_pretrained(folder),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    return dict(processor(text=text, images=image, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("name", NEXT_SHAPES)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_greedy_text_and_logits_equal_transformers(
+    name: str,
+    size: tuple[int, int],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    folder, image = checkpoint(name), photo.resize(size)
+    model = LlavaNextForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = reference_inputs(folder, image)
+    with torch.no_grad():
+        expected = model.generate(
+            **inputs,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    answer, logits = ask(pipeline(name), image, "none", NEW_TOKENS)
+    length = inputs["input_ids"].shape[1]
+    new = expected.sequences[0, length:].tolist()
+    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
+    assert answer.token_ids == new
+    assert answer.text == AutoTokenizer.from_pretrained(folder).decode(new, skip_special_tokens=True)
+    assert answer.tokens_per_layer[0] + answer.prompt_tokens == length

@@ -1,0 +1,162 @@
+"""A pruned Qwen2.5-VL answer equals the full sequence with the dropped tokens masked, positions and all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from masking import Sequence, embedded, masked_forward
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from conftest import QWEN_SHAPES
+from reference import sanitize
+from sinkprune.budgets import parse_budget, prune_layers
+from sinkprune.errors import PruningError
+from sinkprune.runtime import Pipeline
+
+Array = np.ndarray[Any, Any]
+
+PROMPT = "Which colour is the cup?"
+NEW_TOKENS = 6
+BUDGETS = (
+    "prune-66.7",
+    "prune-77.8",
+    "prune-88.9",
+    "prune-77.8+raster",
+    "prune-77.8+no-sanitizer",
+    "prune-77.8+no-diversity",
+    "prune-88.9+keep-outliers+visual-keys",
+)
+# 480, 8, 275 and 4 visual tokens
+SIZES = [(672, 560), (112, 56), (300, 700), (56, 50)]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A checkpoint in transformers."""
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            made[name] = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return made[name]
+
+    return get
+
+
+def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
+    """[before ; Z ; after] by the reference's sanitizer, at transformers' positions; and Z's source indices."""
+    pixels, grid = pipe.family.preprocess(image), pipe.family._processor.grid(image.size)
+    features = pipe.chain.vision({name: pipe.backend.tensor(array) for name, array in pixels.items()})
+    tokens, norms, salience = (pipe.backend.numpy(features[name])[0] for name in ("tokens", "norms", "salience"))
+    options, n = parse_budget("qwen2.5-vl", budget), len(norms)
+    index = list(range(n))
+    if options.sanitizer:
+        tokens, index = sanitize(
+            tokens,
+            norms,
+            salience,
+            reserve=options.reserve.of(n),
+            diverse=options.diverse.of(n),
+            remove_outliers=options.remove_outliers,
+            raster=options.order == "raster",
+        )
+    question = pipe._prompts.encode(PROMPT)
+    before, after = (embedded(model, ids) for ids in (question.before, question.after))
+    token = model.config.image_token_id
+    ids = torch.tensor([[*question.before, *[token] * n, *question.after]])
+    positions, _ = model.model.get_rope_index(ids, (ids == token).int(), torch.tensor([list(grid)]))
+    start = len(before)
+    rows = [*range(start), *(start + np.array(index)), *range(start + n, ids.shape[1])]
+    end = start + len(index)
+    sequence = Sequence(
+        np.concatenate([before, tokens, after]),
+        list(range(start, end)),
+        list(range(end, len(rows))),
+        positions[:, 0, rows].numpy(),
+        "qwen2.5-vl",
+    )
+    return sequence, index
+
+
+def stages_of(name: str, budget: str, tokens: int) -> dict[int, int]:
+    """Visual rows each pruning layer leaves at most."""
+    shares = parse_budget("qwen2.5-vl", budget).stages
+    cuts = prune_layers(QWEN_SHAPES[name].num_layers)
+    return {cut: max(1, tokens * share.numerator // 1000) for cut, share in zip(cuts, shares, strict=True)}
+
+
+@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_prefill_and_decode_equal_the_masked_full_sequence(
+    name: str,
+    size: tuple[int, int],
+    budget: str,
+    model: Callable[[str], Any],
+    bundle: Callable[..., Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch_model, pipe, image = model(name), pipeline(name, "fp32", BUDGETS), photo.resize(size)
+    sequence, index = expected_sequence(torch_model, pipe, image, budget)
+    logits: list[Array] = []
+    numpy = pipe.backend.numpy
+
+    def recorded(tensor: Any) -> Array:
+        array = numpy(tensor)
+        if array.shape == (1, torch_model.config.text_config.vocab_size):
+            logits.append(array[0])
+        return array
+
+    monkeypatch.setattr(pipe.backend, "numpy", recorded)
+    answer = pipe.generate(image, PROMPT, budget=budget, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    assert answer.kept.index.tolist() == [index]
+
+    stages = stages_of(name, budget, answer.visual_tokens)
+    later = embedded(torch_model, answer.token_ids[:-1])
+    masked = masked_forward(torch_model, sequence, budget, stages, later=later)
+    start = sequence.visual[0]
+    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
+        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
+    }
+    expected = masked.logits[len(sequence.rows) - 1 :]
+    assert np.abs(np.array(logits) - expected).max() < 1e-3
+    assert answer.token_ids == expected.argmax(axis=1).tolist()
+
+    seen, lengths = len(index), []
+    for layer in range(QWEN_SHAPES[name].num_layers):
+        lengths.append(seen)
+        seen = min(seen, stages.get(layer, seen))
+    assert answer.tokens_per_layer == lengths
+
+
+def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("qwen", "fp32", BUDGETS)
+    for budget in BUDGETS:
+        with pytest.raises(PruningError, match="1 visual tokens and the budget"):
+            pipe.generate(photo.resize((28, 28)), PROMPT, budget=budget, max_new_tokens=1)
+
+
+def test_a_bundle_answers_images_of_any_size_in_turn(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("qwen", "fp32", BUDGETS)
+    sizes = [(672, 560), (56, 56), (100, 400)]
+    first = [pipe.generate(photo.resize(size), PROMPT, budget="prune-77.8", max_new_tokens=4) for size in sizes]
+    again = [pipe.generate(photo.resize(size), PROMPT, budget="prune-77.8", max_new_tokens=4) for size in sizes]
+    assert [answer.visual_tokens for answer in first] == [480, 4, 56]
+    assert [answer.token_ids for answer in first] == [answer.token_ids for answer in again]
+
+
+def test_fp16_runs_and_keeps_the_same_lengths(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    answer = pipeline("qwen", "fp16", ("prune-88.9",)).generate(
+        photo.resize((672, 560)), PROMPT, budget="prune-88.9", max_new_tokens=3
+    )
+    assert answer.tokens_per_layer == [121, 86, 52, 52, 28, 28]
