@@ -103,19 +103,27 @@ def bodies(shape: Shape) -> Graph:
     return graph
 
 
-def cuda_session(shape: Shape, provider: Any, options: Any = None) -> Any:
-    """The function bodies in ONNX Runtime on CUDA; raises `BackendError` if that cannot be had."""
+def bodies_on_cuda(shape: Shape, stream: int) -> Any:
+    """An ONNX Runtime session of `bodies` on the CUDA stream of this handle; raises `BackendError` if it has none."""
     if shape.dtype not in NAMES:
         raise BackendError(f"no bundle has {shape.dtype} tokens.")
-    onnxruntime = _onnxruntime()
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError("ONNX Runtime is not installed.") from error
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         raise BackendError("this ONNX Runtime has no CUDAExecutionProvider.")
+    # Many small operators; without shapes that are known ONNX Runtime says so for each.
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream)})
     with tempfile.TemporaryDirectory() as folder:
         spec = bodies(shape).save(Path(folder), "bodies.onnx")
         session = onnxruntime.InferenceSession(Path(folder, spec.file), options, providers=[provider])
-    found = session.get_providers()
-    if "CUDAExecutionProvider" not in found:
-        raise BackendError(f"ONNX Runtime's CUDA provider did not start; it fell back to {', '.join(found)}.")
+    if "CUDAExecutionProvider" not in session.get_providers():
+        raise BackendError(
+            f"its CUDA provider did not start; ONNX Runtime took {', '.join(session.get_providers())}."
+        )
     return session
 
 
@@ -128,14 +136,6 @@ def report(microseconds: dict[str, list[float]], traffic: int) -> str:
         gbps = traffic / median / 1e3
         lines.append(f"{way:28}{median:9.1f}{parts[0]:9.1f}{parts[-1]:9.1f}{gbps:9.1f}{median / first:9.2f}")
     return "\n".join(lines) + "\n"
-
-
-def _onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError("ONNX Runtime is not installed.") from error
-    return onnxruntime
 
 
 def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -301,18 +301,13 @@ def _bodies(
     shape: Shape,
 ) -> Callable[[], None]:
     """What runs the function bodies on `stream`, from and to device memory."""
-    onnxruntime = _onnxruntime()
-    # Many small operators; without shapes that are known ONNX Runtime says so for each.
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream.cuda_stream)})
-    session = cuda_session(shape, provider, options)
+    session = bodies_on_cuda(shape, stream.cuda_stream)
     binding = session.io_binding()
     given = {"tokens": tokens, "norms": norms, "candidate": candidate, "reserved": reserved.contiguous()}
     for name, tensor in given.items():
         element = str(tensor.dtype).removeprefix("torch.")
         binding.bind_input(name, "cuda", 0, element, list(tensor.shape), tensor.data_ptr())
-    for output in spec.outputs:
+    for output in session.get_outputs():
         binding.bind_output(output.name, "cuda")
 
     def run() -> None:
