@@ -54,15 +54,15 @@ class Stage:
 
 
 # By the end of stage "four" the others are mostly right.
-_HARD = ("existence-random", "existence-adversarial", *3 * ("relation",), *2 * ("counting",), "place")
-_KINDS = (*KINDS, *LESSONS)
+_HARD = ("existence-random", "existence-adversarial", *3 * ("relation",), *3 * ("counting",), "place")
+_KINDS = (*KINDS, *LESSONS, *_HARD)
 STAGES = (
     Stage("vision", 700, 16, (1.2e-3, 9e-4), visual_tokens=96, warm_up=100),
     Stage("two", 900, 12, (8e-4, 8e-4), 8, 32, 0.3, 2, described=True, warm_up=100),
     Stage("four", 600, 8, (8e-4, 6.7e-4), 8, 48, 0.3, 4, described=True, warm_up=100),
-    Stage("asked", 400, 8, (7e-4, 6.5e-4), 10, 48, 0.3, 4, (*_KINDS, *_HARD)),
-    Stage("six", 2200, 6, (6.5e-4, 3e-4), 10, 64, 0.2, 6, (*_KINDS, *_HARD)),
-    Stage("whole", 600, 6, (3e-4, 0.0), 10, 256, 0.1, 6, (*_KINDS, *_HARD)),
+    Stage("asked", 400, 8, (7e-4, 6.5e-4), 10, 48, 0.3, 4, _KINDS),
+    Stage("six", 3400, 6, (6.5e-4, 3.5e-4), 10, 64, 0.3, 6, _KINDS),
+    Stage("whole", 700, 6, (3.5e-4, 0.0), 10, 256, 0.1, 6, _KINDS),
 )
 _SAVE_EVERY = 100
 _LOG_EVERY = 20
