@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
-from sinkprune.demo.training_batches import pictures, training_scenes, turns
-from sinkprune.demo.training_losses import Probe, answer_loss, tower_states
+from sinkprune.demo.training_batches import pictures, training_scenes, turns, words
+from sinkprune.demo.training_losses import Probe, answer_loss, naming_loss, tower_states
 from sinkprune.questions import Question
 
 
@@ -43,6 +43,7 @@ class Stage:
     visual_tokens: int = 256
     """How many patches of each picture exist: those that show something, then random background."""
     probe_weight: float = 1.0
+    """Of what patches show and are called."""
     most_objects: int = 6
     """In a picture."""
     kinds: tuple[str, ...] = (*KINDS, *LESSONS)
@@ -114,8 +115,11 @@ class Training:
         if stage.questions:
             rng = Random(step)
             asked = [_questions(stage, scene, rng) for scene, _ in scenes]
-            answers = answer_loss(self.model, states[:, 1:], turns(asked, self.tokenizer))
-            loss, told = loss + answers, {**told, "answers": answers.item()}
+            visual = self.model.model.multi_modal_projector(states[:, 1:])
+            answers = answer_loss(self.model, visual, turns(asked, self.tokenizer))
+            names = naming_loss(self.model, visual, seen, words(self.tokenizer))
+            loss = loss + answers + stage.probe_weight * names
+            told |= {"answers": answers.item(), "names": names.item()}
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
@@ -193,7 +197,7 @@ def main() -> None:
     training.run(STAGES)
     save(training.model, training.tokenizer, options.checkpoint)
     with (options.checkpoint / "loss.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "answers"])
+        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "names", "answers"])
         writer.writeheader()
         writer.writerows(training.log)
 

@@ -117,6 +117,15 @@ def turns(asked: list[list[Question]], tokenizer: Tokenizer) -> Turns:
     return Turns(before, *(torch.from_numpy(array) for array in (ids, turn, place, targets)))
 
 
+def words(tokenizer: Tokenizer) -> tuple[torch.Tensor, ...]:
+    """The token ids of all shapes, of all colours and of all sizes, in the order of `Pictures.classes` from 1 on."""
+    ids = [
+        [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in group[1:]]
+        for group in (_SHAPES, _COLOURS, _SIZES)
+    ]
+    return tuple(torch.tensor(group)[:, 0] for group in ids)
+
+
 def _turn(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
     """Token ids of a question with its answer, and how many of them are the answer's."""
     asked = tokenizer.encode(AFTER.format(prompt), add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""The two losses of the training: what each patch shows, and what is answered."""
+"""The losses of the training: what each patch shows, what it is called, and what is answered."""
 
 from __future__ import annotations
 
@@ -44,10 +44,27 @@ def tower_states(model: LlavaForConditionalGeneration, seen: Pictures) -> torch.
     return tower.encoder(inputs_embeds=tower.pre_layrnorm(embedded)).last_hidden_state
 
 
-def answer_loss(model: LlavaForConditionalGeneration, tokens: torch.Tensor, asked: Turns) -> torch.Tensor:
-    """Cross entropy of the answers, given the visual tokens `tokens` [B,V,D]; scalar."""
+def naming_loss(
+    model: LlavaForConditionalGeneration, visual: torch.Tensor, seen: Pictures, words: tuple[torch.Tensor, ...]
+) -> torch.Tensor:
+    """How far the projected tokens `visual` [B,V,d] are from the words for what they show; scalar.
+
+    `words` are the token ids of shapes, colours and sizes (`training_batches.words`). Attention compares a word with
+    what is seen: "circle" finds circles as soon as they lie near its embedding.
+    """
+    table = nn.functional.normalize(model.get_input_embeddings().weight, dim=-1)
+    # As large as the decoder's own norm makes them.
+    visual = nn.functional.normalize(visual, dim=-1) * visual.shape[-1] ** 0.5
+    total = visual.new_zeros(())
+    for i, ids in enumerate(words):
+        classes = seen.classes[..., i]
+        total = total + cross_entropy(visual[classes > 0] @ table[ids].T, classes[classes > 0] - 1)
+    return total
+
+
+def answer_loss(model: LlavaForConditionalGeneration, visual: torch.Tensor, asked: Turns) -> torch.Tensor:
+    """Cross entropy of the answers, given the projected tokens `visual` [B,V,d]; scalar."""
     embed = model.get_input_embeddings()
-    visual = model.model.multi_modal_projector(tokens)
     batch = len(visual)
     before = embed(asked.before).expand(batch, -1, -1)
     hidden = torch.cat([before, visual, embed(asked.ids)], 1)

@@ -14,8 +14,8 @@ from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
 from sinkprune.demo.train import Stage, Training
-from sinkprune.demo.training_batches import pictures, turns
-from sinkprune.demo.training_losses import answer_loss, tower_states
+from sinkprune.demo.training_batches import pictures, turns, words
+from sinkprune.demo.training_losses import answer_loss, naming_loss, tower_states
 
 STAGES = (
     Stage("vision", 1, 2, (1e-3, 1e-3)),
@@ -65,7 +65,7 @@ def test_turns_see_the_picture_and_themselves_only(
 ) -> None:
     scene, picture = make_scene("validation", 3)
     seen = pictures([(scene, picture)])
-    tokens = tower_states(model, seen)[:, 1:]
+    tokens = model.model.multi_modal_projector(tower_states(model, seen)[:, 1:])
     asked = turns([some(scene, Random(0), 5, list(KINDS))], tokenizer)
     together = answer_loss(model, tokens, asked)
     alone, answered = torch.zeros(()), 0
@@ -131,3 +131,19 @@ def test_patches_are_told_what_they_show() -> None:
         assert seen.centres[0, patch].tolist() == pytest.approx(expected)
         assert classes[4] == 1
     assert seen.classes[0, :, 4].sum() == len(scene.objects) + len(scene.plates)
+
+
+def test_a_token_that_is_the_words_for_what_it_shows_is_well_named(
+    model: LlavaForConditionalGeneration, tokenizer: Tokenizer
+) -> None:
+    seen = pictures([make_scene("validation", 2)])
+    shapes, colours, sizes = words(tokenizer)
+    assert [tokenizer.id_to_token(i) for i in shapes[:2]] == ["Ġcircle", "Ġsquare"]
+    assert (len(shapes), len(colours), len(sizes)) == (7, 6, 2)
+    table = torch.nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=-1)
+    shape, colour, size, *_ = seen.classes.unbind(-1)
+    named = table[shapes[shape - 1]] + table[colours[colour - 1]] + table[sizes[size - 1]]
+    wrong = table[shapes[shape - 2]] + table[colours[colour - 2]] + table[sizes[size - 2]]
+    good, bad = (naming_loss(model, visual, seen, words(tokenizer)).item() for visual in (named, wrong))
+    assert good < 0.2
+    assert bad > 10
