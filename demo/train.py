@@ -41,7 +41,7 @@ class Stage:
     questions: int = 0
     """A picture; 0 leaves the LLM out."""
     visual_tokens: int = 256
-    """How many patches of each picture exist: those that show something, then random background."""
+    """How many patches of each picture exist: the centres of things, the rest of them, then random background."""
     probe_weight: float = 1.0
     """Of what patches show and are called."""
     most_objects: int = 6
@@ -62,7 +62,8 @@ STAGES = (
     Stage("two", 900, 12, (8e-4, 8e-4), 8, 32, 0.3, 2, described=True, warm_up=100),
     Stage("four", 600, 8, (8e-4, 6.7e-4), 8, 48, 0.3, 4, described=True, warm_up=100),
     Stage("asked", 400, 8, (7e-4, 6.5e-4), 10, 48, 0.3, 4, _KINDS),
-    Stage("six", 3400, 6, (6.5e-4, 3.5e-4), 10, 64, 0.3, 6, _KINDS),
+    Stage("six", 2800, 6, (6.5e-4, 4e-4), 10, 64, 0.3, 6, _KINDS),
+    Stage("things", 1800, 6, (5.5e-4, 3.5e-4), 10, 112, 0.3, 6, _KINDS),
     Stage("whole", 700, 6, (3.5e-4, 0.0), 10, 256, 0.1, 6, _KINDS),
 )
 _SAVE_EVERY = 100

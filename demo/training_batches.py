@@ -68,7 +68,7 @@ def normalised(picture: Image.Image) -> torch.Tensor:
 
 
 def pictures(scenes: list[tuple[Scene, Image.Image]], shown: int = GRID * GRID, seed: int = 0) -> Pictures:
-    """Pictures with their dense targets; `shown` patches of each: first those of things, then random background."""
+    """Pictures with their dense targets; `shown` patches of each: centres first, then things, then background."""
     targets = [_patch_targets(scene) for scene, _ in scenes]
     rng = np.random.default_rng(seed)
     patches = np.stack([_show(classes, shown, rng) for classes, _ in targets])
@@ -82,7 +82,7 @@ def pictures(scenes: list[tuple[Scene, Image.Image]], shown: int = GRID * GRID, 
 
 
 def _show(classes: np.ndarray, shown: int, rng: np.random.Generator) -> np.ndarray:
-    preference = rng.random(len(classes)) + (classes[:, 0] > 0)
+    preference = rng.random(len(classes)) + (classes[:, 0] > 0) + classes[:, -1]
     return np.sort(np.argsort(-preference)[:shown])
 
 
