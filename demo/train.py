@@ -25,7 +25,7 @@ from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
 from sinkprune.demo.training_batches import pictures, training_scenes, turns, words
-from sinkprune.demo.training_losses import Probe, answer_loss, naming_loss, tower_states
+from sinkprune.demo.training_losses import Probe, answer_loss, looking_loss, naming_loss, tower_states
 from sinkprune.questions import Question
 
 
@@ -117,10 +117,12 @@ class Training:
             rng = Random(step)
             asked = [_questions(stage, scene, rng) for scene, _ in scenes]
             visual = self.model.model.multi_modal_projector(states[:, 1:])
-            answers = answer_loss(self.model, visual, turns(asked, self.tokenizer))
-            names = naming_loss(self.model, visual, seen, words(self.tokenizer))
-            loss = loss + answers + stage.probe_weight * names
-            told |= {"answers": answers.item(), "names": names.item()}
+            spoken, known = turns(asked, self.tokenizer), words(self.tokenizer)
+            answers, reading = answer_loss(self.model, visual, spoken)
+            names = naming_loss(self.model, visual, seen, known)
+            looks = looking_loss(self.model, reading, spoken, seen, known)
+            loss = loss + answers + stage.probe_weight * (names + looks)
+            told |= {"answers": answers.item(), "names": names.item(), "looks": looks.item()}
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
@@ -198,7 +200,7 @@ def main() -> None:
     training.run(STAGES)
     save(training.model, training.tokenizer, options.checkpoint)
     with (options.checkpoint / "loss.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "names", "answers"])
+        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "names", "looks", "answers"])
         writer.writeheader()
         writer.writerows(training.log)
 
