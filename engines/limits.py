@@ -44,11 +44,10 @@ def resolve_limits(
     for value, flag in ((prompt_tokens, "--max-prompt"), (new_tokens, "--max-new-tokens"), (images, "--max-images")):
         if value is not None and value < 1:
             raise UsageError(f"{flag} is {value}, expected at least 1.")
-    taken = {tensor.name for graph in manifest.graphs.values() for tensor in graph.inputs}
-    if images > 1 and "visual_group" not in taken:
+    if images > manifest.max_images:
         raise UsageError(
-            f"--max-images is {images}, and this bundle was exported for one image a prompt: none of its graphs "
-            "takes 'visual_group'. Leave --max-images out."
+            f"--max-images is {images}, and this bundle was exported for up to {manifest.max_images} in a prompt. "
+            f"Ask for no more, or export it again with sinkprune-export --max-images {images}."
         )
     visual = load_family(manifest).most_unpruned_rows(manifest.most_visual_tokens) * images
     positions = manifest.language_model.max_positions
@@ -86,6 +85,7 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
         "P": Span(0, 0, 0),
         "T": rows,
         "V": Span(fewest, median_low(visual), most),
+        "V2": Span(1, median_low(visual), most),
         "L": Span(0, usual_prompt, limits.prompt_tokens),
     }
     if graph == "vision":

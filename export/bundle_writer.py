@@ -75,6 +75,8 @@ class Request:
     """Images are scaled down to at most as many; None is what the checkpoint says."""
     salience: SalienceBlock | None = None
     """The vision block whose attention is the salience, for families that have a choice; None is their own."""
+    max_images: int = 1
+    """The most images a prompt may have."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,14 @@ def export_bundle(
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
+    if request.max_images < 1:
+        raise UsageError(f"--max-images is {request.max_images}, expected at least 1.")
     check_replaceable(output, BUNDLE, force=force)
     source = _open_source(request)
     try:
         budgets = _budgets(source.family.name, request.budgets)
         methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source, precision, dialect, methods, budgets, left_out)
+        planned = _plan_graphs(source, precision, dialect, request.max_images, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
@@ -130,6 +134,7 @@ def export_bundle(
                 language_model=source.family.language_model,
                 vision=source.family.vision,
                 most_visual_tokens=_most(source.family.tokens_of(source.processor)),
+                max_images=request.max_images,
                 projector=source.family.projector,
                 processor=source.processor,
                 tokens=Tokens(source.family.image_token, source.text.stop, source.text.bos, source.text.eos),
@@ -282,13 +287,15 @@ def _plan_graphs(
     source: _Source,
     precision: Precision,
     dialect: Dialect,
+    images: int,
     methods: Mapping[str, Method],
     budgets: Mapping[str, Budget],
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
     family, tokens = source.family, source.family.tokens_of(source.processor)
-    facts = PlanFacts(family.language_model, tokens, family.visual_width, precision, dialect, family.most_groups)
+    model, width, groups = family.language_model, family.visual_width, family.most_groups
+    facts = PlanFacts(model, tokens, width, precision, dialect, groups, images)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.bundle import Plan
-from sinkprune.runtime.pipeline import Kept
+from sinkprune.runtime.answer import Kept
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -106,6 +106,15 @@ def draw_overlay(
         _outline(picture, places, view, fates)
         sheet.paste(picture, (number * (size[0] + _GAP), 0))
     return _with_legend(sheet, _legend(fates, method))
+
+
+def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures one above the other."""
+    tops = np.cumsum([0, *(picture.height + _GAP for picture in pictures)])
+    sheet = Image.new("RGB", (max(picture.width for picture in pictures), int(tops[-1]) - _GAP), _OUTSIDE)
+    for picture, top in zip(pictures, tops, strict=False):
+        sheet.paste(picture, (0, int(top)))
+    return sheet
 
 
 def picture_bytes(picture: Image.Image, path: Path) -> bytes:

@@ -18,7 +18,7 @@ from sinkprune.errors import BudgetError, BundleError
 from sinkprune.manifest_file import FileSpec, ManifestFile, outside
 from sinkprune.precision import DTYPES, PrecisionName
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "bundle.json"
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
@@ -139,6 +139,8 @@ class Manifest:
     """Facts of the vision tower, as the family's own files write and read them."""
     most_visual_tokens: int
     """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
+    max_images: int
+    """The most images a prompt may have."""
     projector: str | None
     """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
     processor: dict[str, Any]
@@ -343,7 +345,7 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
             yield plan.sanitizer, features, [floats("kept_tokens", None, kept, width), index_of_kept]
         key = floats("key", 1, lm.num_kv_heads, None, lm.head_dim)
-        selected = [*rows(), query, key, *index("visual_index", "text_index"), features[1]]
+        selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), features[1]]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, selected, left

@@ -64,11 +64,14 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         precision: str = "fp32",
         budgets: tuple[str, ...] | None = None,
         dialect: DialectName = "onnx24",
+        max_images: int = 1,
     ) -> Path:
-        key = (name, precision, budgets, dialect)
+        key = (name, precision, budgets, dialect, max_images)
         if key not in made:
             output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
-            request = Request(str(checkpoint(name)), budgets=budgets, precision=precision, dialect=dialect)
+            request = Request(
+                str(checkpoint(name)), budgets=budgets, precision=precision, dialect=dialect, max_images=max_images
+            )
             export_bundle(request, output)
             made[key] = output
         return made[key]

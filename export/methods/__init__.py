@@ -42,6 +42,8 @@ class PlanFacts:
     dialect: Dialect
     groups: int = 1
     """The most groups an image has."""
+    images: int = 1
+    """The most images a prompt has."""
 
     @property
     def visual_tokens(self) -> int:

@@ -5,6 +5,7 @@ To add a family, add its module and its name below, and its counterpart in `sink
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,8 +60,9 @@ class Family(Protocol):
         """The tokens that can be drawn on one picture, because they show each part of the image once."""
         ...
 
-    def positions(self, size: Size, before: int, tokens: Array, after: int) -> Positions:
-        """The positions of `before` text rows, the rows of the image's `tokens` [V], and `after` text rows."""
+    def positions(self, texts: Sequence[int], images: Sequence[tuple[Size, Array]]) -> Positions:
+        """The positions of a prompt's rows: texts of so many rows each, and between them the rows of images of a size
+        and the `tokens` [V] they stand for."""
         ...
 
     def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:

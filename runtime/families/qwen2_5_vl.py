@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -69,16 +71,21 @@ class Qwen25VL:
         xs, ys = np.linspace(0, size[0], columns + 1), np.linspace(0, size[1], rows + 1)
         return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(rows) for c in range(columns)])
 
-    def positions(self, size: Size, before: int, tokens: Array, after: int) -> Positions:
+    def positions(self, texts: Sequence[int], images: Sequence[tuple[Size, Array]]) -> Positions:
         """mRoPE: text counts on along all three axes, an image token adds its (time, row, column).
 
-        Text behind the image goes on from the longer of its sides, whatever was dropped.
+        Text behind an image goes on from the longer of its sides, whatever was dropped.
         """
-        t, rows, columns = self._merged(size)
-        image = before + np.array(np.unravel_index(tokens, (t, rows, columns)))
-        rest = before + max(rows, columns)
-        text = [np.broadcast_to(np.arange(start, start + n), (3, n)) for start, n in ((0, before), (rest, after))]
-        return Positions(np.concatenate([text[0], image, text[1]], axis=1), rest + after)
+        rows, place = [], 0
+        for count, image in zip_longest(texts, images):
+            rows.append(np.broadcast_to(np.arange(place, place + count), (3, count)))
+            place += count
+            if image is not None:
+                size, tokens = image
+                grid = self._merged(size)
+                rows.append(place + np.array(np.unravel_index(tokens, grid)))
+                place += max(grid.h, grid.w)
+        return Positions(np.concatenate(rows, axis=1), place)
 
     def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
         """Patches, and windows: full ones usually, and at most those of a picture one token wide."""
