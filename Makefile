@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml $(wildcard sinkprune/*.py runtime/*.py runtime/*/*.py export/*.py export/*/*.py \
-	engines/*.py calibration/*.py calibration/*/*.py jetson/*.py demo/*.py)
+	engines/*.py engines/*/*.py calibration/*.py calibration/*/*.py jetson/*.py demo/*.py)
 
 # The folder sinkprune/ here must not shadow the installed package, of which it is only a part.
 export PYTHONSAFEPATH := 1

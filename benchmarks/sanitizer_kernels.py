@@ -26,11 +26,12 @@ import torch
 from sinkprune.command import run_command
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import binary
-from sinkprune.errors import UsageError
+from sinkprune.errors import BackendError, UsageError
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
+from sinkprune.files import check_writable, write_whole
 from sinkprune.runtime.device import open_device
 
 PER_MILLE = 10
@@ -102,15 +103,28 @@ def bodies(shape: Shape) -> Graph:
     return graph
 
 
-def why_no_bodies(shape: Shape) -> str:
-    """Why the function bodies cannot be timed, or nothing."""
+def bodies_on_cuda(shape: Shape, stream: int) -> Any:
+    """An ONNX Runtime session of `bodies` on the CUDA stream of this handle; raises `BackendError` if it has none."""
+    if shape.dtype not in NAMES:
+        raise BackendError(f"no bundle has {shape.dtype} tokens.")
     try:
         import onnxruntime
-    except ImportError:
-        return "ONNX Runtime is not installed"
+    except ImportError as error:
+        raise BackendError("ONNX Runtime is not installed.") from error
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        return "ONNX Runtime has no CUDAExecutionProvider here"
-    return "" if shape.dtype in NAMES else f"no bundle has {shape.dtype} tokens"
+        raise BackendError("this ONNX Runtime has no CUDAExecutionProvider.")
+    # Many small operators; without shapes that are known ONNX Runtime says so for each.
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream)})
+    with tempfile.TemporaryDirectory() as folder:
+        spec = bodies(shape).save(Path(folder), "bodies.onnx")
+        session = onnxruntime.InferenceSession(Path(folder, spec.file), options, providers=[provider])
+    if "CUDAExecutionProvider" not in session.get_providers():
+        raise BackendError(
+            f"its CUDA provider did not start; ONNX Runtime took {', '.join(session.get_providers())}."
+        )
+    return session
 
 
 def report(microseconds: dict[str, list[float]], traffic: int) -> str:
@@ -152,7 +166,11 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
             f"sizes must be at least 1, --repeat at least 2, and {shape.outliers} outliers, --reserve and --diverse "
             f"at most --tokens together; found {shape} and --repeat {options.repeat}."
         )
+    if options.json:
+        check_writable(options.json, (".json",))
     device = open_device()
+    if not torch.cuda.is_available():
+        raise BackendError(f"this PyTorch, {torch.__version__}, reaches no GPU. Install one that is built for CUDA.")
     generator = torch.Generator("cuda").manual_seed(0)
     tokens = torch.randn(shape.groups, shape.tokens, shape.width, device="cuda", generator=generator)
     tokens = tokens.to(getattr(torch, shape.dtype))
@@ -180,13 +198,11 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
             ways[f"{name}, graph"] = _timed_on(device, lambda graph=graph: device.replay(graph))
     stream = torch.cuda.Stream()
     ways["plain PyTorch"] = _timed_by_torch(stream, lambda: plain_selection(tokens, norms, reserved, shape))
-    missing = why_no_bodies(shape)
-    if missing:
-        sys.stdout.write(f"function bodies: left out, {missing}\n")
-    else:
-        ways["function bodies, ORT CUDA"] = _timed_by_torch(
-            stream, _bodies(stream, tokens, norms, candidate, reserved, shape)
-        )
+    try:
+        run = _bodies(stream, tokens, norms, candidate, reserved, shape)
+        ways["function bodies, ORT CUDA"] = _timed_by_torch(stream, run)
+    except BackendError as error:
+        sys.stdout.write(f"function bodies: left out, {error}\n")
 
     microseconds: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(WARM_UP + options.repeat):
@@ -197,7 +213,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     sys.stdout.write(f"{device.name}, sm_{device.compute_capability}, {shape}\n")
     sys.stdout.write(report(microseconds, shape.traffic()))
     if options.json:
-        options.json.write_text(json.dumps({"device": device.name, "us": microseconds}), encoding="utf-8")
+        write_whole(options.json, json.dumps({"device": device.name, "us": microseconds}).encode())
 
 
 def _kernels(
@@ -285,21 +301,13 @@ def _bodies(
     shape: Shape,
 ) -> Callable[[], None]:
     """What runs the function bodies on `stream`, from and to device memory."""
-    import onnxruntime
-
-    # Many small operators; without shapes that are known ONNX Runtime says so for each.
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream.cuda_stream)})
-    with tempfile.TemporaryDirectory() as folder:
-        spec = bodies(shape).save(Path(folder), "bodies.onnx")
-        session = onnxruntime.InferenceSession(Path(folder, spec.file), options, providers=[provider])
+    session = bodies_on_cuda(shape, stream.cuda_stream)
     binding = session.io_binding()
     given = {"tokens": tokens, "norms": norms, "candidate": candidate, "reserved": reserved.contiguous()}
     for name, tensor in given.items():
         element = str(tensor.dtype).removeprefix("torch.")
         binding.bind_input(name, "cuda", 0, element, list(tensor.shape), tensor.data_ptr())
-    for output in spec.outputs:
+    for output in session.get_outputs():
         binding.bind_output(output.name, "cuda")
 
     def run() -> None:

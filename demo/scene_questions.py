@@ -98,15 +98,13 @@ def _relation(scene: Scene, rng: Random) -> _Asked | None:
     relations = []
     for a, b in permutations(unique, 2):
         if abs(a.x - b.x) >= _APART:
-            relations.append((a, b, "left of" if a.x < b.x else "right of", "right of" if a.x < b.x else "left of"))
+            relations.append((a, b, "left or right of", "left" if a.x < b.x else "right"))
         if abs(a.y - b.y) >= _APART:
-            relations.append((a, b, "above" if a.y < b.y else "below", "below" if a.y < b.y else "above"))
+            relations.append((a, b, "above or below", "above" if a.y < b.y else "below"))
     if not relations:
         return None
-    a, b, true, false = rng.choice(relations)
-    is_true = rng.random() < 0.5
-    text = f"Is the {_named(a.pair)} {true if is_true else false} the {_named(b.pair)}?"
-    return _Asked(text, "yes" if is_true else "no")
+    a, b, either, answer = rng.choice(relations)
+    return _Asked(f"Is the {_named(a.pair)} {either} the {_named(b.pair)}?", answer)
 
 
 def _counting(scene: Scene, rng: Random) -> _Asked | None:

@@ -17,8 +17,9 @@ _SHAPES = ("", *SHAPES, "plate")
 _COLOURS = ("", *COLOURS)
 _SIZES = ("", *RADII)
 _TEXTS = ("", *DIGITS, *WORDS)
-CLASSES = (len(_SHAPES), len(_COLOURS), len(_SIZES), len(_TEXTS))
-"""Of a patch: shape, colour, size and text of what it shows; class 0 is nothing."""
+CLASSES = (len(_SHAPES), len(_COLOURS), len(_SIZES), len(_TEXTS), 2)
+"""Of a patch: shape, colour, size and text of what it shows, 0 for nothing; and whether it holds its centre, of which
+there is one to be counted, whatever the size."""
 SUMMARY = len(COLOURS) * len(SHAPES) + len(_TEXTS)
 """Of a picture: which pairs of colour and shape it holds, and which texts."""
 
@@ -37,7 +38,7 @@ class Pictures:
     patches: torch.Tensor
     """[B,V] int64 ascending: the patches that are shown."""
     classes: torch.Tensor
-    """[B,V,4] int64: `CLASSES` of each patch."""
+    """[B,V,5] int64: `CLASSES` of each patch."""
     centres: torch.Tensor
     """[B,V,2] fp32: x and y of the centre of what it shows, in patches from the picture's centre."""
     summary: torch.Tensor
@@ -136,7 +137,9 @@ def _patch_targets(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
             _COLOURS.index(thing.colour),
             _SIZES.index(thing.size),
             _TEXTS.index(thing.text),
+            0,
         )
+        classes[thing.y // PATCH, thing.x // PATCH, -1] = 1
         centres[inside] = np.array([thing.x, thing.y]) / PATCH - GRID / 2
     return classes.reshape(-1, len(CLASSES)), centres.reshape(-1, 2)
 

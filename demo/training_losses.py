@@ -27,8 +27,8 @@ class Probe(nn.Module):
         """Of the tower's output `states` [B,1+V,D], of pictures with V patches each; scalar."""
         states = self.norm(states)
         *guesses, centres = self.patch(states[:, 1:]).split([*CLASSES, 2], dim=-1)
-        shape, _, _, text = seen.classes.unbind(-1)
-        asked_of = (shape >= 0, shape > 0, shape > 0, text > 0)
+        shape, _, _, text, _ = seen.classes.unbind(-1)
+        asked_of = (shape >= 0, shape > 0, shape > 0, text > 0, shape > 0)
         total = smooth_l1_loss(centres[shape > 0], seen.centres[shape > 0])
         for i, (guess, asked) in enumerate(zip(guesses, asked_of, strict=True)):
             total = total + cross_entropy(guess[asked], seen.classes[asked][:, i])

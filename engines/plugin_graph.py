@@ -115,7 +115,7 @@ def _plugin(node: onnx.NodeProto) -> Plugin:
             return plugin
     raise EnginesError(
         f"no plugin is known for node '{node.name}', {node.op_type} of domain {DOMAIN}; there are "
-        f"{', '.join(plugin.name for plugin in PLUGINS)}. Build with a newer sinkprune, or without plugins."
+        f"{', '.join(plugin.name for plugin in PLUGINS)}. Build with a newer sinkprune."
     )
 
 

@@ -41,8 +41,8 @@ def top_rho(tokens: torch.Tensor, norms: torch.Tensor, count: int) -> Case:
     """`TopRho` on tokens [G,N,D] and norms [G,N]: fills `sink` and `outlier`."""
     groups, n, width = tokens.shape
     memory = {
-        "tokens": tokens,
-        "norms": norms,
+        "tokens": tokens.contiguous(),
+        "norms": norms.contiguous(),
         "sink": torch.full((groups, 1, width), torch.nan, dtype=tokens.dtype),
         "outlier": torch.full((groups, n), -1, dtype=torch.int32),
     }
@@ -64,10 +64,10 @@ def diversity(
     """
     groups, n, width = tokens.shape
     memory = {
-        "tokens": tokens,
+        "tokens": tokens.contiguous(),
         # Any value but 0 is true.
         "candidate": candidate.to(torch.int32) * 7,
-        "reserved": reserved,
+        "reserved": reserved.contiguous(),
         "chosen": torch.full((groups, count), -1, dtype=torch.int64),
         "workspace": torch.full((launches.diversity_workspace(groups, n) // 4,), torch.nan),
     }

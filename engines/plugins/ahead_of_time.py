@@ -90,7 +90,7 @@ def _constant(description: Plugin, width: Any) -> int:
     if not width.is_constant:
         raise EnginesError(
             f"the tokens of the plugin {description.name} have a dynamic width, and a kernel is compiled for one "
-            "alignment. Build the engines without plugins."
+            "alignment. Export the bundle again with this sinkprune."
         )
     return int(width.constant_value())
 

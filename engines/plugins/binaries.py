@@ -59,7 +59,7 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
     if not lower:
         raise BackendError(
             f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, and this GPU is sm_{sm}, "
-            "which is older than all of them. Build the engines without plugins."
+            "which is older than all of them. Build the engines again on it; they then do without plugins."
         )
     return _read(shipped[max(lower)], shipped[max(lower)]["ptx"])
 
@@ -73,7 +73,7 @@ def ptx(kernel: str, dtype: str, sm: int) -> Binary:
     if sm not in shipped:
         raise BackendError(
             f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, not for sm_{sm}. Build the "
-            "engines for one of these, or without plugins."
+            "engines for one of these."
         )
     return _read(shipped[sm], shipped[sm]["ptx"])
 
@@ -108,11 +108,20 @@ def _archive() -> bytes:
 
 @cache
 def _index() -> dict[str, Any]:
-    with zipfile.ZipFile(BytesIO(_archive())) as archive:
-        return json.loads(archive.read(INDEX))
+    return json.loads(_member(INDEX))
 
 
 def _read(entry: dict[str, Any], member: str) -> Binary:
-    with zipfile.ZipFile(BytesIO(_archive())) as archive:
-        image = archive.read(member)
-    return Binary(image, entry["entry"], entry["threads"], entry["shared_bytes"])
+    return Binary(_member(member), entry["entry"], entry["threads"], entry["shared_bytes"])
+
+
+def _member(name: str) -> bytes:
+    """A file of the archive; raises `BackendError` where Python cannot unpack it."""
+    try:
+        with zipfile.ZipFile(BytesIO(_archive())) as archive:
+            return archive.read(name)
+    except RuntimeError as error:
+        raise BackendError(
+            f"the compiled kernels cannot be unpacked: {error}. Use a Python that was built with lzma, as the "
+            "system's is."
+        ) from error

@@ -4,7 +4,7 @@
 
 The archive holds a cubin and a PTX for each kernel, type of the tokens and sm. Cubins load without a compiler, and
 on drivers older than the PTX; the PTX is for ahead-of-time plugins, and for GPUs younger than the list. By
-LZMA they are a sixth of their size, less than the 5 MB of the wheel's limit, and `zipfile` reads them on any board.
+LZMA they are a seventh of their size, less than the 5 MB of the wheel's limit, and `zipfile` reads them on any board.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SCENES = [compose_scene("validation", index) for index in range(150)]
 
 def test_the_test_set_is_fixed() -> None:
     asked = "\n".join(f"{q.id} {q.prompt} {q.answers}" for _, q in TEST)
-    assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "0a95c325ccc4c62c"
+    assert hashlib.sha256(asked.encode()).hexdigest()[:16] == "b7a75581c3231080"
 
 
 def test_the_test_set_has_enough_questions_of_every_kind() -> None:
@@ -33,7 +33,7 @@ def test_the_test_set_has_enough_questions_of_every_kind() -> None:
     assert len({question.id for _, question in TEST}) == len(TEST)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("existence") or kind == "relation"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("existence")])
 def test_yes_and_no_are_about_as_frequent(kind: str) -> None:
     replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)
     assert set(replies) == {"yes", "no"}
@@ -41,7 +41,7 @@ def test_yes_and_no_are_about_as_frequent(kind: str) -> None:
 
 
 def test_no_answer_is_a_good_guess() -> None:
-    for kind in ("colour", "shape", "reading", "choice", "counting"):
+    for kind in ("colour", "shape", "reading", "choice", "counting", "relation"):
         replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)
         assert max(replies.values()) <= 0.5 * sum(replies.values()), kind
 
@@ -135,6 +135,6 @@ def right_answer(scene: Scene, question: Question) -> str:
     if question.text.endswith("small or large?"):
         return first.size
     (second,) = [thing for thing in objects if thing.pair == tuple(words[-2:])]
-    x, y = first.x - second.x, first.y - second.y
-    holds = {"left": x < 0, "right": x > 0, "above": y < 0, "below": y > 0}[words[4]]
-    return "yes" if holds else "no"
+    if words[4] == "left":
+        return "left" if first.x < second.x else "right"
+    return "above" if first.y < second.y else "below"

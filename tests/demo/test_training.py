@@ -129,3 +129,5 @@ def test_patches_are_told_what_they_show() -> None:
         half = pocket_model.GRID / 2
         expected = [thing.x / pocket_model.PATCH - half, thing.y / pocket_model.PATCH - half]
         assert seen.centres[0, patch].tolist() == pytest.approx(expected)
+        assert classes[4] == 1
+    assert seen.classes[0, :, 4].sum() == len(scene.objects) + len(scene.plates)

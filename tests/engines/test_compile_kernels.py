@@ -100,6 +100,12 @@ def test_what_is_not_shipped_is_refused() -> None:
         binary("top_rho", "float64", 87)
 
 
+def test_a_python_without_lzma_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zipfile, "lzma", None)
+    with pytest.raises(BackendError, match=r"cannot be unpacked: .*lzma module\. Use a Python that was built with"):
+        binary("top_rho", "float16", 87)
+
+
 def test_each_plugin_has_a_sum_of_its_own() -> None:
     assert re.fullmatch("[0-9a-f]{64}", sha256("TopRho"))
     assert sha256("TopRho") != sha256("DiversitySelect")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 
 import reference
 import sanitizer_kernels
 from sanitizer_kernels import Shape
+from sinkprune.errors import BackendError
 
 
 def test_the_plain_selection_is_the_reference() -> None:
@@ -42,6 +46,31 @@ def test_the_report_shows_medians_and_ratios() -> None:
     assert ours.split()[1] == "20.0"
     assert ours.split()[-2:] == ["100.0", "1.00"]
     assert theirs.split()[1:] == ["40.0", "40.0", "40.0", "50.0", "2.00"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "available", "given", "said"),
+    [
+        ("bfloat16", ["CUDAExecutionProvider"], [], "no bundle has bfloat16 tokens"),
+        ("float16", ["CPUExecutionProvider"], [], "this ONNX Runtime has no CUDAExecutionProvider"),
+        # It is in the package, but a library it needs is not there.
+        ("float16", ["CUDAExecutionProvider"], ["CPUExecutionProvider"], "did not start; .* took CPUExecution"),
+    ],
+)
+def test_bodies_that_would_not_run_on_cuda_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, available: list[str], given: list[str], said: str
+) -> None:
+    fallen_back = SimpleNamespace(get_providers=lambda: given)
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda *arguments, **options: fallen_back)
+    shape = Shape(groups=1, tokens=40, width=8, reserve=4, diverse=4, batch=4, dtype=dtype)
+    with pytest.raises(BackendError, match=said):
+        sanitizer_kernels.bodies_on_cuda(shape, 0)
+
+
+def test_a_result_that_could_not_be_written_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitizer_kernels.main(["--json", str(tmp_path / "missing" / "us.json")]) == 2
+    assert "its folder must exist" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so_and_so_for_sizes(capsys: pytest.CaptureFixture[str]) -> None:

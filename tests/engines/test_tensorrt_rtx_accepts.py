@@ -1,7 +1,8 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
-Those of dialect `trt10` they accept in fp32 too. The builder is the one of `sinkprune-build`, with its profiles; it
-compares each network with the contract, and refuses inputs that no layer reads.
+That is every method at every budget, in both dialects; of `trt10` also what SinkPruner needs in fp32. The builder is
+the one of `sinkprune-build`, with its profiles; it compares each network with the contract, and refuses inputs that
+no layer reads.
 
 TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
 be refused there; that one compiles says nothing about its numbers or its speed.
@@ -10,7 +11,8 @@ be refused there; that one compiles says nothing about its numbers or its speed.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -30,28 +32,50 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
-TRT10_BUDGETS = (BUDGETS[2], BUDGETS[-1])
-
-
-def graph_names(budgets: Sequence[str]) -> list[str]:
-    """The graphs of a bundle with four segments."""
-    weighted = ("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head")
-    planned = ("sanitizer", "select_after_0", "select_after_1", "select_after_2")
-    return [*weighted, *(f"sinkpruner/{budget}/{graph}" for budget in budgets for graph in planned)]
-
-
+# Deep enough for the layers that every method prunes after.
+DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
+KINDS = [("onnx24", "fp16"), ("trt10", "fp16"), ("trt10", "fp32")]
 # The kernel's name, as it stands in a plan.
 FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = (86, 89, 120)
 LIMITS = Limits(prompt_tokens=1400, new_tokens=400, images=5)
 
-# The ablations are SinkPruner's own graphs with other counts.
-OTHER_METHODS = [name for name in all_methods() if not name.startswith("sinkpruner")]
+
+@dataclass(frozen=True)
+class Graphs:
+    """A bundle, and the graphs of it to compile: those whose files and profiles differ, which is all a build sees."""
+
+    bundle: Bundle
+    distinct: frozenset[str]
 
 
 @pytest.fixture(scope="module")
-def fp16_bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return export_random(tmp_path_factory.mktemp("rtx"), budgets=BUDGETS, precision="fp16")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Graphs]:
+    """Every method at every budget, in a dialect and a precision."""
+    made: dict[tuple[str, str], Graphs] = {}
+
+    def get(dialect: str, precision: str) -> Graphs:
+        if (dialect, precision) not in made:
+            folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
+            options = {"budgets": BUDGETS, "methods": tuple(all_methods()), "dialect": dialect}
+            bundle = export_random(folder, DEEP, precision=precision, **options)
+            found: dict[tuple[bytes, str], str] = {}
+            for graph in bundle.manifest.graphs:
+                ranges = profiles(bundle.manifest, LIMITS, graph)
+                found.setdefault((bundle.graph_path(graph).read_bytes(), repr(ranges)), graph)
+            made[dialect, precision] = Graphs(bundle, frozenset(found.values()))
+        return made[dialect, precision]
+
+    return get
+
+
+def with_weights(bundle: Bundle) -> list[str]:
+    return [graph for graph in bundle.manifest.graphs if "/" not in graph]
+
+
+def of_method(bundle: Bundle, method: str) -> Iterator[str]:
+    for plan in bundle.manifest.plans[method].values():
+        yield from filter(None, [plan.sanitizer, *plan.select_after.values()])
 
 
 def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
@@ -66,73 +90,48 @@ def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     return (folder / "plan").read_bytes()
 
 
-def test_every_graph_is_listed(fp16_bundle: Bundle) -> None:
-    assert set(fp16_bundle.manifest.graphs) == set(graph_names(BUDGETS))
-
-
-@pytest.mark.parametrize("name", graph_names(BUDGETS))
-def test_graph_compiles(name: str, fp16_bundle: Bundle, tmp_path: Path) -> None:
-    compile_graph(fp16_bundle, name, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def trt10_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """The same model lowered for TensorRT 10.3, in a precision."""
-    made: dict[str, Bundle] = {}
-
-    def get(precision: str) -> Bundle:
-        if precision not in made:
-            folder = tmp_path_factory.mktemp("trt10")
-            made[precision] = export_random(folder, budgets=TRT10_BUDGETS, precision=precision, dialect="trt10")
-        return made[precision]
-
-    return get
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("name", graph_names(TRT10_BUDGETS))
-def test_trt10_graph_compiles(
-    name: str, precision: str, trt10_bundle: Callable[[str], Bundle], tmp_path: Path
-) -> None:
-    plan = compile_graph(trt10_bundle(precision), name, tmp_path)
-    # TensorRT has fused kernels for attention in fp16, none for fp32.
-    has_attention = name == "vision" or name.startswith("decoder_")
-    assert (FUSED_ATTENTION in plan) == (has_attention and precision == "fp16")
-
-
-@pytest.fixture(scope="module")
-def bundle_of_methods(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Bundle]:
-    """Every method, on a decoder deep enough for all of them, in a dialect."""
-    made: dict[str, Bundle] = {}
-    deep = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
-    methods, budgets = tuple(all_methods()), ("retain-192", "retain-64+raster+serial+visual-keys+compact")
-
-    def get(dialect: str) -> Bundle:
-        if dialect not in made:
-            folder = tmp_path_factory.mktemp("methods")
-            request = {"budgets": budgets, "methods": methods, "precision": "fp16", "dialect": dialect}
-            made[dialect] = export_random(folder, deep, **request)
-        return made[dialect]
-
-    return get
-
-
-@pytest.mark.parametrize("method", OTHER_METHODS)
-def test_other_methods_compile(method: str, bundle_of_methods: Callable[[str], Bundle], tmp_path: Path) -> None:
-    bundle = bundle_of_methods("onnx24")
-    plan = bundle.manifest.plans[method]["retain-192"]
-    # The selects of a plan differ in a number.
-    graphs = [graph for graph in (plan.sanitizer, *plan.select_after.values()) if graph]
-    compile_graph(bundle, graphs[0], tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("method", all_methods())
-def test_every_graph_of_every_method_compiles_everywhere(
-    method: str, dialect: str, bundle_of_methods: Callable[[str], Bundle], tmp_path: Path
+def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]) -> None:
+    bundle = graphs(dialect, "fp16").bundle
+    listed = [*with_weights(bundle), *(graph for method in all_methods() for graph in of_method(bundle, method))]
+    assert sorted(listed) == sorted(bundle.manifest.graphs)
+    cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
+    # What prunes in the decoder alone cannot reach the smallest budgets.
+    assert cut_short == {"fastv", "pyramiddrop", "sinkpruner-no-sanitizer", "sparsevlm"}
+    assert all("retain-192" in plans for plans in bundle.manifest.plans.values())
+
+
+@pytest.mark.parametrize(("dialect", "precision"), KINDS)
+def test_graphs_with_weights_compile(
+    dialect: str, precision: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
 ) -> None:
-    bundle = bundle_of_methods(dialect)
-    for plan in bundle.manifest.plans[method].values():
-        for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
-            compile_graph(bundle, graph, tmp_path)
+    bundle = graphs(dialect, precision).bundle
+    assert {"vision", "projector", "decoder_0", "decoder_4", "head"} < set(with_weights(bundle))
+    for graph in with_weights(bundle):
+        plan = compile_graph(bundle, graph, tmp_path)
+        # TensorRT has fused kernels for attention in fp16, none for fp32.
+        has_attention = graph == "vision" or graph.startswith("decoder_")
+        assert (FUSED_ATTENTION in plan) == (has_attention and precision == "fp16"), graph
+
+
+@pytest.mark.parametrize(
+    ("dialect", "precision", "method"),
+    [
+        *((dialect, "fp16", method) for dialect in DIALECTS for method in all_methods()),
+        ("trt10", "fp32", "sinkpruner"),
+    ],
+)
+def test_every_plan_of_a_method_compiles(
+    dialect: str, precision: str, method: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    found = graphs(dialect, precision)
+    for graph in of_method(found.bundle, method):
+        if graph in found.distinct:
+            compile_graph(found.bundle, graph, tmp_path)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> None:
+    options = {"budgets": ("retain-32+serial",), "precision": "fp16", "dialect": dialect}
+    bundle = export_random(tmp_path, **options)
+    compile_graph(bundle, "sinkpruner/retain-32+serial/sanitizer", tmp_path)
