@@ -78,7 +78,7 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
     fewest = 1 if manifest.any_resolution or family.most_groups > 1 else min(visual)
     rows = Span(1, median_low(visual) + usual_prompt, most + limits.prompt_tokens)
     prefill = {
-        "G": Span(1, family.most_groups, family.most_groups * limits.images),
+        "G": Span(1, family.largest(manifest.most_visual_tokens)[1], family.most_groups),
         "N": Span(1, manifest.most_visual_tokens, manifest.most_visual_tokens),
         "n": Span(fewest, median_low(visual), max(visual)),
         "S": rows,
@@ -103,10 +103,10 @@ def _visual_counts(manifest: Manifest, family: Family, graph: str) -> list[int]:
 
     Where images differ in theirs, those of the largest. The projector is given those of one group.
     """
-    n, groups = manifest.most_visual_tokens, family.most_groups
+    n, groups = family.largest(manifest.most_visual_tokens)
     named = ((method, budget) for method, budgets in manifest.plans.items() for budget in budgets)
     plans = [plan for plan in (manifest.plan_for(method, budget, n, groups) for method, budget in named) if plan]
-    unpruned = family.most_unpruned_rows(n)
+    unpruned = family.most_unpruned_rows(manifest.most_visual_tokens)
     for plan in plans:
         for layer, select in plan.select_after.items():
             if select == graph:
@@ -124,7 +124,7 @@ def _visual_counts(manifest: Manifest, family: Family, graph: str) -> list[int]:
 
 def _visual_before(plan: Plan, groups: int, n: int, layer: int) -> int:
     """The visual tokens of one image that reach `layer`, or the select behind it, of `groups` groups of `n`."""
-    visible = groups * (plan.counts.kept if plan.sanitizer else n)
+    visible = plan.kept if plan.sanitizer else groups * n
     for pruned_after, kept in zip(plan.select_after, plan.counts.stages, strict=True):
         if int(pruned_after) < layer:
             visible = min(visible, kept)

@@ -77,6 +77,8 @@ class Request:
     """The vision block whose attention is the salience, for families that have a choice; None is their own."""
     max_images: int = 1
     """The most images a prompt may have."""
+    max_frames: int = 0
+    """The most frames that are taken of a clip; 0 where there is no video."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def export_bundle(
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
     if request.max_images < 1:
         raise UsageError(f"--max-images is {request.max_images}, expected at least 1.")
+    if request.max_frames < 0:
+        raise UsageError(f"--max-frames is {request.max_frames}, expected 0 for no video, or how many.")
     check_replaceable(output, BUNDLE, force=force)
     source = _open_source(request)
     try:
@@ -245,6 +249,8 @@ def _open_source(request: Request) -> _Source:
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
+    video = folder / "video_preprocessor_config.json"
+    settings |= {"video_processor": read_json(video)} if video.exists() else {}
     processor = _processor(family, settings, request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
@@ -255,7 +261,10 @@ def _processor(family: Family, settings: Mapping[str, Any], request: Request) ->
     """The image processor's settings, with the pixel counts that were asked for."""
     asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
     asked = {name: count for name, count in asked.items() if count is not None}
-    processor = family.processor({**settings, **asked})
+    frames = {"max_frames": request.max_frames} if request.max_frames else {}
+    processor = family.processor({**settings, **asked, **frames})
+    if frames and "video" not in processor:
+        raise UsageError(f"family '{family.name}' takes no video: leave out --max-frames.")
     if not asked.keys() <= processor.keys():
         raise UsageError(
             f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
@@ -294,8 +303,14 @@ def _plan_graphs(
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
     family, tokens = source.family, source.family.tokens_of(source.processor)
-    model, width, groups = family.language_model, family.visual_width, family.most_groups
-    facts = PlanFacts(model, tokens, width, precision, dialect, groups, images)
+    model, width, groups = family.language_model, family.visual_width, family.groups_of(source.processor)
+    joined = family.groups_are_frames and groups > 1
+    if not joined and any(budget.frames == "apart" for budget in budgets.values()):
+        raise BudgetError(
+            "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
+            "takes video with a larger --max-frames."
+        )
+    facts = PlanFacts(model, tokens, width, precision, dialect, groups, images, joined)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):

@@ -65,6 +65,7 @@ def _qwen(**text: Any) -> dict[str, Any]:
             "temporal_patch_size": 2,
             "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
         },
         "text_config": {
             "model_type": "qwen2_5_vl_text",

@@ -14,6 +14,8 @@ Array = np.ndarray[Any, Any]
 class Kept:
     """What became of an image's visual tokens. Indices are into the N tokens of a group."""
 
+    size: Any
+    """The image's size, as its family takes it: width and height, or a `ClipSize`."""
     index: Array
     """[G,n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
     norms: Array

@@ -39,7 +39,7 @@ class Encoded:
     embeddings: Array
     """[V,d]: the groups' kept tokens, one group behind the other."""
     kept_index: Array
-    """[G,n0] source token of each row."""
+    """[G,n0] source token of each row; frames that were sanitised as one are one group here."""
     norms: Array
     """[G,N] fp32."""
     salience: Array

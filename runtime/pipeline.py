@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -34,24 +33,24 @@ from sinkprune.runtime.chain import (
     prefill,
     surviving_rows,
 )
+from sinkprune.runtime.clip import Shown
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.images import read_image, to_rgb
+from sinkprune.runtime.pictures import PictureLike, decoded, naming
 from sinkprune.runtime.prompt import Prompt, PromptEncoder
 from sinkprune.runtime.prompt_rows import PictureRows, PromptRows, prompt_rows
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.stopwatch import Stopwatch
 
 Array = np.ndarray[Any, Any]
-ImageLike = Image.Image | Array | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
 class _Picture:
-    """An image of a request."""
+    """An image or a clip of a request."""
 
-    source: ImageLike
-    image: Image.Image
+    source: PictureLike
+    image: Image.Image | Shown
     plan: Plan | None
 
 
@@ -63,6 +62,8 @@ class _Start:
     encoded: list[Encoded]
     prefill: Prefill
     rows: PromptRows
+    sizes: list[Any]
+    """Of the images, as the family takes them."""
     text_tokens: int
     token: int
 
@@ -108,7 +109,7 @@ class Pipeline:
 
     def generate(
         self,
-        image: ImageLike | Sequence[ImageLike],
+        image: PictureLike | Sequence[PictureLike],
         prompt: str | Sequence[str],
         *,
         on_text: Callable[[str], None] | None = None,
@@ -127,7 +128,7 @@ class Pipeline:
 
     def stream(
         self,
-        image: ImageLike | Sequence[ImageLike],
+        image: PictureLike | Sequence[PictureLike],
         prompt: str | Sequence[str],
         *,
         budget: str = UNPRUNED,
@@ -141,7 +142,8 @@ class Pipeline:
         """The answer's text, piece by piece; the generator's return value is the `Answer`.
 
         Nothing runs, and nothing is checked, before the first piece is asked for.
-        `image` is a Pillow image, a uint8 [height,width,3] array or a file, or a list of several. `prompt` stands
+        `image` is a Pillow image, a uint8 [height,width,3] array or a file, a `Clip` or a `VideoFile`, or a list of
+        several. `prompt` stands
         behind the images; as a list of texts it stands around them: one text before each image and one behind the
         last. Stop tokens are ignored before `min_new_tokens`.
 
@@ -155,7 +157,7 @@ class Pipeline:
         if spec is not None:
             self._load_plan(spec)
 
-        start = self._start(pictures, prompt, sampler, max_new_tokens)
+        start = self._start(pictures, prompt, sampler, method, max_new_tokens)
         # Before decoding grows the caches
         cache_bytes = kv_bytes(self.chain, start.prefill.cache)
         token, ids, steps, text = start.token, [start.token], [], ""
@@ -185,12 +187,12 @@ class Pipeline:
             images=self._kept(start),
         )
 
-    def encode(self, image: ImageLike) -> Encoded:
+    def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
-        inputs = self._preprocess(_Picture(image, _decode(image), None))
+        inputs = self._preprocess(_Picture(image, decoded(image, self.bundle.manifest.processor), None))
         return encode(self.chain, None, inputs, Stopwatch(self.backend))
 
-    def _pictures(self, images: ImageLike | Sequence[ImageLike], method: str, budget: str) -> list[_Picture]:
+    def _pictures(self, images: PictureLike | Sequence[PictureLike], method: str, budget: str) -> list[_Picture]:
         """The images, decoded, with the plan of each; raises `PromptError` for more than the bundle is made for."""
         sources: list[Any] = list(images) if isinstance(images, (list, tuple)) else [images]
         most = self._limits.images if self._limits else self.bundle.manifest.max_images
@@ -199,11 +201,17 @@ class Pipeline:
                 f"the prompt has {len(sources)} images, expected 1 to {most}. More must be asked for beforehand: "
                 "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
             )
-        decoded = [(source, _decode(source)) for source in sources]
-        return [_Picture(source, image, self._plan(method, budget, source, image.size)) for source, image in decoded]
+        processor = self.bundle.manifest.processor
+        shown = [(source, decoded(source, processor)) for source in sources]
+        return [_Picture(source, image, self._plan(method, budget, source, image.size)) for source, image in shown]
 
     def _start(
-        self, pictures: Sequence[_Picture], prompt: str | Sequence[str], sampler: Sampler, max_new_tokens: int
+        self,
+        pictures: Sequence[_Picture],
+        prompt: str | Sequence[str],
+        sampler: Sampler,
+        method: str,
+        max_new_tokens: int,
     ) -> _Start:
         """Everything up to the first token: what TTFT measures."""
         clock = Stopwatch(self.backend)
@@ -211,7 +219,7 @@ class Pipeline:
             with clock.measure("preprocess"):
                 inputs = [self._preprocess(picture) for picture in pictures]
                 question = self._prompts.encode(prompt, len(pictures))
-            self._check_length(question, pictures, max_new_tokens)
+            self._check_length(question, pictures, method, max_new_tokens)
             encoded = []
             for picture, taken in zip(pictures, inputs, strict=True):
                 encoded.append(encode(self.chain, picture.plan, taken, clock))
@@ -219,12 +227,13 @@ class Pipeline:
             rows = self._rows(pictures, question, encoded)
             result = self._prefill(pictures, rows, encoded, clock)
             token = sampler(self.backend.numpy(result.logits)[0])
-        return _Start(clock, encoded, result, rows, question.text_tokens, token)
+        sizes = [picture.image.size for picture in pictures]
+        return _Start(clock, encoded, result, rows, sizes, question.text_tokens, token)
 
-    def _plan(self, method: str, budget: str, source: ImageLike, size: tuple[int, int]) -> Plan | None:
-        """The plan for an image of `size`."""
+    def _plan(self, method: str, budget: str, source: PictureLike, size: Any) -> Plan | None:
+        """The plan for an image or clip of `size`."""
         most = self.bundle.manifest.most_visual_tokens
-        with _naming(source):
+        with naming(source):
             tokens = self.family.visual_tokens(size)
             if tokens > most:
                 raise ImageError(
@@ -235,7 +244,7 @@ class Pipeline:
         return self.bundle.manifest.plan_for(method, budget, tokens, groups)
 
     def _preprocess(self, picture: _Picture) -> dict[str, Array]:
-        with _naming(picture.source):
+        with naming(picture.source):
             inputs = self.family.preprocess(picture.image)
         return {
             name: array.astype(self._dtype) if np.issubdtype(array.dtype, np.floating) else array
@@ -254,7 +263,8 @@ class Pipeline:
         """The rows [V,d] of an image, and the token [V] each stands for; -1 is the end of a line of the unpruned."""
         if picture.plan is not None:
             return encoded.embeddings, _source_tokens(encoded)
-        tokens = self.family.unpruned_rows(picture.image.size)
+        size: Any = picture.image.size
+        tokens = self.family.unpruned_rows(size)
         rows = encoded.embeddings[tokens]
         if self.family.between_rows:
             rows[tokens < 0] = self._embedding.named(self.family.between_rows)
@@ -300,7 +310,7 @@ class Pipeline:
         for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
             self.chain.plan_engine(graph)
 
-    def _check_length(self, question: Prompt, pictures: Sequence[_Picture], new_tokens: int) -> None:
+    def _check_length(self, question: Prompt, pictures: Sequence[_Picture], method: str, new_tokens: int) -> None:
         text, visual = question.text_tokens, sum(self._rows_of(picture) for picture in pictures)
         _check_limits(self._limits, text, new_tokens)
         limit = self.bundle.manifest.language_model.max_positions
@@ -310,42 +320,40 @@ class Pipeline:
             raise PromptError(
                 f"the prompt is too long: {text} text tokens, {visual} visual tokens and up to {new_tokens} new "
                 f"tokens exceed the model's {limit} positions. Shorten the prompt{way_out}."
+                f"{self._budget_that_fits(method, pictures, limit - text - new_tokens)}"
             )
+
+    def _budget_that_fits(self, method: str, pictures: Sequence[_Picture], room: int) -> str:
+        """Advice: the budget that keeps most of what there is room for."""
+        fit = {}
+        for name in self.bundle.manifest.plans[method]:
+            plans = [self._plan(method, name, picture.source, picture.image.size) for picture in pictures]
+            rows = sum(plan.kept for plan in plans if plan)
+            if rows <= room:
+                fit[rows] = name
+        return f" Budget '{fit[max(fit)]}' keeps {max(fit)} visual tokens, which would fit." if fit else ""
 
     def _rows_of(self, picture: _Picture) -> int:
         """How many rows an image has in front of the first layer."""
-        size = picture.image.size
+        size: Any = picture.image.size
         if picture.plan is None:
             return len(self.family.unpruned_rows(size))
-        return picture.plan.counts.kept * self.family.groups(size)
+        return picture.plan.kept
 
     def _kept(self, start: _Start) -> tuple[Kept, ...]:
         survivors, kept = surviving_rows(self.chain, start.prefill), []
         for number, encoded in enumerate(start.encoded):
             own = start.rows.visual[start.rows.picture == number]
             after_stage = {layer: np.intersect1d(rows, own) - own[0] for layer, rows in survivors.items()}
-            kept.append(Kept(encoded.kept_index, encoded.norms, encoded.salience, after_stage))
+            norms, salience = (x.reshape(len(encoded.kept_index), -1) for x in (encoded.norms, encoded.salience))
+            kept.append(Kept(start.sizes[number], encoded.kept_index, norms, salience, after_stage))
         return tuple(kept)
-
-
-def _decode(image: ImageLike) -> Image.Image:
-    return read_image(image) if isinstance(image, (str, os.PathLike)) else to_rgb(image)
-
-
-@contextmanager
-def _naming(source: ImageLike) -> Iterator[None]:
-    """Put the file's name before what is said of an image from a file."""
-    try:
-        yield
-    except ImageError as error:
-        if isinstance(source, (str, os.PathLike)):
-            raise ImageError(f"'{source}': {error}") from error
-        raise
 
 
 def _source_tokens(encoded: Encoded) -> Array:
     """[V]: the token each row of `encoded` stands for, counted through all groups."""
-    groups, tokens = encoded.norms.shape
+    groups = len(encoded.kept_index)
+    tokens = encoded.norms.size // groups
     source: Array = (encoded.kept_index + tokens * np.arange(groups)[:, None]).ravel()
     return source
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.runtime.embedding import Embedding
-from sinkprune.runtime.families import Family, Size
+from sinkprune.runtime.families import Family
 from sinkprune.runtime.rotary import Positions
 
 Array = np.ndarray[Any, Any]
@@ -20,7 +20,8 @@ Array = np.ndarray[Any, Any]
 class PictureRows:
     """A picture in a prompt."""
 
-    size: Size
+    size: Any
+    """Width and height of an image, or the size of a clip."""
     hidden: Array
     """[V,d]."""
     tokens: Array

@@ -74,9 +74,16 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class Plan(PlanSpec):
-    """A plan on an image whose number of visual tokens is known."""
+    """A plan on an image or a clip whose number of visual tokens is known."""
 
     counts: Counts
+    groups: int = 1
+    """How many groups of `counts` it has."""
+
+    @property
+    def kept(self) -> int:
+        """The rows that all its groups send to the LLM."""
+        return self.groups * self.counts.kept
 
 
 @dataclass(frozen=True)
@@ -188,13 +195,17 @@ class Manifest:
         return self.plans[method][budget]
 
     def plan_for(self, method: str, budget: str, tokens: int, groups: int = 1) -> Plan | None:
-        """The same for an image of `groups` groups of `tokens` visual tokens, with the counts it then has."""
+        """The same for a picture of `groups` groups of `tokens` visual tokens, with the counts it then has."""
         spec = self.plan(method, budget)
         if spec is None:
             return None
-        of_group = spec.counts
-        counts = of_group.of_groups(groups) if of_group else self.budgets[budget].resolve(tokens, groups)
-        return Plan(spec.sanitizer, spec.select_after, spec.positions, counts)
+        if spec.counts is not None:
+            counts = spec.counts.of_groups(groups)
+        else:
+            if self.budgets[budget].frames == "together":
+                tokens, groups = tokens * groups, 1
+            counts = self.budgets[budget].resolve(tokens, groups)
+        return Plan(spec.sanitizer, spec.select_after, spec.positions, counts, groups)
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,18 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         budgets: tuple[str, ...] | None = None,
         dialect: DialectName = "onnx24",
         max_images: int = 1,
+        max_frames: int = 0,
     ) -> Path:
-        key = (name, precision, budgets, dialect, max_images)
+        key = (name, precision, budgets, dialect, max_images, max_frames)
         if key not in made:
             output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
             request = Request(
-                str(checkpoint(name)), budgets=budgets, precision=precision, dialect=dialect, max_images=max_images
+                str(checkpoint(name)),
+                budgets=budgets,
+                precision=precision,
+                dialect=dialect,
+                max_images=max_images,
+                max_frames=max_frames,
             )
             export_bundle(request, output)
             made[key] = output

@@ -25,6 +25,7 @@ SPECIALS = {
     376: "<|video_pad|>",
 }
 IMAGE_TOKEN = 375
+VIDEO_TOKEN = 376
 # The published checkpoints' template, for messages of text and images.
 TEMPLATE = (
     "{% set image_count = namespace(value=0) %}{% for message in messages %}"

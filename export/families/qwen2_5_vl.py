@@ -30,7 +30,7 @@ class Qwen25VL:
     architecture = "Qwen2_5_VLForConditionalGeneration"
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = None
-    most_groups = 1
+    groups_are_frames = True
     extra_rows: Mapping[str, str] = {}
     chat_template = (
         "{% for message in messages %}"
@@ -59,7 +59,11 @@ class Qwen25VL:
         self.language_model = facts
         self.visual_width = self._vision.out_size
         self._salience_block = self._vision.num_blocks - (1 if salience == "last" else 2)
-        self.vision = {**asdict(self._vision), "salience_block": self._salience_block}
+        self.vision = {
+            **asdict(self._vision),
+            "salience_block": self._salience_block,
+            "tokens_per_second": self._config.vision_config.tokens_per_second,
+        }
         self.image_token: int = self._config.image_token_id
 
     @property
@@ -153,18 +157,51 @@ class Qwen25VL:
                 f"numbers, the second no smaller than the first and than the {token} pixels of a token. "
                 "Mend min_pixels and max_pixels, or give --min-pixels and --max-pixels."
             )
+        if "max_frames" in settings:
+            known["video"] = self._video(settings, most)
         return known
 
     def tokens_of(self, processor: Mapping[str, Any]) -> UpTo:
-        """N, which the pixels of an image decide.
+        """N, which the pixels of an image decide, or those of a clip's frame."""
+        image = self._most_tokens(processor)
+        frame: int = processor["video"]["most_tokens"] if "video" in processor else 0
+        return UpTo(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        """The frames that are seen at once are one group; an image is one too."""
+        frames: int = processor["video"]["max_frames"] if "video" in processor else 1
+        return -(-frames // self._vision.temporal_patch_size)
+
+    def _most_tokens(self, limits: Mapping[str, Any]) -> int:
+        """The most tokens of an image within `limits`.
 
         Sides are rounded to whole tokens. Where one would round to none, or small images are rounded up, an image of
         the longest shape (200:1) may get more tokens than max_pixels has room for.
         """
         each = self._pixels_each
-        least, most = processor["min_pixels"] // each + 1, processor["max_pixels"] // each
+        least, most = limits["min_pixels"] // each + 1, limits["max_pixels"] // each
         rounded_up = least + isqrt(200 * least) + 1 + isqrt(least) + 1
-        return UpTo(max(most, isqrt(200 * (most + 1)), rounded_up), each)
+        return max(most, isqrt(200 * (most + 1)), rounded_up)
+
+    def _video(self, settings: Mapping[str, Any], most_pixels: int) -> dict[str, Any]:
+        """Qwen2VLVideoProcessor's settings of a frame's pixels, and how clips are sampled (qwen-vl-utils' defaults).
+
+        transformers reads them from preprocessor_config.json too, where a checkpoint has no file of their own.
+        """
+        given = settings.get("video_processor") or settings
+        size, each = given.get("size") or {}, self._pixels_each
+        most = min(given.get("max_pixels") or size.get("longest_edge", 768 * each), most_pixels)
+        limits = {
+            "min_pixels": min(given.get("min_pixels") or size.get("shortest_edge", 128 * each), most),
+            "max_pixels": most,
+        }
+        return {
+            **limits,
+            "most_tokens": self._most_tokens(limits),
+            "fps": float(given.get("fps") or 2),
+            "min_frames": given.get("min_frames") or 4,
+            "max_frames": min(settings["max_frames"], given.get("max_frames") or 768),
+        }
 
     @property
     def _pixels_each(self) -> int:

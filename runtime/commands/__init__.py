@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 
 from sinkprune.budgets import UNPRUNED
@@ -16,7 +17,10 @@ from sinkprune.engines_manifest import verify_engines
 from sinkprune.errors import PromptError
 from sinkprune.runtime.backends import BACKENDS, load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.video_file import VideoFile
 
 IMAGE_PLACE = "{image}"
 """Where an image stands in a prompt."""
@@ -26,7 +30,9 @@ def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentP
     """A parser with the arguments every command takes that asks about images."""
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
-    add("--image", type=Path, required=True, action="append", help="an image file to ask about; may be repeated")
+    picture = parser.add_mutually_exclusive_group(required=True)
+    picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
+    picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
     add("--prompt", required=True, help="the question; {image} in it is the place of an image (default: in front)")
     add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
     return parser
@@ -69,6 +75,12 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle) -> Pipeline:
                 verify_engines(built.engines)
     with status("loading the engines"):
         return Pipeline(bundle, backend, built)
+
+
+def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Image.Image | Shown]:
+    """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`."""
+    sources = options.image or [VideoFile(path) for path in options.video]
+    return [decoded(source, bundle.manifest.processor) for source in sources]
 
 
 def prompt_pieces(prompt: str) -> str | list[str]:

@@ -14,8 +14,7 @@ from sinkprune.budgets import UNPRUNED
 from sinkprune.command import run_command
 from sinkprune.files import check_writable, write_whole
 from sinkprune.report import BudgetReport, Report, Spread
-from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, prompt_pieces
-from sinkprune.runtime.images import read_image
+from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, prompt_pieces, read_pictures
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib, plot_report
 from sinkprune.runtime.profile import profile
 from sinkprune.schema import to_json
@@ -61,7 +60,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
-    images = [read_image(path) for path in options.image]
+    images = read_pictures(options, bundle)
     pipeline = load_pipeline(options, bundle)
 
     console = Console(stderr=True)

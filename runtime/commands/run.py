@@ -15,8 +15,15 @@ from sinkprune.command import run_command
 from sinkprune.errors import UsageError
 from sinkprune.files import check_writable, write_whole
 from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, prompt_pieces, write_line
-from sinkprune.runtime.images import read_image
+from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.commands import (
+    load_pipeline,
+    new_parser,
+    open_bundle,
+    prompt_pieces,
+    read_pictures,
+    write_line,
+)
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
 
@@ -25,6 +32,7 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "What is on the table?" --budget retain-64
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --budget retain-64 --overlay kept.png
   sinkprune-run bundle --image a.jpg --image b.jpg --prompt "Before: {image} After: {image} What has changed?"
+  sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
 """
 
 
@@ -47,13 +55,13 @@ def _run(arguments: Sequence[str] | None) -> None:
 
     if options.overlay:
         check_writable(options.overlay, PICTURE_SUFFIXES)
-        if options.overlay.absolute() in [path.absolute() for path in options.image]:
+        if options.overlay.absolute() in [path.absolute() for path in options.image or options.video]:
             raise UsageError(f"--overlay '{options.overlay}' is the image itself; give it another name.")
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
-    images = [read_image(path) for path in options.image]
+    images = read_pictures(options, bundle)
     pipeline = load_pipeline(options, bundle)
     answer = pipeline.generate(
         images,
@@ -74,14 +82,18 @@ def _run(arguments: Sequence[str] | None) -> None:
         write_whole(options.overlay, picture_bytes(_overlay(pipeline, images, answer), options.overlay))
 
 
-def _overlay(pipeline: Pipeline, images: list[Image.Image], answer: Answer) -> Image.Image:
+def _overlay(pipeline: Pipeline, images: list[Image.Image | Shown], answer: Answer) -> Image.Image:
     """The images one above the other, with what became of their tokens."""
     drawn = []
     for image, kept in zip(images, answer.images, strict=True):
         groups, tokens = kept.norms.shape
         plan = pipeline.bundle.manifest.plan_for(answer.method, answer.budget, tokens, groups)
-        boxes, views = pipeline.family.token_boxes(image.size), pipeline.family.views(image.size)
-        drawn.append(draw_overlay(image, boxes, views, answer.method, plan, kept))
+        boxes, views = pipeline.family.token_boxes(kept.size), pipeline.family.views(kept.size)
+        # Of frames that share a token, the first is drawn.
+        shown = (
+            image.frames[:: -(-len(image.frames) // len(views))] if isinstance(image, Shown) else [image] * len(views)
+        )
+        drawn.append(draw_overlay(shown, boxes, views, answer.method, plan, kept))
     return stacked(drawn)
 
 

@@ -31,8 +31,11 @@ class Family(Protocol):
         """The most groups an image has."""
         ...
 
-    def preprocess(self, image: Image.Image) -> dict[str, Array]:
-        """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`."""
+    def preprocess(self, image: Any) -> dict[str, Array]:
+        """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`.
+
+        Families whose `processor` has `video` take a `Shown` clip too, and its `ClipSize` for a size.
+        """
         ...
 
     def visual_tokens(self, size: Size) -> int:
@@ -50,6 +53,10 @@ class Family(Protocol):
 
     def most_unpruned_rows(self, most: int) -> int:
         """The largest V, for groups of at most `most` tokens."""
+        ...
+
+    def largest(self, most: int) -> tuple[int, int]:
+        """N and G of the picture with most tokens, where groups have at most `most`."""
         ...
 
     def token_boxes(self, size: Size) -> Array:

@@ -45,6 +45,10 @@ class Llava:
         """N."""
         return most
 
+    def largest(self, most: int) -> tuple[int, int]:
+        """Every image has as many."""
+        return most, self.most_groups
+
     def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
         """`pixel_values` [1,3,image_size,image_size] fp32."""
         return {"pixel_values": self._processor(image)[None]}

@@ -83,7 +83,7 @@ def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
     ranges = profiles(several, limits, graph)["prefill"]
     assert ranges["visual_group"] == Range((129,), (129,), (387,))
     assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
-    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (3, 3, 336, 336)
+    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (1, 3, 336, 336)
     assert profiles(several, limits, "decoder_0")["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
 
 

@@ -73,7 +73,7 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, random_bundle: Callable[.
     assert set(built) == set(read_bundle(root).manifest.graphs)
     assert "projector" not in built
     vision = built["vision"].profiles["prefill"]
-    assert vision["pixel_values"] == Range((4, 1176), (1920, 1176), (1920, 1176))
+    assert vision["pixel_values"] == Range((1, 4, 1176), (1, 1920, 1176), (1, 1920, 1176))
     assert vision["window_index"] == Range((1, 64), (30, 64), (120, 64))
 
 
