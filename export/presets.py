@@ -78,6 +78,27 @@ def _qwen(**text: Any) -> dict[str, Any]:
     }
 
 
+def _qwen2(**text: Any) -> dict[str, Any]:
+    config = _qwen(**text)
+    return {
+        **config,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "vision_config": {
+            "model_type": "qwen2_vl_vision",
+            "depth": 32,
+            "embed_dim": 1280,
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "hidden_size": text["hidden_size"],
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "text_config": {**config["text_config"], "model_type": "qwen2_vl_text", "max_position_embeddings": 32768},
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": _llava(
         hidden_size=4096,
@@ -117,6 +138,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         rope_theta=1e6,
         sliding_window=None,
+    ),
+    "qwen2-vl-7b": _qwen2(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
     ),
     "qwen2.5-vl-3b": _qwen(
         vocab_size=151936,

@@ -98,6 +98,13 @@ def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
     return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
 
 
+_QWEN = {
+    "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
+    "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
+    "prune-80": _per_mille_row(400, 50, 300, 200, 120),
+    "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
+}
+
 BUDGETS: dict[str, dict[str, Budget]] = {
     "llava": {
         "retain-192": _llava_row(192, 192, 345, 195, 138),
@@ -110,12 +117,8 @@ BUDGETS: dict[str, dict[str, Budget]] = {
         "retain-320": _llava_row(64, 64, 110, 74, 42),
         "retain-160": _llava_row(32, 32, 54, 36, 22),
     },
-    "qwen2.5-vl": {
-        "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
-        "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
-        "prune-80": _per_mille_row(400, 50, 300, 200, 120),
-        "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
-    },
+    "qwen2.5-vl": _QWEN,
+    "qwen2-vl": _QWEN,
 }
 """The budgets of each family by name (method.md section 3)."""
 

@@ -80,8 +80,9 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
     from sinkprune.export.families.llava import Llava
     from sinkprune.export.families.llava_next import LlavaNext
     from sinkprune.export.families.qwen2_5_vl import Qwen25VL
+    from sinkprune.export.families.qwen2_vl import Qwen2VL
 
-    kinds: tuple[type[Llava | LlavaNext | Qwen25VL], ...] = (Llava, LlavaNext, Qwen25VL)
+    kinds: tuple[type[Llava | LlavaNext | Qwen25VL | Qwen2VL], ...] = (Llava, LlavaNext, Qwen25VL, Qwen2VL)
     families = {kind.model_type: kind for kind in kinds}
     model_type = config.get("model_type")
     if model_type not in families:

@@ -89,11 +89,13 @@ def load_family(manifest: Manifest) -> Family:
     from sinkprune.runtime.families.llava import Llava
     from sinkprune.runtime.families.llava_next import LlavaNext
     from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+    from sinkprune.runtime.families.qwen2_vl import Qwen2VL
 
-    families: dict[str, type[Llava | LlavaNext | Qwen25VL]] = {
+    families: dict[str, type[Llava | LlavaNext | Qwen25VL | Qwen2VL]] = {
         "llava": Llava,
         "llava-next": LlavaNext,
         "qwen2.5-vl": Qwen25VL,
+        "qwen2-vl": Qwen2VL,
     }
     try:
         family: Family = families[manifest.family](manifest)

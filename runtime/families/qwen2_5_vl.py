@@ -23,12 +23,14 @@ class Qwen25VL:
     raster order."""
 
     between_rows: str | None = None
+    _mlp_matrices = 3
 
     def __init__(self, manifest: Manifest) -> None:
         self._vision, self._width = manifest.vision, manifest.language_model.hidden_size
         self._merge: int = manifest.vision["merge_size"]
         self._processor = QwenProcessor(manifest.processor)
         self._video = manifest.processor.get("video")
+        self._windowed_blocks = self._vision["num_blocks"] - len(self._vision["full_attention_blocks"])
         head = self._vision["hidden_size"] // self._vision["num_heads"]
         # Half of a head turns with the row, half with the column.
         self._rotary = Rotary(self._vision["rope_theta"], head // 2, np.dtype(np.float32))
@@ -36,16 +38,17 @@ class Qwen25VL:
     def preprocess(self, image: Image.Image | Shown) -> dict[str, Array]:
         """Pixel patches, and the index tables and rotary tables of their grid."""
         grid = self._processor.grid(image.size)
-        windows = window_index(grid, self._merge, self._vision["window_side"])
         tables = [self._rotary.tables(axis) for axis in self._patch_positions(grid)]
         cos, sin = (np.concatenate(table, axis=-1) for table in zip(*tables, strict=True))
-        return {
+        inputs = {
             "pixel_values": self._processor(image).reshape(grid.t, grid.h * grid.w, -1),
             "cos": cos.repeat(grid.t, axis=0),
             "sin": sin.repeat(grid.t, axis=0),
-            "window_index": windows.index,
-            "patch_slot": windows.slot.reshape(grid.t, -1),
         }
+        if self._windowed_blocks:
+            windows = window_index(grid, self._merge, self._vision["window_side"])
+            inputs |= {"window_index": windows.index, "patch_slot": windows.slot.reshape(grid.t, -1)}
+        return inputs
 
     def visual_tokens(self, size: Size | ClipSize) -> int:
         """N: the merged tokens of an image of `size` (width, height), or of a clip's frame; raises `ImageError`."""
@@ -120,9 +123,12 @@ class Qwen25VL:
         """Patches of a frame, and windows: full ones usually, and at most those of pictures one token wide."""
         unit, side = self._merge**2, self._vision["window_side"]
         frame, frames = self.largest(most)
+        patches = {"patches": (unit, unit * frame, unit * most)}
+        if not self._windowed_blocks:
+            return patches
         clip = self.most_groups * self._video["most_tokens"] if self._video else 0
         return {
-            "patches": (unit, unit * frame, unit * most),
+            **patches,
             "windows": (1, frames * -(-frame // side**2), -(-max(most, clip) // side) + self.most_groups - 1),
         }
 
@@ -131,11 +137,11 @@ class Qwen25VL:
         vision, grid = self._vision, self._processor.grid(size)
         n, d, m = grid.patches, vision["hidden_size"], vision["intermediate_size"]
         patches = n * 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2 * d
-        linear = n * (4 * d * d + 3 * d * m)
-        filled = (window_index(grid, self._merge, vision["window_side"]).index >= 0).sum(axis=1)
-        full = len(vision["full_attention_blocks"])
-        windowed = vision["num_blocks"] - full
-        pairs = windowed * int((filled**2).sum()) + full * grid.t * (grid.h * grid.w) ** 2
+        linear = n * (4 * d * d + self._mlp_matrices * d * m)
+        pairs = len(vision["full_attention_blocks"]) * grid.t * (grid.h * grid.w) ** 2
+        if self._windowed_blocks:
+            filled = (window_index(grid, self._merge, vision["window_side"]).index >= 0).sum(axis=1)
+            pairs += self._windowed_blocks * int((filled**2).sum())
         joined = d * self._merge**2
         merger = n // self._merge**2 * (joined**2 + joined * self._width)
         return int(2 * (patches + vision["num_blocks"] * linear + 2 * pairs * d + merger))

@@ -14,13 +14,13 @@ from masking import embedded, masked_forward
 from PIL import Image
 from runtime.logits import QUESTION, ask
 from transformers import (
+    AutoModelForImageTextToText,
     AutoTokenizer,
     CLIPImageProcessorPil,
     LlavaForConditionalGeneration,
     LlavaNextForConditionalGeneration,
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
@@ -37,8 +37,9 @@ PIECES = ["Before:", "and after:", "What has changed?"]
 KINDS: dict[str, Any] = {
     "gqa-112": LlavaForConditionalGeneration,
     "next-mistral": LlavaNextForConditionalGeneration,
-    "qwen": Qwen2_5_VLForConditionalGeneration,
-    "qwen-tied": Qwen2_5_VLForConditionalGeneration,
+    "qwen": AutoModelForImageTextToText,
+    "qwen-tied": AutoModelForImageTextToText,
+    "qwen2-vl": AutoModelForImageTextToText,
 }
 SIZES: dict[str, list[Size]] = {
     "gqa-112": [(600, 400), (100, 300)],
@@ -47,12 +48,14 @@ SIZES: dict[str, list[Size]] = {
     # 56 and 120 tokens
     "qwen": [(224, 200), (280, 336)],
     "qwen-tied": [(280, 336), (56, 28)],
+    "qwen2-vl": [(224, 200), (280, 336)],
 }
 BUDGETS = {
     "gqa-112": ("retain-64", "retain-192", "retain-64+compact", "retain-32+no-sanitizer+visual-keys"),
     "next-mistral": ("retain-320", "retain-160+raster"),
     "qwen": ("prune-66.7", "prune-88.9", "prune-77.8+no-sanitizer"),
     "qwen-tied": ("prune-66.7", "prune-88.9"),
+    "qwen2-vl": ("prune-77.8", "prune-88.9"),
 }
 CASES = [(name, budget) for name, budgets in BUDGETS.items() for budget in budgets]
 
@@ -194,7 +197,7 @@ def masked_by_hand(
         taken += [len(every) + i for i in [*sources, *range(n, n + len(text))]]
         every += [token] * n + text
     rows, positions = np.concatenate(parts), None
-    if family == "qwen2.5-vl":
+    if family.startswith("qwen"):
         prompt = torch.tensor([every])
         grids = torch.tensor([list(pipe.family._processor.grid(image.size)) for image in images])
         positions = model.model.get_rope_index(prompt, (prompt == token).int(), grids)[0][:, 0, taken].numpy()

@@ -16,12 +16,11 @@ from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from runtime.logits import QUESTION, ask
 from runtime.test_clip import frames, write_video
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-from transformers.vision_utils import get_vision_window_index
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import VIDEO_TOKEN
+from qwen_towers import features
 from reference import sanitize
 from sinkprune.budgets import parse_budget, prune_layers
 from sinkprune.errors import BudgetError, PromptError, VideoError
@@ -44,7 +43,7 @@ def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if name not in made:
-            made[name] = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            made[name] = AutoModelForImageTextToText.from_pretrained(
                 checkpoint(name), dtype=torch.float32, attn_implementation="eager"
             ).eval()
         return made[name]
@@ -68,6 +67,13 @@ def inputs_of(pipe: Pipeline, clip: Clip) -> tuple[dict[str, Array], torch.Tenso
 
     taken = shown(clip, pipe.bundle.manifest.processor["video"], 2)
     return pipe.family.preprocess(taken), torch.tensor([list(pipe.family._processor.grid(taken.size))]), taken.size
+
+
+def seconds(name: str, fps: float) -> dict[str, torch.Tensor]:
+    """What Qwen2.5-VL is told of time; Qwen2-VL counts frames."""
+    return (
+        {} if name.startswith("qwen2_vl") or name == "qwen2-vl" else {"second_per_grid_ts": torch.tensor([2 / fps])}
+    )
 
 
 @pytest.mark.parametrize("name", QWEN_SHAPES)
@@ -96,7 +102,7 @@ def test_greedy_text_and_logits_equal_transformers(
             mm_token_type_ids=2 * (ids["input_ids"] == VIDEO_TOKEN).int(),
             pixel_values_videos=torch.from_numpy(pixels["pixel_values"]).flatten(0, 1),
             video_grid_thw=grid,
-            second_per_grid_ts=torch.tensor([2 / size.fps]),
+            **seconds(name, size.fps),
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
@@ -127,22 +133,8 @@ def test_salience_is_eager_attention_over_all_patches_of_the_clip(
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
     pixels, grid, _ = inputs_of(pipe, clip)
-    visual, received = model(name).model.visual, []
-    eager = modeling_qwen2_5_vl.eager_attention_forward
-
-    def recorded(module: Any, *arguments: Any, **options: Any) -> Any:
-        output, weights = eager(module, *arguments, **options)
-        if module is visual.blocks[block].attn:
-            received.append(weights[0].mean(dim=0).sum(dim=0))
-        return output, weights
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen2_5_vl, "eager_attention_forward", recorded)
-        visual(torch.from_numpy(pixels["pixel_values"]).flatten(0, 1), grid_thw=grid)
-    # Windows come one after the other, in window order.
-    windowed = torch.cat(received).view(-1, 4).mean(dim=1) / int(grid.prod())
-    order = get_vision_window_index(grid, 2, visual.window_size, visual.patch_size)[0]
-    expected = windowed[torch.argsort(order)].view(4, 30)
+    frames_of_patches = torch.from_numpy(pixels["pixel_values"]).flatten(0, 1)
+    expected = features(model(name).model.visual, frames_of_patches, grid, block).salience.view(4, 30)
     tensors = {key: pipe.backend.tensor(array) for key, array in pixels.items()}
     found = pipe.backend.numpy(pipe.chain.vision(tensors)["salience"])
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-9)
@@ -172,7 +164,7 @@ def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tu
         ids,
         2 * (ids == VIDEO_TOKEN).int(),
         video_grid_thw=grid,
-        second_per_grid_ts=torch.tensor([2 / size.fps]),
+        **seconds(model.config.model_type, size.fps),
     )
     start, each = len(before), n // len(indices)
     sources = [start + group * each + i for group, index in enumerate(indices) for i in index]
