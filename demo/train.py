@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
-from sinkprune.demo.training_batches import pictures, training_scenes, turns
-from sinkprune.demo.training_losses import Probe, answer_loss, tower_states
+from sinkprune.demo.training_batches import pictures, training_scenes, turns, words
+from sinkprune.demo.training_losses import Probe, answer_loss, looking_loss, naming_loss, tower_states
 from sinkprune.questions import Question
 
 
@@ -41,8 +41,9 @@ class Stage:
     questions: int = 0
     """A picture; 0 leaves the LLM out."""
     visual_tokens: int = 256
-    """How many patches of each picture exist: those that show something, then random background."""
+    """How many patches of each picture exist: the centres of things, the rest of them, then random background."""
     probe_weight: float = 1.0
+    """Of what patches show and are called."""
     most_objects: int = 6
     """In a picture."""
     kinds: tuple[str, ...] = (*KINDS, *LESSONS)
@@ -61,7 +62,8 @@ STAGES = (
     Stage("two", 900, 12, (8e-4, 8e-4), 8, 32, 0.3, 2, described=True, warm_up=100),
     Stage("four", 600, 8, (8e-4, 6.7e-4), 8, 48, 0.3, 4, described=True, warm_up=100),
     Stage("asked", 400, 8, (7e-4, 6.5e-4), 10, 48, 0.3, 4, _KINDS),
-    Stage("six", 3400, 6, (6.5e-4, 3.5e-4), 10, 64, 0.3, 6, _KINDS),
+    Stage("six", 2800, 6, (6.5e-4, 4e-4), 10, 64, 0.3, 6, _KINDS),
+    Stage("things", 1800, 6, (5.5e-4, 3.5e-4), 10, 112, 0.3, 6, _KINDS),
     Stage("whole", 700, 6, (3.5e-4, 0.0), 10, 256, 0.1, 6, _KINDS),
 )
 _SAVE_EVERY = 100
@@ -114,8 +116,13 @@ class Training:
         if stage.questions:
             rng = Random(step)
             asked = [_questions(stage, scene, rng) for scene, _ in scenes]
-            answers = answer_loss(self.model, states[:, 1:], turns(asked, self.tokenizer))
-            loss, told = loss + answers, {**told, "answers": answers.item()}
+            visual = self.model.model.multi_modal_projector(states[:, 1:])
+            spoken, known = turns(asked, self.tokenizer), words(self.tokenizer)
+            answers, reading = answer_loss(self.model, visual, spoken)
+            names = naming_loss(self.model, visual, seen, known)
+            looks = looking_loss(self.model, reading, spoken, seen, known)
+            loss = loss + answers + stage.probe_weight * (names + looks)
+            told |= {"answers": answers.item(), "names": names.item(), "looks": looks.item()}
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
@@ -193,7 +200,7 @@ def main() -> None:
     training.run(STAGES)
     save(training.model, training.tokenizer, options.checkpoint)
     with (options.checkpoint / "loss.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "answers"])
+        writer = csv.DictWriter(file, ["step", "stage", "rate", "probe", "names", "looks", "answers"])
         writer.writeheader()
         writer.writerows(training.log)
 

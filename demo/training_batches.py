@@ -68,7 +68,7 @@ def normalised(picture: Image.Image) -> torch.Tensor:
 
 
 def pictures(scenes: list[tuple[Scene, Image.Image]], shown: int = GRID * GRID, seed: int = 0) -> Pictures:
-    """Pictures with their dense targets; `shown` patches of each: first those of things, then random background."""
+    """Pictures with their dense targets; `shown` patches of each: centres first, then things, then background."""
     targets = [_patch_targets(scene) for scene, _ in scenes]
     rng = np.random.default_rng(seed)
     patches = np.stack([_show(classes, shown, rng) for classes, _ in targets])
@@ -82,7 +82,7 @@ def pictures(scenes: list[tuple[Scene, Image.Image]], shown: int = GRID * GRID, 
 
 
 def _show(classes: np.ndarray, shown: int, rng: np.random.Generator) -> np.ndarray:
-    preference = rng.random(len(classes)) + (classes[:, 0] > 0)
+    preference = rng.random(len(classes)) + (classes[:, 0] > 0) + classes[:, -1]
     return np.sort(np.argsort(-preference)[:shown])
 
 
@@ -115,6 +115,15 @@ def turns(asked: list[list[Question]], tokenizer: Tokenizer) -> Turns:
             at = span.stop
     before = torch.tensor(tokenizer.encode(BEFORE).ids)
     return Turns(before, *(torch.from_numpy(array) for array in (ids, turn, place, targets)))
+
+
+def words(tokenizer: Tokenizer) -> tuple[torch.Tensor, ...]:
+    """The token ids of all shapes, of all colours and of all sizes, in the order of `Pictures.classes` from 1 on."""
+    ids = [
+        [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in group[1:]]
+        for group in (_SHAPES, _COLOURS, _SIZES)
+    ]
+    return tuple(torch.tensor(group)[:, 0] for group in ids)
 
 
 def _turn(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ NEXT_SHAPES = {
 }
 
 torch.set_num_threads(2)
+# A shell's background jobs ignore Ctrl-C, and so would the commands that are interrupted here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

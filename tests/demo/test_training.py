@@ -14,8 +14,9 @@ from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
 from sinkprune.demo.train import Stage, Training
-from sinkprune.demo.training_batches import pictures, turns
-from sinkprune.demo.training_losses import answer_loss, tower_states
+from sinkprune.demo.training_batches import pictures, turns, words
+from sinkprune.demo.training_losses import answer_loss, looking_loss, naming_loss, tower_states
+from sinkprune.questions import Question
 
 STAGES = (
     Stage("vision", 1, 2, (1e-3, 1e-3)),
@@ -65,9 +66,9 @@ def test_turns_see_the_picture_and_themselves_only(
 ) -> None:
     scene, picture = make_scene("validation", 3)
     seen = pictures([(scene, picture)])
-    tokens = tower_states(model, seen)[:, 1:]
+    tokens = model.model.multi_modal_projector(tower_states(model, seen)[:, 1:])
     asked = turns([some(scene, Random(0), 5, list(KINDS))], tokenizer)
-    together = answer_loss(model, tokens, asked)
+    together, _ = answer_loss(model, tokens, asked)
     alone, answered = torch.zeros(()), 0
     for number in range(1, int(asked.turn.max()) + 1):
         one = asked.turn[0] == number
@@ -75,7 +76,7 @@ def test_turns_see_the_picture_and_themselves_only(
             asked.before, asked.ids[:, one], asked.turn[:, one], asked.place[:, one], asked.targets[:, one]
         )
         count = int((turn.targets >= 0).sum())
-        alone, answered = alone + count * answer_loss(model, tokens, turn), answered + count
+        alone, answered = alone + count * answer_loss(model, tokens, turn)[0], answered + count
     assert together.item() == pytest.approx(alone.item() / answered, rel=1e-4)
 
 
@@ -131,3 +132,51 @@ def test_patches_are_told_what_they_show() -> None:
         assert seen.centres[0, patch].tolist() == pytest.approx(expected)
         assert classes[4] == 1
     assert seen.classes[0, :, 4].sum() == len(scene.objects) + len(scene.plates)
+
+
+def test_a_token_that_is_the_words_for_what_it_shows_is_well_named(
+    model: LlavaForConditionalGeneration, tokenizer: Tokenizer
+) -> None:
+    seen = pictures([make_scene("validation", 2)])
+    shapes, colours, sizes = words(tokenizer)
+    assert [tokenizer.id_to_token(i) for i in shapes[:2]] == ["Ġcircle", "Ġsquare"]
+    assert (len(shapes), len(colours), len(sizes)) == (7, 6, 2)
+    table = torch.nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=-1)
+    shape, colour, size, *_ = seen.classes.unbind(-1)
+    named = table[shapes[shape - 1]] + table[colours[colour - 1]] + table[sizes[size - 1]]
+    wrong = table[shapes[shape - 2]] + table[colours[colour - 2]] + table[sizes[size - 2]]
+    good, bad = (naming_loss(model, visual, seen, words(tokenizer)).item() for visual in (named, wrong))
+    assert good < 0.2
+    assert bad > 10
+
+
+def test_words_look_at_what_they_speak_of_as_far_as_attention_says(
+    model: LlavaForConditionalGeneration, tokenizer: Tokenizer
+) -> None:
+    scene, picture = make_scene("validation", 2)
+    seen, thing = pictures([(scene, picture)]), scene.objects[0]
+    visual = model.model.multi_modal_projector(tower_states(model, seen)[:, 1:])
+    asked = turns(
+        [[Question("", "", f"Is the {thing.colour} {thing.shape} small or large?", (thing.size,))]], tokenizer
+    )
+    _, reading = answer_loss(model, visual, asked)
+    loss = looking_loss(model, reading, asked, seen, words(tokenizer))
+
+    decoder, text = model.model.language_model, reading.visual.stop
+    decoder.set_attn_implementation("eager")
+    eager = decoder(inputs_embeds=reading.hidden[0], position_ids=reading.position, output_attentions=True)
+    decoder.set_attn_implementation("sdpa")
+    tokens = [tokenizer.id_to_token(i) for i in asked.ids[0].tolist()]
+    of_colour = seen.classes[0, :, 1] == 1 + list(COLOURS).index(thing.colour)
+    of_shape = seen.classes[0, :, 0] == 1 + SHAPES.index(thing.shape)
+    expected = 0.0
+    for layer in (1, 2, 3):
+        looks = []
+        for word, wanted in (
+            (thing.colour, of_colour),
+            (thing.shape, of_shape if layer == 1 else of_shape & of_colour),
+        ):
+            row = eager.attentions[layer][0, :3, text + tokens.index(f"Ġ{word}"), reading.visual]
+            looks.append(-(row[:, wanted].sum(-1) / row.sum(-1)).log())
+        expected += torch.stack(looks).mean().item() / 3
+    assert loss.item() == pytest.approx(expected, rel=1e-3)
