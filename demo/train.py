@@ -24,8 +24,9 @@ from tokenizers import Tokenizer
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
+from sinkprune.demo.training_attention import looking_loss
 from sinkprune.demo.training_batches import pictures, training_scenes, turns, words
-from sinkprune.demo.training_losses import Probe, answer_loss, looking_loss, naming_loss, tower_states
+from sinkprune.demo.training_losses import Probe, answer_loss, naming_loss, tower_states
 from sinkprune.questions import Question
 
 

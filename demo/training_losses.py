@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, smooth_l1_loss
 from transformers import LlavaForConditionalGeneration
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from sinkprune.demo.training_attention import Reading
 from sinkprune.demo.training_batches import CLASSES, SUMMARY, Pictures, Turns
 
 
@@ -90,65 +87,3 @@ def answer_loss(
     said = asked.targets >= 0
     answers = cross_entropy(model.lm_head(output.last_hidden_state[:, prefix:][said]), asked.targets[said])
     return answers, Reading(output.hidden_states, position, slice(before.shape[1], prefix))
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What the decoder read."""
-
-    hidden: tuple[torch.Tensor, ...]
-    """[B,S,d] into each layer."""
-    position: torch.Tensor
-    """[B,S]."""
-    visual: slice
-    """The rows of the picture; text follows."""
-
-
-def looking_loss(
-    model: LlavaForConditionalGeneration,
-    reading: Reading,
-    asked: Turns,
-    seen: Pictures,
-    words: tuple[torch.Tensor, ...],
-) -> torch.Tensor:
-    """How little of a question's words' attention goes to what they speak of; scalar.
-
-    Half of the heads of the layers after the first are asked: of "circle" to look at circles, and further on, of
-    "red circle", at red circles. Without, a decoder of this size finds things by colour and never by shape.
-    """
-    decoder = model.model.language_model
-    shape, colour = (_class_of(asked.ids, ids) for ids in words[:2])
-    before = nn.functional.pad(colour, (1, -1))
-    shown, painted = seen.classes[:, None, :, 0], seen.classes[:, None, :, 1]
-    by_shape = (shape[..., None] > 0) & (shown == shape[..., None])
-    by_colour = (colour[..., None] > 0) & (painted == colour[..., None])
-    by_both = by_shape & ((before[..., None] == 0) | (painted == before[..., None]))
-    total = reading.hidden[0].new_zeros(())
-    for number, wanted in ((1, by_shape | by_colour), (2, by_both | by_colour), (3, by_both | by_colour)):
-        row, place = wanted.any(-1).nonzero(as_tuple=True)
-        layer, hidden = decoder.layers[number], reading.hidden[number]
-        attention = _scores(decoder, layer, hidden, reading, row, place).softmax(-1)
-        right = (attention * wanted[row, place, None]).sum(-1)
-        total = total - right.clamp(min=1e-6).log().mean()
-    return total / 3
-
-
-def _class_of(ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """[B,T]: 1 + which of `words` each token is, 0 for none."""
-    equal = ids[..., None] == words
-    return torch.where(equal.any(-1), equal.int().argmax(-1) + 1, 0)
-
-
-def _scores(
-    decoder: Any, layer: Any, hidden: torch.Tensor, reading: Reading, row: torch.Tensor, place: torch.Tensor
-) -> torch.Tensor:
-    """[n,heads/2,V]: attention logits of the text tokens `place` of the pictures `row` over the visual tokens."""
-    attention, normed = layer.self_attn, layer.input_layernorm(hidden)
-    width = attention.head_dim
-    cos, sin = decoder.rotary_emb(hidden, reading.position)
-    split = attention.q_proj.out_features // width, width
-    queries, keys = (project(normed).unflatten(-1, split) for project in (attention.q_proj, attention.k_proj))
-    queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin, unsqueeze_dim=2)
-    half = split[0] // 2
-    asking = queries[row, reading.visual.stop + place][:, :half]
-    return torch.einsum("nhd,nvhd->nhv", asking, keys[row, reading.visual][:, :, :half]) * width**-0.5

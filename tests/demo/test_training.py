@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -14,8 +15,9 @@ from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
 from sinkprune.demo.train import Stage, Training
+from sinkprune.demo.training_attention import looking_loss
 from sinkprune.demo.training_batches import pictures, turns, words
-from sinkprune.demo.training_losses import answer_loss, looking_loss, naming_loss, tower_states
+from sinkprune.demo.training_losses import answer_loss, naming_loss, tower_states
 from sinkprune.questions import Question
 
 STAGES = (
@@ -169,14 +171,32 @@ def test_words_look_at_what_they_speak_of_as_far_as_attention_says(
     tokens = [tokenizer.id_to_token(i) for i in asked.ids[0].tolist()]
     of_colour = seen.classes[0, :, 1] == 1 + list(COLOURS).index(thing.colour)
     of_shape = seen.classes[0, :, 0] == 1 + SHAPES.index(thing.shape)
-    expected = 0.0
-    for layer in (1, 2, 3):
-        looks = []
-        for word, wanted in (
-            (thing.colour, of_colour),
-            (thing.shape, of_shape if layer == 1 else of_shape & of_colour),
-        ):
-            row = eager.attentions[layer][0, :3, text + tokens.index(f"Ġ{word}"), reading.visual]
-            looks.append(-(row[:, wanted].sum(-1) / row.sum(-1)).log())
-        expected += torch.stack(looks).mean().item() / 3
-    assert loss.item() == pytest.approx(expected, rel=1e-3)
+    row, place = seen.classes.shape[1], reading.visual.start
+    both, centre = of_shape & of_colour, seen.classes[0, :, -1] == 1
+    at = {word: tokens.index(f"Ġ{word}") for word in (thing.colour, thing.shape)}
+    begins = int((asked.targets[0] >= 0).nonzero()[0])
+
+    def share(layer: int, heads: slice, token: int, patches: torch.Tensor) -> torch.Tensor:
+        return eager.attentions[layer][0, heads, text + token, place : place + row][:, patches]
+
+    def at_any(layer: int, token: int, patches: torch.Tensor) -> float:
+        return -share(layer, slice(0, 3), token, patches).sum(-1).log().mean().item()
+
+    def at_each(layer: int, token: int, patches: torch.Tensor) -> float:
+        looks = torch.cat(
+            [eager.attentions[layer][0, 3:, text + token, :1], share(layer, slice(3, 6), token, patches)], 1
+        )
+        return -looks.log().mean().item()
+
+    def both_words(lesson: Callable[..., float], layer: int, of_shape: torch.Tensor) -> float:
+        return (lesson(layer, at[thing.colour], of_colour) + lesson(layer, at[thing.shape], of_shape)) / 2
+
+    expected = [both_words(at_any, 1, of_shape), both_words(at_any, 2, both), both_words(at_any, 3, both)]
+    expected += [
+        (at_each(layer, at[thing.colour], of_colour & centre) + at_each(layer, at[thing.shape], both & centre)) / 2
+        for layer in (2, 3)
+    ]
+    expected += [at_any(layer, begins, both) for layer in (4, 5, 6)]
+    word = text + at[thing.shape]
+    expected += [-eager.attentions[layer][0, 3:, text + begins, word].log().mean().item() for layer in (4, 5)]
+    assert loss.item() == pytest.approx(sum(expected) / 10, rel=1e-3)

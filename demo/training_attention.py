@@ -1,0 +1,168 @@
+"""A lesson for the decoder's attention: where a question's words look, and where its answer looks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import LlavaForConditionalGeneration
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from sinkprune.demo.training_batches import Pictures, Turns
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the decoder read."""
+
+    hidden: tuple[torch.Tensor, ...]
+    """[B,S,d] into each layer."""
+    position: torch.Tensor
+    """[B,S]."""
+    visual: slice
+    """The rows of the picture; text follows."""
+
+    def among_all(self, patches: torch.Tensor) -> torch.Tensor:
+        """[n,S] bool of `patches` [n,V], False for what is no patch."""
+        behind = self.position.shape[1] - self.visual.stop
+        return nn.functional.pad(patches, (self.visual.start, behind), value=False)
+
+
+def looking_loss(
+    model: LlavaForConditionalGeneration,
+    reading: Reading,
+    asked: Turns,
+    seen: Pictures,
+    words: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """How far attention is from what a question speaks of; scalar.
+
+    Of the first half of the heads, "circle" is to look at circles in layer 1, "red circle" at red circles in 2 and 3,
+    and the beginning of the answer in 4 to 6 at what the first such words are for. Without, a decoder of this size
+    finds things by colour and never by shape. Of the other half, words are to share their attention equally between
+    the sequence's first token and the centre of each thing they are for in 2 and 3, so that the share tells how many
+    there are, or that there is none; and the answer is to look at the word in 4 and 5.
+
+    `words` are those of `training_batches.words`.
+    """
+    spoken = _Spoken.of(asked, seen, words)
+    lessons = (
+        (1, _FIRST, _one_of(spoken.alone, reading)),
+        *((layer, _FIRST, _one_of(spoken.together, reading)) for layer in (2, 3)),
+        *((layer, _OTHER, _each_of(spoken.together, spoken.word, seen, reading)) for layer in (2, 3)),
+        *((layer, _FIRST, _answer_at_thing(spoken, reading)) for layer in (4, 5, 6)),
+        *((layer, _OTHER, _answer_at_word(spoken, reading)) for layer in (4, 5)),
+    )
+    losses = [_distance(model, reading, asked, *lesson) for lesson in lessons if len(lesson[2].rows)]
+    return torch.stack(losses).mean() if losses else reading.hidden[0].new_zeros(())
+
+
+@dataclass(frozen=True)
+class _Spoken:
+    """What the words of B texts of T tokens speak of, on V patches."""
+
+    word: torch.Tensor
+    """[B,T] bool: whether it is the word of a shape or a colour."""
+    alone: torch.Tensor
+    """[B,T,V] bool: what each word alone is for."""
+    together: torch.Tensor
+    """[B,T,V] bool: the same, shapes with the colour before them."""
+    answers: list[tuple[int, int, int]]
+    """Of each turn that names something: its picture, the first word that does, and where its answer begins."""
+
+    @classmethod
+    def of(cls, asked: Turns, seen: Pictures, words: tuple[torch.Tensor, ...]) -> _Spoken:
+        shape, colour = (_class_of(asked.ids, ids) for ids in words[:2])
+        before, behind = nn.functional.pad(colour, (1, -1)), nn.functional.pad(shape, (-1, 1))
+        shown, painted = seen.classes[:, None, :, 0], seen.classes[:, None, :, 1]
+        by_shape = (shape[..., None] > 0) & (shown == shape[..., None])
+        by_colour = (colour[..., None] > 0) & (painted == colour[..., None])
+        by_both = by_shape & ((before[..., None] == 0) | (painted == before[..., None]))
+        named = (shape > 0) | ((colour > 0) & (behind == 0))
+        answers = []
+        for row, turn in enumerate(asked.turn):
+            for number in range(1, int(turn.max()) + 1):
+                first = ((turn == number) & named[row]).nonzero()[:1, 0].tolist()
+                begin = ((turn == number) & (asked.targets[row] >= 0)).nonzero()[:1, 0].tolist()
+                if first and first < begin:
+                    answers.append((row, *first, *begin))
+        return cls((shape > 0) | (colour > 0), by_shape | by_colour, by_both | by_colour, answers)
+
+
+class _Lesson(NamedTuple):
+    """n tokens of the text, and the tokens of the sequence they are to look at."""
+
+    rows: torch.Tensor
+    """[n]: the picture."""
+    places: torch.Tensor
+    """[n]: the token of the text."""
+    wanted: torch.Tensor
+    """[n,S] bool."""
+    equally: bool
+    """Whether at all of them, or at any."""
+
+
+_FIRST, _OTHER = slice(0, 3), slice(3, 6)
+"""Heads."""
+
+
+def _one_of(things: torch.Tensor, reading: Reading) -> _Lesson:
+    rows, places = things.any(-1).nonzero(as_tuple=True)
+    return _Lesson(rows, places, reading.among_all(things[rows, places]), False)
+
+
+def _each_of(things: torch.Tensor, word: torch.Tensor, seen: Pictures, reading: Reading) -> _Lesson:
+    rows, places = word.nonzero(as_tuple=True)
+    centres = seen.classes[rows, :, -1] == 1
+    wanted = reading.among_all(things[rows, places] & centres)
+    wanted[:, 0] = True
+    return _Lesson(rows, places, wanted, True)
+
+
+def _answer_at_thing(spoken: _Spoken, reading: Reading) -> _Lesson:
+    rows, words, begins = _columns([a for a in spoken.answers if spoken.together[a[0], a[1]].any()])
+    return _Lesson(rows, begins, reading.among_all(spoken.together[rows, words]), False)
+
+
+def _answer_at_word(spoken: _Spoken, reading: Reading) -> _Lesson:
+    rows, words, begins = _columns(spoken.answers)
+    wanted = torch.arange(reading.position.shape[1]) == reading.visual.stop + words[:, None]
+    return _Lesson(rows, begins, wanted, False)
+
+
+def _columns(answers: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, words, begins = torch.tensor(answers, dtype=torch.int64).view(-1, 3).T
+    return rows, words, begins
+
+
+def _distance(
+    model: LlavaForConditionalGeneration, reading: Reading, asked: Turns, layer: int, heads: slice, lesson: _Lesson
+) -> torch.Tensor:
+    """-log of the attention that `heads` of a layer give to what is wanted."""
+    decoder = model.model.language_model
+    attention, hidden = decoder.layers[layer].self_attn, reading.hidden[layer]
+    normed = decoder.layers[layer].input_layernorm(hidden)
+    queries, keys = (
+        project(normed).unflatten(-1, (-1, attention.head_dim))[:, :, heads]
+        for project in (attention.q_proj, attention.k_proj)
+    )
+    cos, sin = decoder.rotary_emb(hidden, reading.position)
+    queries, keys = apply_rotary_pos_emb(queries, keys, cos, sin, unsqueeze_dim=2)
+    queries = queries[lesson.rows, reading.visual.stop + lesson.places]
+    logits = torch.einsum("nhd,nshd->nhs", queries, keys[lesson.rows]) * attention.head_dim**-0.5
+    turn = asked.turn[lesson.rows]
+    read = (turn == turn.gather(1, lesson.places[:, None])) & (torch.arange(turn.shape[1]) <= lesson.places[:, None])
+    read = nn.functional.pad(read, (reading.visual.stop, 0), value=True)
+    share = logits.masked_fill(~read[:, None], -torch.inf).log_softmax(-1)
+    wanted = lesson.wanted[:, None]
+    if lesson.equally:
+        return -(share.masked_fill(~wanted, 0).sum(-1) / wanted.sum(-1)).mean()
+    return -share.masked_fill(~wanted, -torch.inf).logsumexp(-1).mean()
+
+
+def _class_of(ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """[B,T]: 1 + which of `words` each token is, 0 for none."""
+    equal = ids[..., None] == words
+    return torch.where(equal.any(-1), equal.int().argmax(-1) + 1, 0)
