@@ -71,9 +71,8 @@ def inputs_of(pipe: Pipeline, clip: Clip) -> tuple[dict[str, Array], torch.Tenso
 
 def seconds(name: str, fps: float) -> dict[str, torch.Tensor]:
     """What Qwen2.5-VL is told of time; Qwen2-VL counts frames."""
-    return (
-        {} if name.startswith("qwen2_vl") or name == "qwen2-vl" else {"second_per_grid_ts": torch.tensor([2 / fps])}
-    )
+    counts_frames = name.replace("-", "_").startswith("qwen2_vl")
+    return {} if counts_frames else {"second_per_grid_ts": torch.tensor([2 / fps])}
 
 
 @pytest.mark.parametrize("name", QWEN_SHAPES)
