@@ -44,11 +44,10 @@ def resolve_limits(
     for value, flag in ((prompt_tokens, "--max-prompt"), (new_tokens, "--max-new-tokens"), (images, "--max-images")):
         if value is not None and value < 1:
             raise UsageError(f"{flag} is {value}, expected at least 1.")
-    taken = {tensor.name for graph in manifest.graphs.values() for tensor in graph.inputs}
-    if images > 1 and "visual_group" not in taken:
+    if images > manifest.max_images:
         raise UsageError(
-            f"--max-images is {images}, and this bundle was exported for one image a prompt: none of its graphs "
-            "takes 'visual_group'. Leave --max-images out."
+            f"--max-images is {images}, and this bundle was exported for up to {manifest.max_images} in a prompt. "
+            f"Ask for no more, or export it again with sinkprune-export --max-images {images}."
         )
     visual = load_family(manifest).most_unpruned_rows(manifest.most_visual_tokens) * images
     positions = manifest.language_model.max_positions
@@ -79,13 +78,14 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
     fewest = 1 if manifest.any_resolution or family.most_groups > 1 else min(visual)
     rows = Span(1, median_low(visual) + usual_prompt, most + limits.prompt_tokens)
     prefill = {
-        "G": Span(1, family.most_groups, family.most_groups * limits.images),
+        "G": Span(1, family.largest(manifest.most_visual_tokens)[1], family.most_groups),
         "N": Span(1, manifest.most_visual_tokens, manifest.most_visual_tokens),
         "n": Span(fewest, median_low(visual), max(visual)),
         "S": rows,
         "P": Span(0, 0, 0),
         "T": rows,
         "V": Span(fewest, median_low(visual), most),
+        "V2": Span(1, median_low(visual), most),
         "L": Span(0, usual_prompt, limits.prompt_tokens),
     }
     if graph == "vision":
@@ -103,10 +103,10 @@ def _visual_counts(manifest: Manifest, family: Family, graph: str) -> list[int]:
 
     Where images differ in theirs, those of the largest. The projector is given those of one group.
     """
-    n, groups = manifest.most_visual_tokens, family.most_groups
+    n, groups = family.largest(manifest.most_visual_tokens)
     named = ((method, budget) for method, budgets in manifest.plans.items() for budget in budgets)
     plans = [plan for plan in (manifest.plan_for(method, budget, n, groups) for method, budget in named) if plan]
-    unpruned = family.most_unpruned_rows(n)
+    unpruned = family.most_unpruned_rows(manifest.most_visual_tokens)
     for plan in plans:
         for layer, select in plan.select_after.items():
             if select == graph:
@@ -124,7 +124,7 @@ def _visual_counts(manifest: Manifest, family: Family, graph: str) -> list[int]:
 
 def _visual_before(plan: Plan, groups: int, n: int, layer: int) -> int:
     """The visual tokens of one image that reach `layer`, or the select behind it, of `groups` groups of `n`."""
-    visible = groups * (plan.counts.kept if plan.sanitizer else n)
+    visible = plan.kept if plan.sanitizer else groups * n
     for pruned_after, kept in zip(plan.select_after, plan.counts.stages, strict=True):
         if int(pruned_after) < layer:
             visible = min(visible, kept)

@@ -75,6 +75,10 @@ class Request:
     """Images are scaled down to at most as many; None is what the checkpoint says."""
     salience: SalienceBlock | None = None
     """The vision block whose attention is the salience, for families that have a choice; None is their own."""
+    max_images: int = 1
+    """The most images a prompt may have."""
+    max_frames: int = 0
+    """The most frames that are taken of a clip; 0 where there is no video."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,16 @@ def export_bundle(
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
+    if request.max_images < 1:
+        raise UsageError(f"--max-images is {request.max_images}, expected at least 1.")
+    if request.max_frames < 0:
+        raise UsageError(f"--max-frames is {request.max_frames}, expected 0 for no video, or how many.")
     check_replaceable(output, BUNDLE, force=force)
     source = _open_source(request)
     try:
         budgets = _budgets(source.family.name, request.budgets)
         methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source, precision, dialect, methods, budgets, left_out)
+        planned = _plan_graphs(source, precision, dialect, request.max_images, methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
@@ -130,6 +138,7 @@ def export_bundle(
                 language_model=source.family.language_model,
                 vision=source.family.vision,
                 most_visual_tokens=_most(source.family.tokens_of(source.processor)),
+                max_images=request.max_images,
                 projector=source.family.projector,
                 processor=source.processor,
                 tokens=Tokens(source.family.image_token, source.text.stop, source.text.bos, source.text.eos),
@@ -240,6 +249,8 @@ def _open_source(request: Request) -> _Source:
     nested = folder / "processor_config.json"
     single = folder / "preprocessor_config.json"
     settings = read_json(single if single.exists() or not nested.exists() else nested)
+    video = folder / "video_preprocessor_config.json"
+    settings |= {"video_processor": read_json(video)} if video.exists() else {}
     processor = _processor(family, settings, request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
@@ -250,7 +261,10 @@ def _processor(family: Family, settings: Mapping[str, Any], request: Request) ->
     """The image processor's settings, with the pixel counts that were asked for."""
     asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
     asked = {name: count for name, count in asked.items() if count is not None}
-    processor = family.processor({**settings, **asked})
+    frames = {"max_frames": request.max_frames} if request.max_frames else {}
+    processor = family.processor({**settings, **asked, **frames})
+    if frames and "video" not in processor:
+        raise UsageError(f"family '{family.name}' takes no video: leave out --max-frames.")
     if not asked.keys() <= processor.keys():
         raise UsageError(
             f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
@@ -282,13 +296,21 @@ def _plan_graphs(
     source: _Source,
     precision: Precision,
     dialect: Dialect,
+    images: int,
     methods: Mapping[str, Method],
     budgets: Mapping[str, Budget],
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
     """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
     family, tokens = source.family, source.family.tokens_of(source.processor)
-    facts = PlanFacts(family.language_model, tokens, family.visual_width, precision, dialect, family.most_groups)
+    model, width, groups = family.language_model, family.visual_width, family.groups_of(source.processor)
+    joined = family.groups_are_frames and groups > 1
+    if not joined and any(budget.frames == "apart" for budget in budgets.values()):
+        raise BudgetError(
+            "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
+            "takes video with a larger --max-frames."
+        )
+    facts = PlanFacts(model, tokens, width, precision, dialect, groups, images, joined)
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(methods.items(), budgets.items()):

@@ -57,6 +57,8 @@ def _export(arguments: Sequence[str] | None) -> None:
         min_pixels=options.min_pixels,
         max_pixels=options.max_pixels,
         salience=options.salience,
+        max_images=options.max_images,
+        max_frames=options.max_frames,
     )
     unreachable: list[Unreachable] = []
     with ExportProgress() as progress:
@@ -137,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
     )
+    add("--max-images", type=int, default=1, help="the most images a prompt may have (default: 1)")
+    add("--max-frames", type=int, default=0, help="take video, and up to as many frames of it (default: no video)")
     add("--min-pixels", type=int, help="enlarge smaller images to as many (default: the checkpoint's)")
     add("--max-pixels", type=int, help="scale larger images down to as many (default: the checkpoint's)")
     add(

@@ -65,6 +65,7 @@ def _qwen(**text: Any) -> dict[str, Any]:
             "temporal_patch_size": 2,
             "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
+            "tokens_per_second": 2,
         },
         "text_config": {
             "model_type": "qwen2_5_vl_text",
@@ -74,6 +75,27 @@ def _qwen(**text: Any) -> dict[str, Any]:
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
             **text,
         },
+    }
+
+
+def _qwen2(**text: Any) -> dict[str, Any]:
+    config = _qwen(**text)
+    return {
+        **config,
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "vision_config": {
+            "model_type": "qwen2_vl_vision",
+            "depth": 32,
+            "embed_dim": 1280,
+            "mlp_ratio": 4,
+            "num_heads": 16,
+            "hidden_size": text["hidden_size"],
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+        },
+        "text_config": {**config["text_config"], "model_type": "qwen2_vl_text", "max_position_embeddings": 32768},
     }
 
 
@@ -116,6 +138,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=8,
         rope_theta=1e6,
         sliding_window=None,
+    ),
+    "qwen2-vl-7b": _qwen2(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
     ),
     "qwen2.5-vl-3b": _qwen(
         vocab_size=151936,

@@ -20,7 +20,7 @@ from sinkprune.export.graph import Dim, WeightedGraph
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 # Of the model's code, not its configuration.
-_EPSILON = 1e-6
+EPSILON = 1e-6
 _HIDDEN = -3.4028234663852886e38
 
 
@@ -49,6 +49,11 @@ class QwenVision:
         return self.hidden_size // self.num_heads
 
     @property
+    def has_windows(self) -> bool:
+        """Whether any block attends within windows."""
+        return len(self.full_attention_blocks) < self.num_blocks
+
+    @property
     def patch_values(self) -> int:
         """Values of one patch: colours, frames, rows, columns."""
         return 3 * self.temporal_patch_size * self.patch_size**2
@@ -68,7 +73,7 @@ class QwenVision:
 
 
 class _Attending(NamedTuple):
-    """Groups of B sequences of T slots that attend within themselves: the windows, or one of all patches."""
+    """B sequences of T slots that attend within themselves: the frames, or the windows."""
 
     cos: ir.Value
     """[B,T,h/2]."""
@@ -78,89 +83,116 @@ class _Attending(NamedTuple):
     seen: ir.Value | None
     """[B,1,1,T] fp32: 1 where a slot holds a patch; None where all do."""
     gather: Callable[[ir.Value], ir.Value]
-    """[patches,x] to [B,T,x]."""
+    """[G,patches,x] to [B,T,x]."""
     scatter: Callable[[ir.Value], ir.Value]
-    """[B,T,x] back to [patches,x]."""
+    """[B,T,x] back to [G,patches,x]."""
 
 
-def build_vision(graph: WeightedGraph, vision: QwenVision, salience_block: int) -> None:
-    """`vision` of the graph contract: pixel patches to merged tokens, their norms and their salience.
+class Parts(NamedTuple):
+    """What a tower's blocks are made of."""
 
-    Salience is the attention a token's patches receive in `salience_block` (0-based), mean over heads, over all
-    patches that ask and over its own patches; in a windowed block patches of other windows count as zeros.
+    norm: Callable[[WeightedGraph, ir.Value, str, int], ir.Value]
+    """Of the rows `x` of a size, with the weights of a name."""
+    mlp: Callable[[WeightedGraph, QwenVision, str, ir.Value], ir.Value]
+    """Of a tower, with the weights of a name, on the rows `x`."""
+
+
+def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts, salience_block: int) -> None:
+    """`vision` of the graph contract: pixel patches of G frames to merged tokens, their norms and their salience.
+
+    An image is one frame. Salience is the attention a token's patches receive in `salience_block` (0-based), mean
+    over heads, over all patches that ask and over its own patches; patches of other windows and frames, which do not
+    see it, count as zeros.
     """
     op, d, h = graph.op, vision.hidden_size, vision.head_dim
-    pixels = graph.input("pixel_values", ["patches", vision.patch_values])
-    table: list[Dim] = [1, "patches", h // 2]
+    pixels = graph.input("pixel_values", ["G", "patches", vision.patch_values])
+    table: list[Dim] = ["G", "patches", h // 2]
     cos, sin = graph.input("cos", table), graph.input("sin", table)
-    slots = (vision.window_side * vision.merge_size) ** 2
-    index = graph.input("window_index", ["windows", slots], _INT64)
-    slot = graph.input("patch_slot", ["patches"], _INT64)
-
-    full = _Attending(cos, sin, None, None, lambda x: op.Unsqueeze(x, [0]), lambda x: op.Squeeze(x, [0]))
-    windowed = _windows(graph, cos, sin, index, slot)
+    full = windowed = _Attending(cos, sin, None, None, lambda x: x, lambda x: x)
+    if vision.has_windows:
+        slots = (vision.window_side * vision.merge_size) ** 2
+        index = graph.input("window_index", ["windows", slots], _INT64)
+        slot = graph.input("patch_slot", ["G", "patches"], _INT64)
+        windowed = _windows(graph, cos, sin, index, slot)
     kernel = [d, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
     x = op.MatMul(pixels, graph.parameter("visual.patch_embed.proj.weight", kernel, transposed=True, flat=True))
     salience = None
     for block in range(vision.num_blocks):
         attending = full if block in vision.full_attention_blocks else windowed
-        x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
+        x, query, key = _block(graph, vision, parts, f"visual.blocks.{block}", x, attending)
         if block == salience_block:
             salience = _received(graph, vision, query, key, attending)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
-    unit = vision.merge_size**2
-    graph.output("tokens", op.Unsqueeze(_merged(graph, vision, x), [0]), [1, "N", vision.out_size])
-    graph.output("norms", op.ReduceMax(op.Reshape(norms, [1, -1, unit]), [-1], keepdims=0), [1, "N"], _FLOAT)
-    graph.output("salience", op.ReduceMean(op.Reshape(salience, [1, -1, unit]), [-1], keepdims=0), [1, "N"], _FLOAT)
+
+    def by_unit(y: ir.Value | None) -> ir.Value:
+        return op.Reshape(y, [0, -1, vision.merge_size**2])
+
+    graph.output("tokens", _merged(graph, vision, parts, x), ["G", "N", vision.out_size])
+    graph.output("norms", op.ReduceMax(by_unit(norms), [-1], keepdims=0), ["G", "N"], _FLOAT)
+    graph.output("salience", op.ReduceMean(by_unit(salience), [-1], keepdims=0), ["G", "N"], _FLOAT)
 
 
 def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value, slot: ir.Value) -> _Attending:
-    """Patches in the windows of `index` [W,T], where -1 is an empty slot; `slot` [patches] is the way back."""
+    """Patches in the windows of `index` [W,T], where -1 is an empty slot; `slot` [G,patches] is the way back."""
     op = graph.op
     # An empty slot holds the first patch, which as a key is hidden and as a query is never gathered back.
     patch = op.Max(index, 0)
     held = op.Unsqueeze(op.GreaterOrEqual(index, 0), [1, 2])
     square = op.Concat(op.Shape(index, start=0, end=1), [1], *[op.Shape(index, start=1, end=2)] * 2, axis=0)
 
+    def flat(x: ir.Value) -> ir.Value:
+        """All rows in one line, whatever they are arranged in."""
+        return op.Reshape(x, op.Concat([-1], op.Shape(x, start=2), axis=0))
+
     def scatter(x: ir.Value) -> ir.Value:
-        return op.Gather(op.Reshape(x, op.Concat([-1], op.Shape(x, start=2), axis=0)), slot, axis=0)
+        return op.Gather(flat(x), slot, axis=0)
 
     def gather(x: ir.Value) -> ir.Value:
-        return op.Gather(x, patch, axis=0)
+        return op.Gather(flat(x), patch, axis=0)
 
-    cos, sin = (gather(op.Squeeze(table, [0])) for table in (cos, sin))
-    return _Attending(cos, sin, op.Expand(held, square), op.Cast(held, to=_FLOAT), gather, scatter)
+    return _Attending(gather(cos), gather(sin), op.Expand(held, square), op.Cast(held, to=_FLOAT), gather, scatter)
 
 
 def _block(
-    graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
+    graph: WeightedGraph, vision: QwenVision, parts: Parts, name: str, x: ir.Value, attending: _Attending
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """One block on `x` [patches,D]; returns its output, and its rotated queries and keys [B,H,T,h]."""
-    op, d, m = graph.op, vision.hidden_size, vision.intermediate_size
-
-    def norm(which: str) -> ir.Value:
-        return graph.dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), _EPSILON)
+    """One block on `x` [G,patches,D]; returns its output, and its rotated queries and keys [B,H,T,h]."""
+    op, d = graph.op, vision.hidden_size
 
     def heads(y: ir.Value) -> ir.Value:
         return op.Transpose(op.Reshape(y, [0, 0, vision.num_heads, vision.head_dim]), perm=[0, 2, 1, 3])
 
-    qkv = attending.gather(graph.linear(norm("norm1"), f"{name}.attn.qkv", d, 3 * d, bias=True))
+    qkv = attending.gather(
+        graph.linear(parts.norm(graph, x, f"{name}.norm1", d), f"{name}.attn.qkv", d, 3 * d, bias=True)
+    )
     query, key, value = map(heads, op.Split(qkv, axis=-1, num_outputs=3, _outputs=3))
     query, key = (graph.dialect.rotary(op, y, attending.cos, attending.sin) for y in (query, key))
     mixed = graph.dialect.attention(op, query, key, value, attending.mask)
     mixed = attending.scatter(op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d]))
     x = op.Add(x, graph.linear(mixed, f"{name}.attn.proj", d, d, bias=True))
+    y = parts.mlp(graph, vision, f"{name}.mlp", parts.norm(graph, x, f"{name}.norm2", d))
+    return op.Add(x, y), query, key
 
-    y = norm("norm2")
-    gate, up = (graph.linear(y, f"{name}.mlp.{which}_proj", d, m, bias=True) for which in ("gate", "up"))
+
+def _rms_norm(graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
+    return graph.dialect.rms_norm(graph.op, x, graph.parameter(f"{name}.weight", [size]), EPSILON)
+
+
+def _gated(graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value) -> ir.Value:
+    op, d, m = graph.op, vision.hidden_size, vision.intermediate_size
+    gate, up = (graph.linear(x, f"{name}.{which}_proj", d, m, bias=True) for which in ("gate", "up"))
     gated = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
-    return op.Add(x, graph.linear(gated, f"{name}.mlp.down_proj", m, d, bias=True)), query, key
+    return graph.linear(gated, f"{name}.down_proj", m, d, bias=True)
+
+
+QWEN2_5 = Parts(norm=_rms_norm, mlp=_gated)
+"""What Qwen2.5-VL's blocks are made of."""
 
 
 def _received(
     graph: WeightedGraph, vision: QwenVision, query: ir.Value, key: ir.Value, attending: _Attending
 ) -> ir.Value:
-    """[patches] fp32: the softmax attention each patch receives, mean over heads and over all patches that ask."""
+    """[G,patches] fp32: the softmax attention each patch receives, mean over heads and over all patches that ask."""
     op = graph.op
     received = None
     # In a full-attention block one head after the other: its matrix has as many elements as patches squared.
@@ -175,14 +207,14 @@ def _received(
             weights = op.MatMul(attending.seen, weights)
         column = op.ReduceSum(weights, [1, 2], keepdims=1)
         received = column if received is None else op.Add(received, column)
-    total = op.Squeeze(attending.scatter(op.Transpose(op.Squeeze(received, [1]), perm=[0, 2, 1])), [1])
-    patches = op.Cast(op.Shape(total), to=_FLOAT)
+    total = op.Squeeze(attending.scatter(op.Transpose(op.Squeeze(received, [1]), perm=[0, 2, 1])), [2])
+    patches = op.Cast(op.Size(total), to=_FLOAT)
     return op.Div(total, op.Mul(patches, float(vision.num_heads)))
 
 
-def _merged(graph: WeightedGraph, vision: QwenVision, x: ir.Value) -> ir.Value:
-    """[N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
+def _merged(graph: WeightedGraph, vision: QwenVision, parts: Parts, x: ir.Value) -> ir.Value:
+    """[G,N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
     op, joined = graph.op, vision.joined_size
-    x = graph.dialect.rms_norm(op, x, graph.parameter("visual.merger.ln_q.weight", [vision.hidden_size]), _EPSILON)
-    x = graph.linear(op.Reshape(x, [-1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
+    x = parts.norm(graph, x, "visual.merger.ln_q", vision.hidden_size)
+    x = graph.linear(op.Reshape(x, [0, -1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
     return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, vision.out_size, bias=True)

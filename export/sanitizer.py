@@ -46,10 +46,17 @@ def give_tokens(graph: Graph, facts: PlanFacts, features: Features, index: ir.Va
     give_rows(graph, facts, gather_rows(graph, features.tokens, index), index, count)
 
 
-def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: Dim) -> None:
+def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: Dim, groups: Dim = "G") -> None:
     """Output `rows` [G,count,D] and the token each stands for, `index` [G,count]."""
-    graph.output("kept_tokens", rows, ["G", count, facts.visual_width])
-    graph.output("kept_index", index, ["G", count], _INT64)
+    graph.output("kept_tokens", rows, [groups, count, facts.visual_width])
+    graph.output("kept_index", index, [groups, count], _INT64)
+
+
+def joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
+    """All groups as one: [1,G*N,D] and [1,G*N]."""
+    op = graph.op
+    norms, salience = (op.Reshape(x, [1, -1]) for x in (features.norms, features.salience))
+    return Features(op.Reshape(features.tokens, [1, -1, facts.visual_width]), norms, salience)
 
 
 def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:

@@ -16,7 +16,7 @@ from sinkprune.bundle import LanguageModel
 from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.methods import PlanFacts
-from sinkprune.export.shares import share
+from sinkprune.export.survivors import Choice, best, best_of_each_image
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -93,18 +93,13 @@ def build_selects(
         # Groups are counted in the graph: so many of each are a share of what all of them had.
         if facts.groups > 1 and isinstance(kept, int):
             kept = Share(kept, facts.visual_tokens)
-        build_select(selects[layer], facts.language_model, kept, budget, asking, facts.visual_dim)
+        choice = best_of_each_image if facts.images > 1 else best(kept, facts.visual_dim)
+        build_select(selects[layer], facts.language_model, choice, budget, asking)
     return selects
 
 
-def build_select(
-    graph: Graph, model: LanguageModel, kept: int | Share, budget: Budget, asking: Asking, tokens: Dim = "N"
-) -> None:
-    """Keep the `kept` visual rows that the asking rows attend to most and every other row, in their order.
-
-    A share is one of the image's visual tokens before anything was dropped: such a graph takes its `norms`
-    [G,`tokens`] too.
-    """
+def build_select(graph: Graph, model: LanguageModel, choice: Choice, budget: Budget, asking: Asking) -> None:
+    """Keep the visual rows of `choice`, by the attention the asking rows pay them, and every other row, in order."""
     op, h = graph.op, model.head_dim
     table: list[Dim] = [1, "S", h // 2]
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
@@ -116,18 +111,14 @@ def build_select(
 
     stage = Stage(hidden, query, key, visual, text, op.Shape(query, start=2, end=3))
     scores = received_attention(graph, model, stage, budget, asking)
-    # K_s >= V: every visual row survives
-    count = op.Min(op.Shape(visual), [kept] if isinstance(kept, int) else _share_of_image(graph, kept, tokens))
-    _, best = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
+    alive, left = choice(graph, scores)
 
     rows = op.Shape(hidden, start=1, end=2)
-    survivors = op.Gather(visual, best, axis=0)
-    dropped = op.ScatterElements(op.Expand(1, rows), visual, op.Expand(0, op.Shape(visual)), axis=0)
-    survives = op.ScatterElements(dropped, survivors, op.Expand(1, op.Shape(survivors)), axis=0)
+    survives = op.ScatterElements(op.Expand(1, rows), visual, alive, axis=0)
     place = op.Sub(graph.dialect.running_sum(op, survives), 1)
-    new_rows = op.Add(op.Sub(rows, op.Shape(visual)), count)
+    new_rows = op.Add(op.Sub(rows, op.Shape(visual)), left)
     keep = _where_alive(graph, op.Range(0, op.Squeeze(rows), 1), survives, new_rows)
-    visual_out = _where_alive(graph, op.Gather(place, visual, axis=0), op.Gather(survives, visual, axis=0), count)
+    visual_out = _where_alive(graph, op.Gather(place, visual, axis=0), alive, left)
 
     def kept_rows(x: ir.Value) -> ir.Value:
         return op.Gather(x, keep, axis=1)
@@ -141,13 +132,6 @@ def build_select(
     graph.output("visual_index_out", visual_out, ["V2"], _INT64)
     graph.output("text_index_out", op.Gather(place, text, axis=0), ["L"], _INT64)
     graph.output("keep_index", keep, ["S2"], _INT64)
-
-
-def _share_of_image(graph: Graph, kept: Share, tokens: Dim) -> ir.Value:
-    """[1]: a share of all G*N tokens the image had; its `norms` tell by their shape how many."""
-    op = graph.op
-    norms = graph.input("norms", ["G", tokens], _FLOAT)
-    return share(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
 
 
 def received_attention(graph: Graph, model: LanguageModel, stage: Stage, budget: Budget, asking: Asking) -> ir.Value:

@@ -39,11 +39,21 @@ class Encoded:
     embeddings: Array
     """[V,d]: the groups' kept tokens, one group behind the other."""
     kept_index: Array
-    """[G,n0] source token of each row."""
+    """[G,n0] source token of each row; frames that were sanitised as one are one group here."""
     norms: Array
     """[G,N] fp32."""
     salience: Array
     """[G,N] fp32."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a prompt."""
+
+    group: Array
+    """[V] int64: the number of the image each visual row is of, ascending."""
+    stages: Sequence[tuple[int, ...]]
+    """For each image, the K_s rows of it that survive each stage; nothing where no plan prunes."""
 
 
 @dataclass
@@ -69,6 +79,7 @@ class Chain:
         self._path = bundle.graph_path if built is None else built.path
         self.model = model = bundle.manifest.language_model
         self.segments = bundle.manifest.segments
+        self.several_images = bundle.manifest.max_images > 1
         self.rotary = Rotary(model.rope_theta, model.head_dim, dtype, model.rope_sections)
         self.no_past = backend.tensor(np.zeros((1, model.num_kv_heads, 0, model.head_dim), dtype))
         self._plan_engines: dict[str, Engine] = {}
@@ -120,11 +131,12 @@ def prefill(
     *,
     positions: Positions | None = None,
     norms: Array | None = None,
+    images: Images | None = None,
 ) -> Prefill:
     """The first pass over `rows` [S,d]; `visual` and `text` are the row numbers of visual and scoring text tokens.
 
     `positions` are 0, 1, 2, ... where none are given. `norms` [G,N] are the image's: plans that keep shares of N
-    read N off them.
+    read N off them. `images` tell those of several images apart; without, all visual rows are of one.
     """
     backend = chain.backend
     positions = positions or Positions.in_line(len(rows))
@@ -132,7 +144,10 @@ def prefill(
     compact = plan is not None and plan.positions == "compact"
     # Loading an engine is no part of a prefill.
     engines = {int(layer): chain.plan_engine(graph) for layer, graph in selects.items()}
-    kept_after = dict(zip(engines, plan.counts.stages, strict=True)) if plan else {}
+    if images is None:
+        images = Images(np.zeros(len(visual), np.int64), [plan.counts.stages if plan else ()])
+    kept_after = dict(zip(engines, zip(*images.stages, strict=True), strict=True))
+    group = images.group
     with clock.measure("prefill"):
         cos, sin = chain.rotary.tables(positions.rows)
         state = {
@@ -145,7 +160,7 @@ def prefill(
         told = {} if norms is None else {"norms": backend.tensor(norms)}
         cache = KVCache([], [], [])
         result = Prefill(None, cache)
-        length, visible = len(rows), len(visual)
+        length = len(rows)
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
             past = {name: chain.no_past for layer in layers for name in _past_names(layer)}
             outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **past})
@@ -156,16 +171,23 @@ def prefill(
             state["hidden"] = outputs["hidden_out"]
             last = layers[-1]
             if last in engines:
+                # Known from the plan: asking the device for a shape would wait for it.
+                quota = _quota(group, kept_after[last])
                 with clock.measure("select"):
                     asked = {"query": outputs["query"], "key": outputs[f"key_{last}"], **told}
+                    if chain.several_images:
+                        asked |= {"visual_group": backend.tensor(group), "quota": backend.tensor(quota)}
                     selected = engines[last]({**state, **asked})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
-                # Known from the plan: asking the device for a shape would wait for it.
-                kept = min(kept_after[last], visible)
-                length, visible = length - (visible - kept), kept
+                length, group = length - (len(group) - len(quota)), quota
         result.logits = chain.head({"hidden": state["hidden"]})["logits"]
     return result
+
+
+def _quota(group: Array, kept: Sequence[int]) -> Array:
+    """Of rows of the images `group` [V], ascending, at most as many of each as `kept` says."""
+    return np.repeat(np.arange(len(kept)), np.minimum(np.bincount(group, minlength=len(kept)), kept))
 
 
 def surviving_rows(chain: Chain, result: Prefill) -> dict[int, Array]:

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.bundle import Plan
-from sinkprune.runtime.pipeline import Kept
+from sinkprune.runtime.answer import Kept
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -31,6 +31,7 @@ _SHADE = 0.72
 _TINT = 0.55
 _LONG_SIDE = 1100
 _GAP = 12
+_ACROSS = 4
 
 
 @dataclass(frozen=True)
@@ -87,25 +88,42 @@ def token_fates(plan: Plan, kept: Kept) -> Fates:
 
 
 def draw_overlay(
-    image: Image.Image, boxes: Array, views: Sequence[range], method: str, plan: Plan | None, kept: Kept
+    images: Sequence[Image.Image],
+    boxes: Array,
+    views: Sequence[range],
+    method: str,
+    plan: Plan | None,
+    kept: Kept,
 ) -> Image.Image:
-    """The image with every token's fate drawn on it, and a legend below. `boxes` [G*N,4] are in its pixels.
+    """An image with every token's fate drawn on it, and a legend below. `boxes` [G*N,4] are in its pixels.
 
-    Tokens of different `views` are drawn on pictures of their own, side by side.
+    Tokens of different `views` are drawn on pictures of their own, side by side: one of `images` for each, all of
+    one size.
     """
     if plan is None:
         raise ValueError("an unpruned run has nothing to draw")
     fates = token_fates(plan, kept)
-    scale = _LONG_SIDE / max(image.size)
-    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
-    shown = np.asarray(image.resize(size, Image.Resampling.LANCZOS), np.float32)
-    sheet = Image.new("RGB", (len(views) * (size[0] + _GAP) - _GAP, size[1]), _OUTSIDE)
-    for number, view in enumerate(views):
-        places = np.rint(boxes * scale).astype(int)
-        picture = Image.fromarray(_tinted(shown, places, view, fates).astype(np.uint8))
+    width, height = images[0].size
+    scale = (_LONG_SIDE if len(views) <= 2 else _LONG_SIDE / 2) / max(width, height)
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    across, right, down = min(len(views), _ACROSS), size[0] + _GAP, size[1] + _GAP
+    sheet = Image.new("RGB", (across * right - _GAP, -(-len(views) // across) * down - _GAP), _OUTSIDE)
+    places = np.rint(boxes * scale).astype(int)
+    for number, (image, view) in enumerate(zip(images, views, strict=True)):
+        canvas = np.asarray(image.resize(size, Image.Resampling.LANCZOS), np.float32)
+        picture = Image.fromarray(_tinted(canvas, places, view, fates).astype(np.uint8))
         _outline(picture, places, view, fates)
-        sheet.paste(picture, (number * (size[0] + _GAP), 0))
+        sheet.paste(picture, (number % across * right, number // across * down))
     return _with_legend(sheet, _legend(fates, method))
+
+
+def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures one above the other."""
+    tops = np.cumsum([0, *(picture.height + _GAP for picture in pictures)])
+    sheet = Image.new("RGB", (max(picture.width for picture in pictures), int(tops[-1]) - _GAP), _OUTSIDE)
+    for picture, top in zip(pictures, tops, strict=False):
+        sheet.paste(picture, (0, int(top)))
+    return sheet
 
 
 def picture_bytes(picture: Image.Image, path: Path) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -19,11 +18,13 @@ from sinkprune.engines_manifest import Limits, verify_engines
 from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
 from sinkprune.precision import DTYPES
 from sinkprune.report import PARTS
+from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
 from sinkprune.runtime.chain import (
     Chain,
     Encoded,
+    Images,
     KVCache,
     Prefill,
     decode_one_token,
@@ -32,52 +33,25 @@ from sinkprune.runtime.chain import (
     prefill,
     surviving_rows,
 )
+from sinkprune.runtime.clip import Shown
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.images import read_image, to_rgb
+from sinkprune.runtime.pictures import PictureLike, decoded, naming
 from sinkprune.runtime.prompt import Prompt, PromptEncoder
+from sinkprune.runtime.prompt_rows import PictureRows, PromptRows, prompt_rows
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.stopwatch import Stopwatch
 
 Array = np.ndarray[Any, Any]
-ImageLike = Image.Image | Array | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What became of an image's visual tokens. Indices are into the N tokens of the tower's grid."""
+class _Picture:
+    """An image or a clip of a request."""
 
-    index: Array
-    """[G,n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
-    norms: Array
-    """[G,N] token norms."""
-    salience: Array
-    """[G,N] token salience."""
-    after_stage: dict[int, Array]
-    """By pruning layer: the places in `index` (flattened) that survived it, ascending."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """An answer and how it came about."""
-
-    text: str
-    token_ids: list[int]
-    finish: str
-    """`stop` (the model ended it) or `length` (max_new_tokens did)."""
-    method: str
-    budget: str
-    prompt_tokens: int
-    """Text tokens of the rendered prompt; visual tokens are counted apart."""
-    visual_tokens: int
-    """Visual tokens of the image before anything is dropped."""
-    tokens_per_layer: list[int]
-    """Visual tokens each decoder layer ran on."""
-    kv_bytes: int
-    """Bytes of keys and values after the prefill."""
-    ms: dict[str, float | None]
-    """preprocess, vision, sanitizer, projector, prefill, select, ttft, per_token (None for one token), latency."""
-    kept: Kept
+    source: PictureLike
+    image: Image.Image | Shown
+    plan: Plan | None
 
 
 @dataclass(frozen=True)
@@ -85,10 +59,11 @@ class _Start:
     """A request whose first token is there."""
 
     clock: Stopwatch
-    encoded: Encoded
+    encoded: list[Encoded]
     prefill: Prefill
-    visual: Array
-    """The prefill's rows that are visual tokens."""
+    rows: PromptRows
+    sizes: list[Any]
+    """Of the images, as the family takes them."""
     text_tokens: int
     token: int
 
@@ -133,7 +108,12 @@ class Pipeline:
         return cls(bundle, opened, built)
 
     def generate(
-        self, image: ImageLike, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any
+        self,
+        image: PictureLike | Sequence[PictureLike],
+        prompt: str | Sequence[str],
+        *,
+        on_text: Callable[[str], None] | None = None,
+        **options: Any,
     ) -> Answer:
         """The whole answer; takes `stream`'s options. `on_text` is given each piece of text as it comes."""
         pieces = self.stream(image, prompt, **options)
@@ -148,8 +128,8 @@ class Pipeline:
 
     def stream(
         self,
-        image: ImageLike,
-        prompt: str,
+        image: PictureLike | Sequence[PictureLike],
+        prompt: str | Sequence[str],
         *,
         budget: str = UNPRUNED,
         method: str = "sinkpruner",
@@ -162,19 +142,22 @@ class Pipeline:
         """The answer's text, piece by piece; the generator's return value is the `Answer`.
 
         Nothing runs, and nothing is checked, before the first piece is asked for.
-        `image` is a Pillow image, a uint8 [height,width,3] array or a file. Stop tokens are ignored before
-        `min_new_tokens`. Raises `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
+        `image` is a Pillow image, a uint8 [height,width,3] array or a file, a `Clip` or a `VideoFile`, or a list of
+        several. `prompt` stands
+        behind the images; as a list of texts it stands around them: one text before each image and one behind the
+        last. Stop tokens are ignored before `min_new_tokens`.
+
+        Raises `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
         """
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise UsageError(f"max new tokens is {max_new_tokens}, expected a whole number of at least 1.")
         spec = self.bundle.manifest.plan(method, budget)
         sampler = Sampler(temperature, top_p, seed)
-        decoded = _decode(image)
-        plan = self._plan(method, budget, image, decoded.size)
+        pictures = self._pictures(image, method, budget)
         if spec is not None:
             self._load_plan(spec)
 
-        start = self._start(image, decoded, prompt, plan, sampler, max_new_tokens)
+        start = self._start(pictures, prompt, sampler, method, max_new_tokens)
         # Before decoding grows the caches
         cache_bytes = kv_bytes(self.chain, start.prefill.cache)
         token, ids, steps, text = start.token, [start.token], [], ""
@@ -197,44 +180,60 @@ class Pipeline:
             method=method,
             budget=budget,
             prompt_tokens=start.text_tokens,
-            visual_tokens=start.encoded.norms.size,
+            visual_tokens=sum(encoded.norms.size for encoded in start.encoded),
             tokens_per_layer=[tokens - start.text_tokens for tokens in start.prefill.tokens_per_layer],
             kv_bytes=cache_bytes,
             ms=_timings(start.clock, steps),
-            kept=self._kept(start),
+            images=self._kept(start),
         )
 
-    def encode(self, image: ImageLike) -> Encoded:
+    def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
-        inputs = self._preprocess(_decode(image), image)
+        inputs = self._preprocess(_Picture(image, decoded(image, self.bundle.manifest.processor), None))
         return encode(self.chain, None, inputs, Stopwatch(self.backend))
+
+    def _pictures(self, images: PictureLike | Sequence[PictureLike], method: str, budget: str) -> list[_Picture]:
+        """The images, decoded, with the plan of each; raises `PromptError` for more than the bundle is made for."""
+        sources: list[Any] = list(images) if isinstance(images, (list, tuple)) else [images]
+        most = self._limits.images if self._limits else self.bundle.manifest.max_images
+        if not 1 <= len(sources) <= most:
+            raise PromptError(
+                f"the prompt has {len(sources)} images, expected 1 to {most}. More must be asked for beforehand: "
+                "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
+            )
+        processor = self.bundle.manifest.processor
+        shown = [(source, decoded(source, processor)) for source in sources]
+        return [_Picture(source, image, self._plan(method, budget, source, image.size)) for source, image in shown]
 
     def _start(
         self,
-        source: ImageLike,
-        decoded: Image.Image,
-        prompt: str,
-        plan: Plan | None,
+        pictures: Sequence[_Picture],
+        prompt: str | Sequence[str],
         sampler: Sampler,
+        method: str,
         max_new_tokens: int,
     ) -> _Start:
         """Everything up to the first token: what TTFT measures."""
         clock = Stopwatch(self.backend)
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
-                inputs = self._preprocess(decoded, source)
-                question = self._prompts.encode(prompt)
-            self._check_length(question, plan, decoded.size, max_new_tokens)
-            encoded = encode(self.chain, plan, inputs, clock)
-            _check_finite(encoded)
-            result, visual = self._prefill(plan, question, encoded, decoded.size, clock)
+                inputs = [self._preprocess(picture) for picture in pictures]
+                question = self._prompts.encode(prompt, len(pictures))
+            self._check_length(question, pictures, method, max_new_tokens)
+            encoded = []
+            for picture, taken in zip(pictures, inputs, strict=True):
+                encoded.append(encode(self.chain, picture.plan, taken, clock))
+                _check_finite(encoded[-1])
+            rows = self._rows(pictures, question, encoded)
+            result = self._prefill(pictures, rows, encoded, clock)
             token = sampler(self.backend.numpy(result.logits)[0])
-        return _Start(clock, encoded, result, visual, len(question.before) + len(question.after), token)
+        sizes = [picture.image.size for picture in pictures]
+        return _Start(clock, encoded, result, rows, sizes, question.text_tokens, token)
 
-    def _plan(self, method: str, budget: str, source: ImageLike, size: tuple[int, int]) -> Plan | None:
-        """The plan for an image of `size`."""
+    def _plan(self, method: str, budget: str, source: PictureLike, size: Any) -> Plan | None:
+        """The plan for an image or clip of `size`."""
         most = self.bundle.manifest.most_visual_tokens
-        with _naming(source):
+        with naming(source):
             tokens = self.family.visual_tokens(size)
             if tokens > most:
                 raise ImageError(
@@ -244,42 +243,57 @@ class Pipeline:
             groups = self.family.groups(size)
         return self.bundle.manifest.plan_for(method, budget, tokens, groups)
 
-    def _preprocess(self, decoded: Image.Image, source: ImageLike) -> dict[str, Array]:
-        with _naming(source):
-            inputs = self.family.preprocess(decoded)
+    def _preprocess(self, picture: _Picture) -> dict[str, Array]:
+        with naming(picture.source):
+            inputs = self.family.preprocess(picture.image)
         return {
             name: array.astype(self._dtype) if np.issubdtype(array.dtype, np.floating) else array
             for name, array in inputs.items()
         }
 
-    def _prefill(
-        self, plan: Plan | None, question: Prompt, encoded: Encoded, size: tuple[int, int], clock: Stopwatch
-    ) -> tuple[Prefill, Array]:
-        """[before ; image ; after] through the chain; also returns the rows of the image."""
-        image, tokens = self._image_rows(plan, encoded, size)
-        start, count = len(question.before), len(image)
-        rows = np.concatenate([self._embedding(question.before), image, self._embedding(question.after)])
-        visual = np.arange(start, start + count)
-        text = np.arange(start + count, len(rows))
-        positions = self.family.positions(size, start, tokens, len(text))
-        result = prefill(self.chain, plan, rows, visual, text, clock, positions=positions, norms=encoded.norms)
-        left = result.tokens_per_layer[-1] - (len(rows) - count)
-        if plan is not None and left == encoded.norms.size:
-            raise PruningError(
-                f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "
-                f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
-            )
-        return result, visual
+    def _rows(self, pictures: Sequence[_Picture], question: Prompt, encoded: Sequence[Encoded]) -> PromptRows:
+        """Text and images in their places."""
+        images = [
+            PictureRows(picture.image.size, *self._image_rows(picture, features))
+            for picture, features in zip(pictures, encoded, strict=True)
+        ]
+        return prompt_rows(self.family, self._embedding, question.texts, images)
 
-    def _image_rows(self, plan: Plan | None, encoded: Encoded, size: tuple[int, int]) -> tuple[Array, Array]:
+    def _image_rows(self, picture: _Picture, encoded: Encoded) -> tuple[Array, Array]:
         """The rows [V,d] of an image, and the token [V] each stands for; -1 is the end of a line of the unpruned."""
-        if plan is not None:
+        if picture.plan is not None:
             return encoded.embeddings, _source_tokens(encoded)
+        size: Any = picture.image.size
         tokens = self.family.unpruned_rows(size)
         rows = encoded.embeddings[tokens]
         if self.family.between_rows:
             rows[tokens < 0] = self._embedding.named(self.family.between_rows)
         return rows, tokens
+
+    def _prefill(
+        self, pictures: Sequence[_Picture], rows: PromptRows, encoded: Sequence[Encoded], clock: Stopwatch
+    ) -> Prefill:
+        """All rows through the chain."""
+        plan = pictures[0].plan
+        images = Images(rows.picture, [picture.plan.counts.stages if picture.plan else () for picture in pictures])
+        result = prefill(
+            self.chain,
+            plan,
+            rows.hidden,
+            rows.visual,
+            rows.text,
+            clock,
+            positions=rows.positions,
+            norms=encoded[0].norms,
+            images=images,
+        )
+        left = result.tokens_per_layer[-1] - (len(rows.hidden) - len(rows.visual))
+        if plan is not None and left == sum(features.norms.size for features in encoded):
+            raise PruningError(
+                f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "
+                f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
+            )
+        return result
 
     def _next_token(self, cache: KVCache, token: int, sampler: Sampler) -> tuple[int, float]:
         start = time.perf_counter()
@@ -296,9 +310,8 @@ class Pipeline:
         for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
             self.chain.plan_engine(graph)
 
-    def _check_length(self, question: Prompt, plan: Plan | None, size: tuple[int, int], new_tokens: int) -> None:
-        text = len(question.before) + len(question.after)
-        visual = plan.counts.kept * self.family.groups(size) if plan else len(self.family.unpruned_rows(size))
+    def _check_length(self, question: Prompt, pictures: Sequence[_Picture], method: str, new_tokens: int) -> None:
+        text, visual = question.text_tokens, sum(self._rows_of(picture) for picture in pictures)
         _check_limits(self._limits, text, new_tokens)
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:
@@ -307,34 +320,40 @@ class Pipeline:
             raise PromptError(
                 f"the prompt is too long: {text} text tokens, {visual} visual tokens and up to {new_tokens} new "
                 f"tokens exceed the model's {limit} positions. Shorten the prompt{way_out}."
+                f"{self._budget_that_fits(method, pictures, limit - text - new_tokens)}"
             )
 
-    def _kept(self, start: _Start) -> Kept:
-        rows, encoded = surviving_rows(self.chain, start.prefill), start.encoded
-        after_stage = {
-            layer: np.intersect1d(survivors, start.visual) - start.visual[0] for layer, survivors in rows.items()
-        }
-        return Kept(encoded.kept_index, encoded.norms, encoded.salience, after_stage)
+    def _budget_that_fits(self, method: str, pictures: Sequence[_Picture], room: int) -> str:
+        """Advice: the budget that keeps most of what there is room for."""
+        fit = {}
+        for name in self.bundle.manifest.plans[method]:
+            plans = [self._plan(method, name, picture.source, picture.image.size) for picture in pictures]
+            rows = sum(plan.kept for plan in plans if plan)
+            if rows <= room:
+                fit[rows] = name
+        return f" Budget '{fit[max(fit)]}' keeps {max(fit)} visual tokens, which would fit." if fit else ""
 
+    def _rows_of(self, picture: _Picture) -> int:
+        """How many rows an image has in front of the first layer."""
+        size: Any = picture.image.size
+        if picture.plan is None:
+            return len(self.family.unpruned_rows(size))
+        return picture.plan.kept
 
-def _decode(image: ImageLike) -> Image.Image:
-    return read_image(image) if isinstance(image, (str, os.PathLike)) else to_rgb(image)
-
-
-@contextmanager
-def _naming(source: ImageLike) -> Iterator[None]:
-    """Put the file's name before what is said of an image from a file."""
-    try:
-        yield
-    except ImageError as error:
-        if isinstance(source, (str, os.PathLike)):
-            raise ImageError(f"'{source}': {error}") from error
-        raise
+    def _kept(self, start: _Start) -> tuple[Kept, ...]:
+        survivors, kept = surviving_rows(self.chain, start.prefill), []
+        for number, encoded in enumerate(start.encoded):
+            own = start.rows.visual[start.rows.picture == number]
+            after_stage = {layer: np.intersect1d(rows, own) - own[0] for layer, rows in survivors.items()}
+            norms, salience = (x.reshape(len(encoded.kept_index), -1) for x in (encoded.norms, encoded.salience))
+            kept.append(Kept(start.sizes[number], encoded.kept_index, norms, salience, after_stage))
+        return tuple(kept)
 
 
 def _source_tokens(encoded: Encoded) -> Array:
     """[V]: the token each row of `encoded` stands for, counted through all groups."""
-    groups, tokens = encoded.norms.shape
+    groups = len(encoded.kept_index)
+    tokens = encoded.norms.size // groups
     source: Array = (encoded.kept_index + tokens * np.arange(groups)[:, None]).ravel()
     return source
 

@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from PIL import Image
-
 from sinkprune.budgets import UNPRUNED
 from sinkprune.errors import UsageError
 from sinkprune.flops import decode_bytes, prefill_flops
 from sinkprune.precision import DTYPES
 from sinkprune.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
+from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.peak_memory import PeakMemory
-from sinkprune.runtime.pipeline import Answer, Pipeline
+from sinkprune.runtime.pictures import PictureLike
+from sinkprune.runtime.pipeline import Pipeline
 
 
 def profile(
     pipeline: Pipeline,
-    image: Image.Image,
-    prompt: str,
+    image: PictureLike | Sequence[PictureLike],
+    prompt: str | Sequence[str],
     budgets: Sequence[str],
     *,
     method: str = "sinkpruner",
@@ -59,7 +59,7 @@ def profile(
                 answers[name].append(answer)
     manifest = pipeline.bundle.manifest
     baseline = _measured(answers[UNPRUNED])
-    flops = {name: _flops(pipeline, image.size, runs[0]) for name, runs in answers.items()}
+    flops = {name: _flops(pipeline, runs[0]) for name, runs in answers.items()}
     reports = {
         name: _budget_report(pipeline, runs, flops[name], flops[UNPRUNED], baseline, memory[name].bytes)
         for name, runs in answers.items()
@@ -108,11 +108,12 @@ def _measured(runs: Sequence[Answer]) -> dict[str, Spread | None]:
     return spreads
 
 
-def _flops(pipeline: Pipeline, size: tuple[int, int], answer: Answer) -> PrefillAndTtft:
+def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
     model = pipeline.bundle.manifest.language_model
     tokens = [visual + answer.prompt_tokens for visual in answer.tokens_per_layer]
     decoder = prefill_flops(model, tokens)
-    return PrefillAndTtft(decoder, decoder + pipeline.family.encode_flops(size, answer.kept.index.size))
+    encoder = sum(pipeline.family.encode_flops(kept.size, kept.index.size) for kept in answer.images)
+    return PrefillAndTtft(decoder, decoder + encoder)
 
 
 def _budget_report(

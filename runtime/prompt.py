@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -21,12 +22,25 @@ from sinkprune.errors import BundleError, PromptError
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation around one image."""
+    """A rendered conversation around one image or several."""
 
-    before: list[int]
-    """Token ids before the image."""
-    after: list[int]
-    """Token ids behind it."""
+    texts: list[list[int]]
+    """Token ids before each image, and behind the last."""
+
+    @property
+    def before(self) -> list[int]:
+        """Token ids before the first image."""
+        return self.texts[0]
+
+    @property
+    def after(self) -> list[int]:
+        """Token ids behind the last image."""
+        return self.texts[-1]
+
+    @property
+    def text_tokens(self) -> int:
+        """All of them together."""
+        return sum(map(len, self.texts))
 
 
 @dataclass(frozen=True)
@@ -70,32 +84,52 @@ class PromptEncoder:
             if special.identity == tokens.image
         )
 
-    def encode(self, text: str) -> Prompt:
-        """The conversation of one user turn, an image and `text`; raises `PromptError` if `text` is empty."""
-        if not isinstance(text, str):
-            raise PromptError(
-                f"the prompt is a {type(text).__name__}, expected a str. Ask something about the image."
-            )
-        if not text.strip():
-            raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise PromptError("the prompt is not valid UTF-8. Check the terminal's encoding.")
-        encoded = self._encoder.encode(self._render(text)).ids
-        images = [place for place, token in enumerate(encoded) if token == self._image]
-        if len(images) != 1:
+    def encode(self, text: str | Sequence[str], images: int = 1) -> Prompt:
+        """The conversation of one user turn: `images` images and `text`.
+
+        A str stands behind the images, a list of strs around them: what comes before each, and behind the last.
+        Raises `PromptError` if there is no text, or not one place for each image.
+        """
+        pieces: Sequence[Any] = text if isinstance(text, (list, tuple)) else [*[""] * images, text]
+        _check_text(pieces, images)
+        encoded = self._encoder.encode(self._render(self._content(pieces))).ids
+        found = [place for place, token in enumerate(encoded) if token == self._image]
+        if len(found) != images:
             raise BundleError(
-                f"the bundle's chat template writes {len(images)} images into a prompt with one. "
+                f"the bundle's chat template writes {len(found)} images into a prompt with {images}. "
                 "Mend the checkpoint's chat template and export it again."
             )
         ids = [self._identities.get(token, token) for token in encoded]
         # A template that writes the first special token itself needs none from the tokenizer.
         doubled = len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._identities.values()
-        return Prompt(ids[int(doubled) : images[0]], ids[images[0] + 1 :])
+        starts = [int(doubled), *(place + 1 for place in found)]
+        return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
 
-    def _render(self, text: str) -> str:
-        for special in self._specials:
-            text = text.replace(special.token.content, special.quoted)
-        content = [{"type": "image"}, {"type": "text", "text": text}]
+    def _content(self, pieces: Sequence[str]) -> list[dict[str, str]]:
+        """A user turn's content: an image between each two of `pieces`."""
+        quoted = []
+        for piece in pieces:
+            for special in self._specials:
+                piece = piece.replace(special.token.content, special.quoted)
+            quoted.append(piece)
+        if any(quoted[:-1]) and not self._keeps_order():
+            # Such a template puts all images first; within the text they stand where they belong.
+            image = next(special.stand_in for special in self._specials if special.identity == self._tokens.image)
+            return [{"type": "text", "text": image.join(quoted)}]
+        content: list[dict[str, str]] = []
+        for number, piece in enumerate(quoted):
+            content += [{"type": "image"}] if number else []
+            content += [{"type": "text", "text": piece}] if piece else []
+        return content
+
+    def _keeps_order(self) -> bool:
+        """Whether the template writes text before an image that comes before it."""
+        text = str(secrets.randbits(64))
+        rendered = self._render([{"type": "text", "text": text}, {"type": "image"}])
+        image = next(special.stand_in for special in self._specials if special.identity == self._tokens.image)
+        return text in rendered.partition(image)[0]
+
+    def _render(self, content: list[dict[str, str]]) -> str:
         messages = [{"role": "user", "content": content}]
         try:
             rendered = self._template.render(
@@ -115,6 +149,23 @@ class PromptEncoder:
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
+
+
+def _check_text(pieces: Sequence[str], images: int) -> None:
+    for piece in pieces:
+        if not isinstance(piece, str):
+            raise PromptError(
+                f"the prompt is a {type(piece).__name__}, expected a str. Ask something about the image."
+            )
+        if any("\ud800" <= character <= "\udfff" for character in piece):
+            raise PromptError("the prompt is not valid UTF-8. Check the terminal's encoding.")
+    if len(pieces) != images + 1:
+        raise PromptError(
+            f"the prompt has places for {len(pieces) - 1} images, and {images} were given. Give one image for each "
+            "place, or none of the places: then the images stand before the text."
+        )
+    if not any(piece.strip() for piece in pieces):
+        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
 
 
 class _Generation(Extension):

@@ -1,4 +1,4 @@
-"""Qwen2VLImageProcessor of transformers, on Pillow and numpy alone, number for number."""
+"""Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers, on Pillow and numpy alone, number for number."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.errors import ImageError
+from sinkprune.runtime.clip import ClipSize, Shown
 from sinkprune.runtime.pixel_values import pixel_values
 
 # The model's own limit (smart_resize).
 _MAX_ASPECT_RATIO = 200
 
+Array = np.ndarray[Any, Any]
 Size = tuple[int, int]
 
 
@@ -37,27 +39,36 @@ class QwenProcessor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
 
-    def __call__(self, image: Image.Image) -> np.ndarray[Any, Any]:
-        """[patches, 3 * temporal_patch_size * patch_size**2] fp32 of an RGB image.
+    def __call__(self, picture: Image.Image | Shown) -> Array:
+        """[patches, 3 * temporal_patch_size * patch_size**2] fp32 of an RGB image or the frames of a clip.
 
-        The patches of a merged token stand together, those in raster order. A still picture is shown in every frame
-        of a temporal patch.
+        The patches of a merged token stand together, those in raster order, frame after frame. A still picture, and
+        the last frame of a clip where one is left over, is shown in every frame of a temporal patch.
         """
-        grid, settings = self.grid(image.size), self._settings
-        patch, merge, frames = (settings[f"{name}_size"] for name in ("patch", "merge", "temporal_patch"))
-        size = (grid.w * patch, grid.h * patch)
-        pixels = np.asarray(image.resize(size, Image.Resampling(settings["resample"])))
-        values = pixel_values(pixels, settings)
-        blocks = values.reshape(grid.h // merge, merge, patch, grid.w // merge, merge, patch, 3)
-        patches = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(grid.patches, 3, 1, patch * patch)
-        return np.broadcast_to(patches, (grid.patches, 3, frames, patch * patch)).reshape(grid.patches, -1)
+        grid, settings = self.grid(picture.size), self._settings
+        patch, merge, together = (settings[f"{name}_size"] for name in ("patch", "merge", "temporal_patch"))
+        size, method = (grid.w * patch, grid.h * patch), Image.Resampling(settings["resample"])
+        if isinstance(picture, Shown):
+            frames = [_resized_as_video(frame, size, method) for frame in picture.frames]
+        else:
+            frames = [np.asarray(picture.resize(size, method))]
+        frames += frames[-1:] * (grid.t * together - len(frames))
+        values = pixel_values(np.stack(frames), settings)
+        blocks = values.reshape(grid.t, together, grid.h // merge, merge, patch, grid.w // merge, merge, patch, 3)
+        return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.patches, -1)
 
-    def grid(self, size: Size) -> Grid:
-        """The patches of an image of `size` (width, height), as it is resized; raises `ImageError`.
+    def grid(self, size: Size | ClipSize) -> Grid:
+        """The patches of an image of `size` (width, height), or of a clip, as it is resized; raises `ImageError`.
 
         Both sides become multiples of a merged token's, with a pixel count between min_pixels and max_pixels and the
         aspect ratio kept as far as that goes (smart_resize).
         """
+        if isinstance(size, ClipSize):
+            image = self._image_grid((size.width, size.height), self._settings["video"])
+            return image._replace(t=-(-size.frames // self._settings["temporal_patch_size"]))
+        return self._image_grid(size, self._settings)
+
+    def _image_grid(self, size: Size, limits: Mapping[str, Any]) -> Grid:
         width, height = size
         if 0 in size:
             raise ImageError(f"the image has {width}x{height} pixels, expected at least 1x1.")
@@ -69,12 +80,19 @@ class QwenProcessor:
         settings, patch = self._settings, self._settings["patch_size"]
         unit = patch * settings["merge_size"]
         rows, columns = round(height / unit), round(width / unit)
-        if rows * columns * unit**2 > settings["max_pixels"]:
-            shrink = math.sqrt((height * width) / settings["max_pixels"])
+        if rows * columns * unit**2 > limits["max_pixels"]:
+            shrink = math.sqrt((height * width) / limits["max_pixels"])
             rows = max(1, math.floor(height / shrink / unit))
             columns = max(1, math.floor(width / shrink / unit))
-        elif rows * columns * unit**2 < settings["min_pixels"]:
-            grow = math.sqrt(settings["min_pixels"] / (height * width))
+        elif rows * columns * unit**2 < limits["min_pixels"]:
+            grow = math.sqrt(limits["min_pixels"] / (height * width))
             rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
         merge = settings["merge_size"]
         return Grid(1, rows * merge, columns * merge)
+
+
+def _resized_as_video(frame: Image.Image, size: Size, method: Image.Resampling) -> Array:
+    """[height,width,3] uint8: as tensors are resized, rounded once at the end and not between the two directions."""
+    channels = np.asarray(frame, np.float32).transpose(2, 0, 1)
+    resized = [np.asarray(Image.fromarray(channel).resize(size, method)) for channel in channels]
+    return np.rint(np.clip(np.stack(resized, axis=-1), 0, 255)).astype(np.uint8)

@@ -71,6 +71,8 @@ class Budget:
     order: Literal["grouped", "raster"] = "grouped"
     scores_over: Literal["all_keys", "visual_keys"] = "all_keys"
     positions: Literal["keep", "compact"] = "keep"
+    frames: Literal["together", "apart"] = "together"
+    """Whether the frames of a clip are sanitised as one group or each as one."""
 
     def resolve(self, tokens: int, groups: int = 1) -> Counts:
         """The counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
@@ -96,6 +98,13 @@ def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
     return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
 
 
+_QWEN = {
+    "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
+    "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
+    "prune-80": _per_mille_row(400, 50, 300, 200, 120),
+    "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
+}
+
 BUDGETS: dict[str, dict[str, Budget]] = {
     "llava": {
         "retain-192": _llava_row(192, 192, 345, 195, 138),
@@ -108,11 +117,8 @@ BUDGETS: dict[str, dict[str, Budget]] = {
         "retain-320": _llava_row(64, 64, 110, 74, 42),
         "retain-160": _llava_row(32, 32, 54, 36, 22),
     },
-    "qwen2.5-vl": {
-        "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
-        "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
-        "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
-    },
+    "qwen2.5-vl": _QWEN,
+    "qwen2-vl": _QWEN,
 }
 """The budgets of each family by name (method.md section 3)."""
 
@@ -125,13 +131,15 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "serial": lambda budget: replace(budget, batch=1),
     "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
     "compact": lambda budget: replace(budget, positions="compact"),
+    "per-frame": lambda budget: replace(budget, frames="apart"),
 }
 """The options of method.md sections 1 and 2, by the name they have behind a budget's ``+``.
 
 raster: all kept tokens in raster order behind the sink. drop-sink: outliers are dropped, not averaged.
 keep-outliers: no outlier removal. no-diversity: salient tokens only. no-sanitizer: every token goes to the LLM.
 serial: the farthest-point rule one token at a time (b = 1). visual-keys: the stage scores' softmax runs over
-visual keys only. compact: positions are renumbered after each stage.
+visual keys only. compact: positions are renumbered after each stage. per-frame: the frames of a clip are sanitised
+apart.
 """
 
 

@@ -18,7 +18,7 @@ from sinkprune.errors import BudgetError, BundleError
 from sinkprune.manifest_file import FileSpec, ManifestFile, outside
 from sinkprune.precision import DTYPES, PrecisionName
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "bundle.json"
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
@@ -74,9 +74,16 @@ class PlanSpec:
 
 @dataclass(frozen=True)
 class Plan(PlanSpec):
-    """A plan on an image whose number of visual tokens is known."""
+    """A plan on an image or a clip whose number of visual tokens is known."""
 
     counts: Counts
+    groups: int = 1
+    """How many groups of `counts` it has."""
+
+    @property
+    def kept(self) -> int:
+        """The rows that all its groups send to the LLM."""
+        return self.groups * self.counts.kept
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,8 @@ class Manifest:
     """Facts of the vision tower, as the family's own files write and read them."""
     most_visual_tokens: int
     """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
+    max_images: int
+    """The most images a prompt may have."""
     projector: str | None
     """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
     processor: dict[str, Any]
@@ -186,13 +195,17 @@ class Manifest:
         return self.plans[method][budget]
 
     def plan_for(self, method: str, budget: str, tokens: int, groups: int = 1) -> Plan | None:
-        """The same for an image of `groups` groups of `tokens` visual tokens, with the counts it then has."""
+        """The same for a picture of `groups` groups of `tokens` visual tokens, with the counts it then has."""
         spec = self.plan(method, budget)
         if spec is None:
             return None
-        of_group = spec.counts
-        counts = of_group.of_groups(groups) if of_group else self.budgets[budget].resolve(tokens, groups)
-        return Plan(spec.sanitizer, spec.select_after, spec.positions, counts)
+        if spec.counts is not None:
+            counts = spec.counts.of_groups(groups)
+        else:
+            if self.budgets[budget].frames == "together":
+                tokens, groups = tokens * groups, 1
+            counts = self.budgets[budget].resolve(tokens, groups)
+        return Plan(spec.sanitizer, spec.select_after, spec.positions, counts, groups)
 
 
 @dataclass(frozen=True)
@@ -343,7 +356,7 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
             yield plan.sanitizer, features, [floats("kept_tokens", None, kept, width), index_of_kept]
         key = floats("key", 1, lm.num_kv_heads, None, lm.head_dim)
-        selected = [*rows(), query, key, *index("visual_index", "text_index"), features[1]]
+        selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), features[1]]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, selected, left

@@ -31,6 +31,10 @@ class ImageError(SinkpruneError):
     """An image file is missing, damaged, not an image, or of an impossible size."""
 
 
+class VideoError(ImageError):
+    """A video is missing, damaged, without frames, or not what the bundle takes."""
+
+
 class PromptError(SinkpruneError):
     """A prompt is empty or longer than the model can take."""
 

@@ -26,6 +26,7 @@ SHAPES = {
 QWEN_SHAPES = {
     "qwen": QwenShape(),
     "qwen-tied": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True),
+    "qwen2-vl": QwenShape(kind="qwen2_vl", num_layers=7),
 }
 
 NEXT_SHAPES = {
@@ -67,11 +68,20 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         precision: str = "fp32",
         budgets: tuple[str, ...] | None = None,
         dialect: DialectName = "onnx24",
+        max_images: int = 1,
+        max_frames: int = 0,
     ) -> Path:
-        key = (name, precision, budgets, dialect)
+        key = (name, precision, budgets, dialect, max_images, max_frames)
         if key not in made:
             output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
-            request = Request(str(checkpoint(name)), budgets=budgets, precision=precision, dialect=dialect)
+            request = Request(
+                str(checkpoint(name)),
+                budgets=budgets,
+                precision=precision,
+                dialect=dialect,
+                max_images=max_images,
+                max_frames=max_frames,
+            )
             export_bundle(request, output)
             made[key] = output
         return made[key]

@@ -20,7 +20,8 @@ from sinkprune.export.dialects import onnx24
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods import PlanFacts, PlanGraphs, load_method
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.select import Asking, build_select
+from sinkprune.export.select import Asking, build_select, every_text_row
+from sinkprune.export.survivors import best, best_of_each_image
 from sinkprune.runtime.backends import load_backend
 
 Array = np.ndarray[Any, Any]
@@ -82,7 +83,15 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
 def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking, precision: str = "fp32") -> Run:
     """A select that keeps the `kept` visual rows the rows of `asking` attend to most, loaded."""
     graph = Graph("select", PRECISIONS[precision], onnx24)
-    build_select(graph, model, kept, budget, asking)
+    build_select(graph, model, best(kept), budget, asking)
+    return loaded(graph)
+
+
+@cache
+def quota_select(model: LanguageModel, budget: Budget, precision: str = "fp32") -> Run:
+    """A select of every text row that keeps each image's own quota, loaded."""
+    graph = Graph("select", PRECISIONS[precision], onnx24)
+    build_select(graph, model, best_of_each_image, budget, every_text_row)
     return loaded(graph)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,8 @@ class Sequence:
     positions: Array | None = None
     """[S], or [3,S] in mRoPE; 0, 1, 2, ... where None."""
     family: str = "llava"
+    images: list[list[int]] | None = None
+    """The visual rows of each image; all are of one where None."""
 
 
 @dataclass
@@ -44,15 +46,16 @@ def masked_forward(
     model: Any,
     sequence: Sequence,
     budget: str,
-    stages: dict[int, int],
+    stages: Mapping[int, int | list[int]],
     later: Array | None = None,
     asking: Asking = lambda hidden, visual, text: text,
 ) -> Masked:
     """Every row through every layer; after a pruning layer the rows dropped there are masked as keys.
 
-    `stages` are the visual rows to keep by pruning layer, chosen by the reference from this model's own queries and
-    keys. `later` are rows behind the prefill, which no stage touches. `asking` names the rows that score, from
-    the hidden states [S,d] behind the layer and the visual and text rows; all are places among the survivors.
+    `stages` are the visual rows to keep by pruning layer, of each image where there are several; the reference
+    chooses them from this model's own queries and keys. `later` are rows behind the prefill, which no stage touches.
+    `asking` names the rows that score, from the hidden states [S,d] behind the layer and the visual and text rows;
+    all are places among the survivors.
     """
     llama = model.model.language_model
     options = parse_budget(sequence.family, budget)
@@ -80,10 +83,15 @@ def masked_forward(
                 asking(hidden[0, alive].numpy(), visual, text),
                 visual_keys=options.scores_over == "visual_keys",
             )
-            kept = [alive[place] for place in keep_rows(scores, len(alive), visual, stages[number])]
-            result.survivors[number] = kept
+            quota, kept = stages[number], set(range(len(alive)))
+            images = [sequence.visual] if sequence.images is None else sequence.images
+            for image, most in zip(images, [quota] if isinstance(quota, int) else quota, strict=True):
+                own = [place for place, row in enumerate(visual) if alive[row] in image]
+                rows_of_image = [visual[place] for place in own]
+                kept &= set(keep_rows(scores[own], len(alive), rows_of_image, most))
+            result.survivors[number] = [alive[place] for place in sorted(kept)]
             visible[:prefilled] = False
-            visible[kept] = True
+            visible[result.survivors[number]] = True
             if options.positions == "compact":
                 positions = torch.cumsum(visible, 0) - visible.long()
     result.logits = model.lm_head(llama.norm(hidden))[0].numpy()

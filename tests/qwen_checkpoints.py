@@ -1,4 +1,4 @@
-"""Small random Qwen2.5-VL checkpoints in Hugging Face format, as `save_pretrained` writes them."""
+"""Small random Qwen2.5-VL and Qwen2-VL checkpoints in Hugging Face format, as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
 )
 
@@ -25,6 +25,7 @@ SPECIALS = {
     376: "<|video_pad|>",
 }
 IMAGE_TOKEN = 375
+VIDEO_TOKEN = 376
 # The published checkpoints' template, for messages of text and images.
 TEMPLATE = (
     "{% set image_count = namespace(value=0) %}{% for message in messages %}"
@@ -43,6 +44,7 @@ TEMPLATE = (
 class QwenShape:
     """What the small checkpoints differ in."""
 
+    kind: str = "qwen2_5_vl"
     depth: int = 4
     full_attention_blocks: tuple[int, ...] = (1, 3)
     """With (1, 3) of 4 blocks the penultimate, whose attention is the salience, is windowed as in the real model."""
@@ -57,16 +59,18 @@ class QwenShape:
 def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
     """A Qwen2.5-VL checkpoint with random weights, tokenizer, processor and chat template."""
     torch.manual_seed(seed)
-    config = Qwen2_5_VLConfig(
-        vision_config={
-            "depth": shape.depth,
+    towers = {
+        "qwen2_5_vl": {
             "hidden_size": 64,
             "intermediate_size": 96,
-            "num_heads": 4,
             "out_hidden_size": 64,
             "fullatt_block_indexes": list(shape.full_attention_blocks),
-            "initializer_range": 0.1,
         },
+        "qwen2_vl": {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 64},
+    }
+    config = AutoConfig.for_model(
+        shape.kind,
+        vision_config={"depth": shape.depth, "num_heads": 4, "initializer_range": 0.1, **towers[shape.kind]},
         text_config={
             "hidden_size": 64,
             "intermediate_size": 160,
@@ -87,7 +91,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
         vision_end_token_id=374,
         tie_word_embeddings=shape.tied,
     )
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    model = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):

@@ -35,8 +35,8 @@ class Family(Protocol):
     """The name of the embedding table."""
     extra_rows: Mapping[str, str]
     """Learned rows [d] of the LLM's input that stand in no table: their names in the bundle and in the checkpoint."""
-    most_groups: int
-    """The most groups an image has."""
+    groups_are_frames: bool
+    """Whether the groups of a picture are the frames of a clip."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -57,11 +57,18 @@ class Family(Protocol):
         ...
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`."""
+        """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`.
+
+        With `max_frames` among them, families that take video add `video`, from the settings `video_processor`.
+        """
         ...
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
         """N: the visual tokens of each group of an image that went through a processor of these settings."""
+        ...
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        """The most groups of a picture that went through a processor of these settings."""
         ...
 
 
@@ -73,8 +80,9 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
     from sinkprune.export.families.llava import Llava
     from sinkprune.export.families.llava_next import LlavaNext
     from sinkprune.export.families.qwen2_5_vl import Qwen25VL
+    from sinkprune.export.families.qwen2_vl import Qwen2VL
 
-    kinds: tuple[type[Llava | LlavaNext | Qwen25VL], ...] = (Llava, LlavaNext, Qwen25VL)
+    kinds: tuple[type[Llava | LlavaNext | Qwen25VL | Qwen2VL], ...] = (Llava, LlavaNext, Qwen25VL, Qwen2VL)
     families = {kind.model_type: kind for kind in kinds}
     model_type = config.get("model_type")
     if model_type not in families:

@@ -23,6 +23,7 @@ class Llava:
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = "projector"
     most_groups = 1
+    groups_are_frames = False
     extra_rows: Mapping[str, str] = {}
     decoders: Sequence[str] = ("llama",)
     processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
@@ -62,6 +63,10 @@ class Llava:
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
         """N, the same for every image."""
         return self.visual_tokens
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        """The same for every processor."""
+        return self.most_groups
 
     @property
     def default_processor(self) -> dict[str, Any]:

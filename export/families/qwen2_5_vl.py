@@ -9,6 +9,7 @@ from typing import Any
 
 from sinkprune.errors import CheckpointError
 from sinkprune.export.families.configuration import (
+    Expectation,
     check_settings,
     check_shapes,
     head_dim,
@@ -18,7 +19,7 @@ from sinkprune.export.families.configuration import (
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
 from sinkprune.export.methods import UpTo
-from sinkprune.export.qwen2_5_vision import QwenVision, build_vision
+from sinkprune.export.qwen2_5_vision import QWEN2_5, QwenVision, build_vision
 from sinkprune.export.text import SpecialTokens
 
 
@@ -28,9 +29,10 @@ class Qwen25VL:
     name = "qwen2.5-vl"
     model_type = "qwen2_5_vl"
     architecture = "Qwen2_5_VLForConditionalGeneration"
+    parts = QWEN2_5
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = None
-    most_groups = 1
+    groups_are_frames = True
     extra_rows: Mapping[str, str] = {}
     chat_template = (
         "{% for message in messages %}"
@@ -46,21 +48,28 @@ class Qwen25VL:
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         """`salience` is the block whose attention it is, `penultimate` unless `last` is given."""
-        from transformers import Qwen2_5_VLConfig
-
         self._source = source
-        self._config: Any = parse_config(source, Qwen2_5_VLConfig, config)
+        self._config: Any = parse_config(source, self._config_class(), config)
         self._check()
         text = self._config.text_config
         facts = read_language_model(text, text.rope_parameters["mrope_section"])
         # The model's code fixes which projections have biases.
         self._decoder = Llama(facts, text.rms_norm_eps, qkv_bias=True, output_bias=False, mlp_bias=False)
-        self._vision = _read_vision(self._config.vision_config)
+        self._vision = self._read_vision(self._config.vision_config)
         self.language_model = facts
         self.visual_width = self._vision.out_size
         self._salience_block = self._vision.num_blocks - (1 if salience == "last" else 2)
-        self.vision = {**asdict(self._vision), "salience_block": self._salience_block}
+        self.vision = {
+            **asdict(self._vision),
+            "salience_block": self._salience_block,
+            "tokens_per_second": getattr(self._config.vision_config, "tokens_per_second", None),
+        }
         self.image_token: int = self._config.image_token_id
+
+    def _config_class(self) -> Any:
+        from transformers import Qwen2_5_VLConfig
+
+        return Qwen2_5_VLConfig
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -116,7 +125,7 @@ class Qwen25VL:
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
         """Write the weight graph `name`."""
         if name == "vision":
-            build_vision(graph, self._vision, self._salience_block)
+            build_vision(graph, self._vision, self.parts, self._salience_block)
         elif name == "head":
             tied = self._config.tie_word_embeddings and "lm_head.weight" not in weights
             lm_head = self.embedding.removesuffix(".weight") if tied else "lm_head"
@@ -153,18 +162,51 @@ class Qwen25VL:
                 f"numbers, the second no smaller than the first and than the {token} pixels of a token. "
                 "Mend min_pixels and max_pixels, or give --min-pixels and --max-pixels."
             )
+        if "max_frames" in settings:
+            known["video"] = self._video(settings, most)
         return known
 
     def tokens_of(self, processor: Mapping[str, Any]) -> UpTo:
-        """N, which the pixels of an image decide.
+        """N, which the pixels of an image decide, or those of a clip's frame."""
+        image = self._most_tokens(processor)
+        frame: int = processor["video"]["most_tokens"] if "video" in processor else 0
+        return UpTo(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
+
+    def groups_of(self, processor: Mapping[str, Any]) -> int:
+        """The frames that are seen at once are one group; an image is one too."""
+        frames: int = processor["video"]["max_frames"] if "video" in processor else 1
+        return -(-frames // self._vision.temporal_patch_size)
+
+    def _most_tokens(self, limits: Mapping[str, Any]) -> int:
+        """The most tokens of an image within `limits`.
 
         Sides are rounded to whole tokens. Where one would round to none, or small images are rounded up, an image of
         the longest shape (200:1) may get more tokens than max_pixels has room for.
         """
         each = self._pixels_each
-        least, most = processor["min_pixels"] // each + 1, processor["max_pixels"] // each
+        least, most = limits["min_pixels"] // each + 1, limits["max_pixels"] // each
         rounded_up = least + isqrt(200 * least) + 1 + isqrt(least) + 1
-        return UpTo(max(most, isqrt(200 * (most + 1)), rounded_up), each)
+        return max(most, isqrt(200 * (most + 1)), rounded_up)
+
+    def _video(self, settings: Mapping[str, Any], most_pixels: int) -> dict[str, Any]:
+        """Qwen2VLVideoProcessor's settings of a frame's pixels, and how clips are sampled (qwen-vl-utils' defaults).
+
+        transformers reads them from preprocessor_config.json too, where a checkpoint has no file of their own.
+        """
+        given = settings.get("video_processor") or settings
+        size, each = given.get("size") or {}, self._pixels_each
+        most = min(given.get("max_pixels") or size.get("longest_edge", 768 * each), most_pixels)
+        limits = {
+            "min_pixels": min(given.get("min_pixels") or size.get("shortest_edge", 128 * each), most),
+            "max_pixels": most,
+        }
+        return {
+            **limits,
+            "most_tokens": self._most_tokens(limits),
+            "fps": float(given.get("fps") or 2),
+            "min_frames": given.get("min_frames") or 4,
+            "max_frames": min(settings["max_frames"], given.get("max_frames") or 768),
+        }
 
     @property
     def _pixels_each(self) -> int:
@@ -176,24 +218,22 @@ class Qwen25VL:
         rope = text.rope_parameters or {}
         sections = rope.get("mrope_section") or []
         settings = [
-            ("text_config.model_type", text.model_type, ("qwen2_5_vl_text",)),
-            ("vision_config.model_type", vision.model_type, ("qwen2_5_vl_vision",)),
+            ("text_config.model_type", text.model_type, (f"{self.model_type}_text",)),
             ("text_config.hidden_act", text.hidden_act, ("silu",)),
-            ("vision_config.hidden_act", vision.hidden_act, ("silu",)),
             ("text_config.use_sliding_window", bool(text.use_sliding_window), (False,)),
             ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",)),
             ("vision_config.in_channels", vision.in_channels, (3,)),
-            ("vision_config.out_hidden_size", vision.out_hidden_size, (text.hidden_size,)),
+            *self._vision_settings(vision, text),
             ("quantization_config", getattr(config, "quantization_config", None), (None,)),
         ]
         check_settings(self._source, self.architecture, settings)
         check_shapes(self._source, text, config.image_token_id)
-        unit = vision.patch_size * vision.spatial_merge_size
+        head = _vision_head(self._vision_width(vision), vision.num_heads)
         expectations = [
             (f"mrope_section adds up to {head_dim(text) // 2}", sum(sections) == head_dim(text) // 2, sections),
-            ("a vision head's size is a multiple of 4", _vision_head(vision) % 4 == 0, _vision_head(vision)),
-            (f"window_size is a multiple of {unit} pixels", vision.window_size % unit == 0, vision.window_size),
+            ("a vision head's size is a multiple of 4", head > 0 and head % 4 == 0, head),
             ("the vision tower has two blocks at least", vision.depth >= 2, vision.depth),
+            *self._window_expectations(vision),
         ]
         for expectation, holds, found in expectations:
             if not holds:
@@ -201,22 +241,40 @@ class Qwen25VL:
                     f"checkpoint '{self._source}': expected that {expectation}; found {found}. Mend config.json."
                 )
 
+    def _vision_settings(self, vision: Any, text: Any) -> list[Expectation]:
+        """What is expected of the tower's configuration."""
+        return [
+            ("vision_config.model_type", vision.model_type, ("qwen2_5_vl_vision",)),
+            ("vision_config.hidden_act", vision.hidden_act, ("silu",)),
+            ("vision_config.out_hidden_size", vision.out_hidden_size, (text.hidden_size,)),
+        ]
 
-def _read_vision(vision: Any) -> QwenVision:
-    return QwenVision(
-        hidden_size=vision.hidden_size,
-        intermediate_size=vision.intermediate_size,
-        num_heads=vision.num_heads,
-        num_blocks=vision.depth,
-        full_attention_blocks=tuple(block for block in vision.fullatt_block_indexes if block < vision.depth),
-        window_side=vision.window_size // (vision.patch_size * vision.spatial_merge_size),
-        patch_size=vision.patch_size,
-        temporal_patch_size=vision.temporal_patch_size,
-        merge_size=vision.spatial_merge_size,
-        rope_theta=float(vision.rope_parameters["rope_theta"]),
-        out_size=vision.out_hidden_size,
-    )
+    def _window_expectations(self, vision: Any) -> list[tuple[str, bool, Any]]:
+        """What windows must be, whether they are, and what was found."""
+        unit = vision.patch_size * vision.spatial_merge_size
+        return [(f"window_size is a multiple of {unit} pixels", vision.window_size % unit == 0, vision.window_size)]
+
+    def _vision_width(self, vision: Any) -> int:
+        """The tower's width."""
+        width: int = vision.hidden_size
+        return width
+
+    def _read_vision(self, vision: Any) -> QwenVision:
+        return QwenVision(
+            hidden_size=vision.hidden_size,
+            intermediate_size=vision.intermediate_size,
+            num_heads=vision.num_heads,
+            num_blocks=vision.depth,
+            full_attention_blocks=tuple(block for block in vision.fullatt_block_indexes if block < vision.depth),
+            window_side=vision.window_size // (vision.patch_size * vision.spatial_merge_size),
+            patch_size=vision.patch_size,
+            temporal_patch_size=vision.temporal_patch_size,
+            merge_size=vision.spatial_merge_size,
+            rope_theta=float(vision.rope_parameters["rope_theta"]),
+            out_size=vision.out_hidden_size,
+        )
 
 
-def _vision_head(vision: Any) -> int:
-    return int(vision.hidden_size // vision.num_heads) if vision.hidden_size % vision.num_heads == 0 else 0
+def _vision_head(width: int, heads: int) -> int:
+    """The size of a head; 0 where heads do not share the width evenly."""
+    return width // heads if width % heads == 0 else 0

@@ -24,9 +24,11 @@ class UpTo:
     """A number of visual tokens that differs from image to image."""
 
     most: int
-    """No image has more."""
+    """No group has more."""
     pixels_each: int
     """How many pixels of the resized image make a token."""
+    in_all: int
+    """No image or clip has more in all its groups."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,10 @@ class PlanFacts:
     dialect: Dialect
     groups: int = 1
     """The most groups an image has."""
+    images: int = 1
+    """The most images a prompt has."""
+    joined: bool = False
+    """Whether groups are the frames of a clip, sanitised as one unless a budget says otherwise."""
 
     @property
     def visual_tokens(self) -> int:

@@ -14,7 +14,7 @@ from sinkprune.errors import BudgetError
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods import PlanFacts, PlanGraphs, UpTo
-from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, largest, new_sanitizer, vector
+from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer, vector
 from sinkprune.export.select import build_selects, every_text_row
 from sinkprune.export.shares import SanitizerCounts, fixed, shares_of
 
@@ -45,16 +45,20 @@ def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
             "option 'compact' renumbers rows in line, and the positions of this family have several axes. "
             "Leave the option out."
         )
-    most = budget.resolve(tokens.most)
-    ranked = max(most.reserve + most.diverse if budget.order == "raster" else most.reserve, *most.stages)
+    in_group = tokens.most if budget.frames == "apart" else tokens.in_all
+    counts = shares_of(budget, in_group)
+    most, of_all = budget.resolve(in_group), budget.resolve(tokens.in_all)
+    sanitized = (most.reserve + most.diverse if budget.order == "raster" else most.reserve) if budget.sanitizer else 0
+    # Several images are ranked row against row, without TopK.
+    ranked = max(sanitized, *(of_all.stages if facts.images == 1 else ()), 0)
     if ranked > _MOST_OF_TOPK:
-        fit = tokens.most * _MOST_OF_TOPK // ranked
+        fit = tokens.in_all * _MOST_OF_TOPK // ranked
         raise BudgetError(
-            f"images may have up to {tokens.most} visual tokens, of which this budget keeps {ranked} in one step; "
-            f"TensorRT's TopK gives at most {_MOST_OF_TOPK}. Allow smaller images only, with --max-pixels "
-            f"{fit * tokens.pixels_each} or less."
+            f"images and clips may have up to {tokens.in_all} visual tokens, of which this budget keeps {ranked} in "
+            f"one step; TensorRT's TopK gives at most {_MOST_OF_TOPK}. Allow up to {fit} tokens only: for images "
+            f"with --max-pixels {fit * tokens.pixels_each} or less, for clips with fewer --max-frames or smaller "
+            "frames, or option 'per-frame' where the sanitizer is what keeps as many."
         )
-    counts = shares_of(budget, tokens.most)
     return PlanGraphs(None, _sanitizer(facts, budget, counts), _selects(facts, budget, budget.stages))
 
 
@@ -67,7 +71,9 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
     """`sanitizer` of the graph contract (method.md section 1); None where the budget goes without."""
     if not budget.sanitizer:
         return None
-    graph, (tokens, norms, salience) = new_sanitizer(facts)
+    graph, features = new_sanitizer(facts)
+    as_one = facts.joined and budget.frames == "together"
+    tokens, norms, salience = joined(graph, facts, features) if as_one else features
     op = graph.op
     reserve, diverse = counts.of(op, norms)
 
@@ -100,5 +106,5 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
         first = largest(graph, norms, 1)
         kept = op.Concat(sink, kept, axis=1)
         index = op.Concat(first, index, axis=1)
-    give_rows(graph, facts, kept, index, counts.kept)
+    give_rows(graph, facts, kept, index, counts.kept, 1 if as_one else "G")
     return graph

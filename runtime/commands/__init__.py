@@ -8,22 +8,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 
 from sinkprune.budgets import UNPRUNED
 from sinkprune.bundle import Bundle, read_bundle, verify
 from sinkprune.engines_manifest import verify_engines
+from sinkprune.errors import PromptError
 from sinkprune.runtime.backends import BACKENDS, load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.video_file import VideoFile
+
+IMAGE_PLACE = "{image}"
+"""Where an image stands in a prompt."""
 
 
 def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with the arguments every command takes that asks about one image."""
+    """A parser with the arguments every command takes that asks about images."""
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
-    add("--image", type=Path, required=True, help="the image file to ask about")
-    add("--prompt", required=True, help="the question")
+    picture = parser.add_mutually_exclusive_group(required=True)
+    picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
+    picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
+    add("--prompt", required=True, help="the question; {image} in it is the place of an image (default: in front)")
     add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
     return parser
 
@@ -65,6 +75,20 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle) -> Pipeline:
                 verify_engines(built.engines)
     with status("loading the engines"):
         return Pipeline(bundle, backend, built)
+
+
+def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Image.Image | Shown]:
+    """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`."""
+    sources = options.image or [VideoFile(path) for path in options.video]
+    return [decoded(source, bundle.manifest.processor) for source in sources]
+
+
+def prompt_pieces(prompt: str) -> str | list[str]:
+    """The question, or the pieces around the places it gives to images; raises `PromptError` if it is empty."""
+    pieces = prompt.split(IMAGE_PLACE)
+    if not any(piece.strip() for piece in pieces):
+        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+    return pieces if len(pieces) > 1 else prompt
 
 
 @contextmanager

@@ -12,11 +12,9 @@ from rich.table import Table
 
 from sinkprune.budgets import UNPRUNED
 from sinkprune.command import run_command
-from sinkprune.errors import PromptError
 from sinkprune.files import check_writable, write_whole
 from sinkprune.report import BudgetReport, Report, Spread
-from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle
-from sinkprune.runtime.images import read_image
+from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, prompt_pieces, read_pictures
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib, plot_report
 from sinkprune.runtime.profile import profile
 from sinkprune.schema import to_json
@@ -58,12 +56,11 @@ def _profile(arguments: Sequence[str] | None) -> None:
     if options.plot:
         check_writable(options.plot, PLOT_SUFFIXES)
         import_matplotlib()
-    if not options.prompt.strip():
-        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+    prompt = prompt_pieces(options.prompt)
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
-    image = read_image(options.image)
+    images = read_pictures(options, bundle)
     pipeline = load_pipeline(options, bundle)
 
     console = Console(stderr=True)
@@ -73,8 +70,8 @@ def _profile(arguments: Sequence[str] | None) -> None:
         task = progress.add_task("measuring", total=runs)
         report = profile(
             pipeline,
-            image,
-            options.prompt,
+            images,
+            prompt,
             budgets,
             method=options.method,
             new_tokens=options.new_tokens,

@@ -8,19 +8,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from sinkprune.budgets import UNPRUNED
 from sinkprune.command import run_command
-from sinkprune.errors import PromptError, UsageError
+from sinkprune.errors import UsageError
 from sinkprune.files import check_writable, write_whole
-from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, write_line
-from sinkprune.runtime.images import read_image
-from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes
-from sinkprune.runtime.pipeline import Answer, Pipeline
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.commands import (
+    load_pipeline,
+    new_parser,
+    open_bundle,
+    prompt_pieces,
+    read_pictures,
+    write_line,
+)
+from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
+from sinkprune.runtime.pipeline import Pipeline
 
 _EXAMPLES = """\
 examples:
   sinkprune-run bundle --image photo.jpg --prompt "What is on the table?" --budget retain-64
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --budget retain-64 --overlay kept.png
+  sinkprune-run bundle --image a.jpg --image b.jpg --prompt "Before: {image} After: {image} What has changed?"
+  sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
 """
 
 
@@ -43,18 +55,17 @@ def _run(arguments: Sequence[str] | None) -> None:
 
     if options.overlay:
         check_writable(options.overlay, PICTURE_SUFFIXES)
-        if options.overlay.absolute() == options.image.absolute():
+        if options.overlay.absolute() in [path.absolute() for path in options.image or options.video]:
             raise UsageError(f"--overlay '{options.overlay}' is the image itself; give it another name.")
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
-    if not options.prompt.strip():
-        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+    prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
-    image = read_image(options.image)
+    images = read_pictures(options, bundle)
     pipeline = load_pipeline(options, bundle)
     answer = pipeline.generate(
-        image,
-        options.prompt,
+        images,
+        prompt,
         budget=options.budget,
         method=options.method,
         max_new_tokens=options.max_new_tokens,
@@ -68,11 +79,22 @@ def _run(arguments: Sequence[str] | None) -> None:
     else:
         write_line("\n" + _timings(answer))
     if options.overlay:
-        groups, tokens = answer.kept.norms.shape
-        plan = bundle.manifest.plan_for(options.method, options.budget, tokens, groups)
-        boxes, views = pipeline.family.token_boxes(image.size), pipeline.family.views(image.size)
-        picture = draw_overlay(image, boxes, views, options.method, plan, answer.kept)
-        write_whole(options.overlay, picture_bytes(picture, options.overlay))
+        write_whole(options.overlay, picture_bytes(_overlay(pipeline, images, answer), options.overlay))
+
+
+def _overlay(pipeline: Pipeline, images: list[Image.Image | Shown], answer: Answer) -> Image.Image:
+    """The images one above the other, with what became of their tokens."""
+    drawn = []
+    for image, kept in zip(images, answer.images, strict=True):
+        groups, tokens = kept.norms.shape
+        plan = pipeline.bundle.manifest.plan_for(answer.method, answer.budget, tokens, groups)
+        boxes, views = pipeline.family.token_boxes(kept.size), pipeline.family.views(kept.size)
+        # Of frames that share a token, the first is drawn.
+        shown = (
+            image.frames[:: -(-len(image.frames) // len(views))] if isinstance(image, Shown) else [image] * len(views)
+        )
+        drawn.append(draw_overlay(shown, boxes, views, answer.method, plan, kept))
+    return stacked(drawn)
 
 
 def _write_piece(text: str) -> None:

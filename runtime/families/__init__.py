@@ -5,6 +5,7 @@ To add a family, add its module and its name below, and its counterpart in `sink
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,8 +31,11 @@ class Family(Protocol):
         """The most groups an image has."""
         ...
 
-    def preprocess(self, image: Image.Image) -> dict[str, Array]:
-        """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`."""
+    def preprocess(self, image: Any) -> dict[str, Array]:
+        """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`.
+
+        Families whose `processor` has `video` take a `Shown` clip too, and its `ClipSize` for a size.
+        """
         ...
 
     def visual_tokens(self, size: Size) -> int:
@@ -51,6 +55,10 @@ class Family(Protocol):
         """The largest V, for groups of at most `most` tokens."""
         ...
 
+    def largest(self, most: int) -> tuple[int, int]:
+        """N and G of the picture with most tokens, where groups have at most `most`."""
+        ...
+
     def token_boxes(self, size: Size) -> Array:
         """[G*N,4]: left, top, right, bottom of each visual token, in pixels of an image of `size`."""
         ...
@@ -59,8 +67,9 @@ class Family(Protocol):
         """The tokens that can be drawn on one picture, because they show each part of the image once."""
         ...
 
-    def positions(self, size: Size, before: int, tokens: Array, after: int) -> Positions:
-        """The positions of `before` text rows, the rows of the image's `tokens` [V], and `after` text rows."""
+    def positions(self, texts: Sequence[int], images: Sequence[tuple[Size, Array]]) -> Positions:
+        """The positions of a prompt's rows: texts of so many rows each, and between them the rows of images of a size
+        and the `tokens` [V] they stand for."""
         ...
 
     def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
@@ -80,11 +89,13 @@ def load_family(manifest: Manifest) -> Family:
     from sinkprune.runtime.families.llava import Llava
     from sinkprune.runtime.families.llava_next import LlavaNext
     from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+    from sinkprune.runtime.families.qwen2_vl import Qwen2VL
 
-    families: dict[str, type[Llava | LlavaNext | Qwen25VL]] = {
+    families: dict[str, type[Llava | LlavaNext | Qwen25VL | Qwen2VL]] = {
         "llava": Llava,
         "llava-next": LlavaNext,
         "qwen2.5-vl": Qwen25VL,
+        "qwen2-vl": Qwen2VL,
     }
     try:
         family: Family = families[manifest.family](manifest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,10 @@ class Llava:
         """N."""
         return most
 
+    def largest(self, most: int) -> tuple[int, int]:
+        """Every image has as many."""
+        return most, self.most_groups
+
     def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
         """`pixel_values` [1,3,image_size,image_size] fp32."""
         return {"pixel_values": self._processor(image)[None]}
@@ -59,9 +64,11 @@ class Llava:
         """One."""
         return [range(self.visual_tokens(size))]
 
-    def positions(self, size: tuple[int, int], before: int, tokens: np.ndarray[Any, Any], after: int) -> Positions:
-        """Row by row, whatever the image's rows stand for."""
-        return Positions.in_line(before + len(tokens) + after)
+    def positions(
+        self, texts: Sequence[int], images: Sequence[tuple[tuple[int, int], np.ndarray[Any, Any]]]
+    ) -> Positions:
+        """Row by row, whatever an image's rows stand for."""
+        return Positions.in_line(sum(texts) + sum(len(tokens) for _, tokens in images))
 
     def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
         """None: every image has the same size."""

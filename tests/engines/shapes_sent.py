@@ -13,6 +13,7 @@ from sinkprune.engines.limits import profiles
 from sinkprune.engines_manifest import Limits, Range
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.clip import Clip
 from sinkprune.runtime.pipeline import Pipeline
 
 Shapes = dict[str, tuple[int, ...]]
@@ -30,8 +31,13 @@ class Recorder:
         return self._engine(inputs)
 
 
-def shapes_outside_profiles(bundle: Bundle, sizes: Sequence[tuple[int, int]]) -> list[tuple[str, Shapes]]:
-    """What no profile holds when images of `sizes` are asked about at every budget; every graph must be run."""
+def shapes_outside_profiles(
+    bundle: Bundle, prompts: Sequence[Sequence[tuple[int, int] | Clip]]
+) -> list[tuple[str, Shapes]]:
+    """What no profile holds when prompts with images of those sizes, or clips, run at every budget.
+
+    Every graph must be run.
+    """
     graphs = {bundle.graph_path(graph): graph for graph in bundle.manifest.graphs}
     calls: dict[str, list[Shapes]] = {graph: [] for graph in graphs.values()}
     load = OrtBackend.load
@@ -41,11 +47,12 @@ def shapes_outside_profiles(bundle: Bundle, sizes: Sequence[tuple[int, int]]) ->
             OrtBackend, "load", lambda self, path, *rest: Recorder(load(self, path, *rest), calls[graphs[path]])
         )
         pipeline = Pipeline.load(bundle.path)
-        for size in sizes:
+        for sizes in prompts:
+            images = [size if isinstance(size, Clip) else Image.new("RGB", size, (90, 60, 30)) for size in sizes]
             for budget in ("none", *bundle.manifest.budgets):
-                pipeline.generate(Image.new("RGB", size, (90, 60, 30)), "What?", budget=budget, **options)
+                pipeline.generate(images, "What?", budget=budget, **options)
     assert all(calls.values()), "a graph was never run"
-    limits = Limits(64, NEW_TOKENS, 1)
+    limits = Limits(64, NEW_TOKENS, bundle.manifest.max_images)
     ranges = {graph: profiles(bundle.manifest, limits, graph).values() for graph in calls}
     return [
         (graph, shapes)

@@ -53,7 +53,7 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
         (0, None, None, "--max-prompt is 0, expected at least 1"),
         (None, -1, None, "--max-new-tokens is -1"),
         (None, None, 0, "--max-images is 0"),
-        (None, None, 2, "exported for one image"),
+        (None, None, 2, "exported for up to 1 in a prompt.* --max-images 2"),
         (448, None, None, "448 tokens of prompt .* 576 visual tokens and 1 new .* 1024 positions.* 448 together"),
         (200, 249, None, "200 tokens of prompt .* 249 new tokens .* 448 together"),
     ],
@@ -77,13 +77,13 @@ def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
     group = TensorSpec("visual_group", "int64", ("V",))
     graphs = {**manifest.graphs, graph: replace(spec, inputs=(*spec.inputs, group))}
     roomy = replace(manifest.language_model, max_positions=4096)
-    several = replace(manifest, graphs=graphs, language_model=roomy)
+    several = replace(manifest, graphs=graphs, language_model=roomy, max_images=3)
     limits = resolved(several, images=3)
     assert limits.images == 3
     ranges = profiles(several, limits, graph)["prefill"]
     assert ranges["visual_group"] == Range((129,), (129,), (387,))
     assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
-    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (3, 3, 336, 336)
+    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (1, 3, 336, 336)
     assert profiles(several, limits, "decoder_0")["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
 
 

@@ -1,4 +1,4 @@
-"""The vision graph of Qwen2.5-VL: tokens, norms and salience are the transformers model's, in raster order."""
+"""The vision graphs of Qwen2.5-VL and Qwen2-VL: tokens, norms and salience are transformers', in raster order."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import onnx
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
-from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl
-from transformers.vision_utils import get_vision_window_index
+from transformers import AutoModelForImageTextToText
 
 from conftest import QWEN_SHAPES
+from qwen_towers import features
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime import Pipeline
 
@@ -31,36 +30,13 @@ def outputs(pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
     return {name: backend.numpy(tensor) for name, tensor in pipeline.chain.vision(inputs).items()}
 
 
-@torch.no_grad()
 def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int = -2) -> dict[str, Array]:
-    """From transformers' eager attention, put into raster order by transformers' own window index."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
-    visual, grid = model.model.visual, torch.tensor([list(pipeline.family._processor.grid(image.size))])
-    received: list[torch.Tensor] = []
-    eager = modeling_qwen2_5_vl.eager_attention_forward
-
-    def recorded(module: Any, *arguments: Any, **options: Any) -> Any:
-        output, weights = eager(module, *arguments, **options)
-        if module is visual.blocks[block].attn:
-            # Sum over the queries of this window, mean over heads
-            received.append(weights[0].mean(dim=0).sum(dim=0))
-        return output, weights
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modeling_qwen2_5_vl, "eager_attention_forward", recorded)
-        pixels = torch.from_numpy(pipeline.family.preprocess(image)["pixel_values"])
-        out = visual(pixels, grid_thw=grid)
-    order, _ = get_vision_window_index(grid, spatial_merge_size=2, window_size=112, patch_size=14)
-    raster = torch.argsort(order)
-    salience = torch.cat(received).view(-1, 4).mean(dim=1) / len(pixels)
-    norms = out.last_hidden_state.norm(dim=1).view(-1, 4).amax(dim=1)
-    return {
-        "tokens": out.pooler_output[None].numpy(),
-        "norms": norms[raster][None].numpy(),
-        "salience": salience[raster][None].numpy(),
-    }
+    """From transformers' eager attention."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    grid = torch.tensor([list(pipeline.family._processor.grid(image.size))])
+    pixels = torch.from_numpy(pipeline.family.preprocess(image)["pixel_values"]).flatten(0, 1)
+    found = features(model.model.visual, pixels, grid, block)
+    return {name: tensor[None].numpy() for name, tensor in found._asdict().items()}
 
 
 @pytest.mark.parametrize("name", QWEN_SHAPES)
@@ -121,12 +97,12 @@ def test_one_graph_serves_every_resolution(bundle: Callable[..., Path]) -> None:
         for value in [*graph.input, *graph.output]
     }
     assert shapes == {
-        "pixel_values": ["patches", 3 * 2 * 14 * 14],
-        "cos": [1, "patches", 8],
-        "sin": [1, "patches", 8],
+        "pixel_values": ["G", "patches", 3 * 2 * 14 * 14],
+        "cos": ["G", "patches", 8],
+        "sin": ["G", "patches", 8],
         "window_index": ["windows", 64],
-        "patch_slot": ["patches"],
-        "tokens": [1, "N", 64],
-        "norms": [1, "N"],
-        "salience": [1, "N"],
+        "patch_slot": ["G", "patches"],
+        "tokens": ["G", "N", 64],
+        "norms": ["G", "N"],
+        "salience": ["G", "N"],
     }

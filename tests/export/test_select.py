@@ -189,3 +189,39 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
             assert_equals_reference(budget, heads, inputs, visual, list(range(first_text, first_text + text)))
 
     holds()
+
+
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
+    rng, rows, visual = np.random.default_rng(seed), 2, []
+    sizes = rng.integers(1, 9, 3)
+    quotas = [int(rng.integers(0, size + 1)) for size in sizes]
+    for size in sizes:
+        visual += range(rows, rows + size)
+        rows += int(size) + 1
+    rows += 3
+    text = list(range(visual[-1] + 1, rows))
+    inputs = stage("gqa", 4, rows, np.float32, seed)
+    # Some are alike, within an image and across images: the earlier wins.
+    alike = [4 + visual[place] for place in (0, len(visual) // 3, len(visual) // 2, -1)]
+    inputs["key"][:, :, alike] = inputs["key"][:, :, alike[:1]]
+    group = np.repeat(np.arange(3), sizes)
+    out = graphs.quota_select(graphs.language_model(*HEADS["gqa"], HEAD_DIM), budget_of(1, scores_over=scores_over))(
+        **inputs,
+        visual_index=np.array(visual),
+        text_index=np.array(text),
+        visual_group=group,
+        quota=np.repeat(np.arange(3), quotas),
+    )
+    wide = scores_over == "visual_keys"
+    scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, text, visual_keys=wide)
+    kept = set()
+    for image, quota in enumerate(quotas):
+        own = np.flatnonzero(group == image)
+        kept |= {visual[own[place]] for place in reference.largest(scores[own], quota)}
+    keep = [row for row in range(rows) if row not in visual or row in kept]
+    assert out["keep_index"].tolist() == keep
+    assert out["visual_index_out"].tolist() == [place for place, row in enumerate(keep) if row in kept]
+    assert out["text_index_out"].tolist() == [place for place, row in enumerate(keep) if row in text]
+    np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])

@@ -28,7 +28,7 @@ NAMES = [
 
 
 def facts(most: int = 480, precision: str = "fp32") -> PlanFacts:
-    return PlanFacts(MODEL, UpTo(most, 784), D, PRECISIONS[precision], onnx24)
+    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], onnx24)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,19 @@ import pytest
 from PIL import Image
 
 from sinkprune.runtime import Pipeline
-from sinkprune.runtime.pipeline import Answer
+from sinkprune.runtime.answer import Answer
 
 Array = np.ndarray[Any, Any]
 QUESTION = "What is in the picture?"
 
 
-def ask(pipeline: Pipeline, photo: Image.Image, budget: str, new_tokens: int) -> tuple[Answer, Array]:
+def ask(
+    pipeline: Pipeline,
+    photo: Image.Image | Sequence[Image.Image],
+    budget: str,
+    new_tokens: int,
+    question: str | Sequence[str] = QUESTION,
+) -> tuple[Answer, Array]:
     """The answer, exactly `new_tokens` long, and the logits [new_tokens,vocab] of all its tokens."""
     logits: list[Array] = []
     vocabulary = (1, pipeline.bundle.manifest.language_model.vocab_size)
@@ -30,6 +37,6 @@ def ask(pipeline: Pipeline, photo: Image.Image, budget: str, new_tokens: int) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline.backend, "numpy", recorded)
         answer = pipeline.generate(
-            photo, QUESTION, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+            photo, question, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
         )
     return answer, np.concatenate(logits)

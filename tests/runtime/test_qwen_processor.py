@@ -95,12 +95,12 @@ def test_positions_equal_transformers_and_dropped_tokens_leave_gaps(
     n, grid = family.visual_tokens(size), family._processor.grid(size)
     ids = torch.tensor([[7] * before + [IMAGE_TOKEN] * n + [7] * after])
     expected, delta = model.model.get_rope_index(ids, (ids == IMAGE_TOKEN).int(), torch.tensor([list(grid)]))
-    found = family.positions(size, before, np.arange(n), after)
+    found = family.positions([before, after], [(size, np.arange(n))])
     assert found.rows.tolist() == expected[:, 0].tolist()
     assert found.next == before + n + after + int(delta)
 
     kept = np.array([n - 1, *range(0, n, 3)])
-    pruned = family.positions(size, before, kept, after)
+    pruned = family.positions([before, after], [(size, kept)])
     rows = [*range(before), *(before + kept).tolist(), *range(before + n, before + n + after)]
     assert pruned.rows.tolist() == expected[:, 0, rows].tolist()
     assert pruned.next == found.next

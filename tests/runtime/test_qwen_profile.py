@@ -13,7 +13,7 @@ from PIL import Image
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune.export.bundle_writer import Request, export_bundle
 
-TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-88.9": 11.4}
+TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-80": 20.7, "prune-88.9": 11.4}
 """Per cent of N."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from masking import Sequence, embedded, masked_forward
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText
 
 from conftest import QWEN_SHAPES
 from reference import sanitize
@@ -43,7 +43,7 @@ def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if name not in made:
-            made[name] = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            made[name] = AutoModelForImageTextToText.from_pretrained(
                 checkpoint(name), dtype=torch.float32, attn_implementation="eager"
             ).eval()
         return made[name]

@@ -86,7 +86,7 @@ def test_the_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Ima
     ours = tower(pipeline, photo.resize(size))
     torchs = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLConfig.from_dict(config).vision_config)
     torchs = torchs.eval()
-    pixels = torch.from_numpy(pipeline.family.preprocess(photo.resize(size))["pixel_values"])
+    pixels = torch.from_numpy(pipeline.family.preprocess(photo.resize(size))["pixel_values"][0])
     grid = torch.tensor([list(pipeline.family._processor.grid(size))])
     with torch.no_grad():
         seconds, torch_seconds = best_seconds([ours, lambda: torchs(pixels, grid_thw=grid)])

@@ -112,6 +112,7 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         "serial": {"batch": 1},
         "visual-keys": {"scores_over": "visual_keys"},
         "compact": {"positions": "compact"},
+        "per-frame": {"frames": "apart"},
     }
     assert set(changed) == set(OPTIONS)
     for option, fields in changed.items():

@@ -1,0 +1,76 @@
+"""Which visual rows survive a text-guided stage: those of largest score, of one image or of each of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from sinkprune.budgets import Share
+from sinkprune.export.graph import Dim, Graph
+from sinkprune.export.shares import share
+
+_FLOAT = ir.DataType.FLOAT
+_INT64 = ir.DataType.INT64
+
+
+class Survivors(NamedTuple):
+    """What a stage leaves of its V visual rows."""
+
+    alive: ir.Value
+    """[V] int64: 1 where a row survives, 0 where it does not."""
+    left: ir.Value
+    """[1] int64: how many survive, told by shapes alone."""
+
+
+Choice = Callable[[Graph, ir.Value], Survivors]
+"""Chooses by the rows' scores [V] fp32, and declares the inputs it needs for that. Ties go to the earlier row."""
+
+
+def best(kept: int | Share, tokens: Dim = "N") -> Choice:
+    """The `kept` best of one image. A share is of the tokens the image had, told by its `norms` [G,`tokens`]."""
+
+    def choose(graph: Graph, scores: ir.Value) -> Survivors:
+        op = graph.op
+        most = [kept] if isinstance(kept, int) else _share_of_image(graph, kept, tokens)
+        # K_s >= V: every visual row survives
+        count = op.Min(op.Shape(scores), most)
+        _, index = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
+        nobody = op.Expand(0, op.Shape(scores))
+        return Survivors(op.ScatterElements(nobody, index, op.Expand(1, op.Shape(index)), axis=0), count)
+
+    return choose
+
+
+def best_of_each_image(graph: Graph, scores: ir.Value) -> Survivors:
+    """The best of each image, as many as `quota` [V2] has rows of it. It and `visual_group` [V] hold image numbers.
+
+    How many survive depends on every image's own tokens. It comes as the length of an input, because a shape that
+    depends on values would stop every compiler. Ranks are counted row against row: no TopK sorts within groups.
+    """
+    op = graph.op
+    group, quota = graph.input("visual_group", ["V"], _INT64), graph.input("quota", ["V2"], _INT64)
+    place = op.Range(0, op.Squeeze(op.Shape(group)), 1)
+
+    def down(x: ir.Value) -> ir.Value:
+        return op.Unsqueeze(x, [1])
+
+    def across(x: ir.Value) -> ir.Value:
+        return op.Unsqueeze(x, [0])
+
+    def how_many(condition: ir.Value) -> ir.Value:
+        return op.ReduceSum(op.Cast(condition, to=_FLOAT), [1], keepdims=0)
+
+    earlier = op.And(op.Equal(across(scores), down(scores)), op.Less(across(place), down(place)))
+    ahead = op.Or(op.Greater(across(scores), down(scores)), earlier)
+    rank = how_many(op.And(op.Equal(across(group), down(group)), ahead))
+    places = how_many(op.Equal(across(quota), down(group)))
+    return Survivors(op.Cast(op.Less(rank, places), to=_INT64), op.Shape(quota))
+
+
+def _share_of_image(graph: Graph, kept: Share, tokens: Dim) -> ir.Value:
+    """[1]: a share of all G*N tokens the image had; its `norms` tell by their shape how many."""
+    op = graph.op
+    norms = graph.input("norms", ["G", tokens], _FLOAT)
+    return share(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)

@@ -1,0 +1,100 @@
+"""Clips: frames in a list or a video file, and which of them a model is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.errors import VideoError
+from sinkprune.runtime.images import to_rgb
+
+Array = np.ndarray[Any, Any]
+
+
+class ClipSize(NamedTuple):
+    """What a family must know of a clip to tell how many tokens it has and where they stand."""
+
+    width: int
+    height: int
+    frames: int
+    """Those that are shown."""
+    fps: float
+    """How many of those a second has."""
+
+
+class Video(Protocol):
+    """Where frames come from."""
+
+    @property
+    def count(self) -> int:
+        """All frames."""
+        ...
+
+    @property
+    def fps(self) -> float:
+        """Frames a second."""
+        ...
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image]:
+        """The frames at `indices`, ascending, as RGB images; raises `VideoError`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A list of frames, `fps` of them a second."""
+
+    frames: Sequence[Image.Image | Array]
+    fps: float
+
+    @property
+    def count(self) -> int:
+        """All frames."""
+        return len(self.frames)
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image]:
+        """The frames at `indices` as RGB images; raises `ImageError`."""
+        return [to_rgb(self.frames[index]) for index in indices]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The frames of a clip that a model is shown, of one size."""
+
+    frames: list[Image.Image]
+    size: ClipSize
+
+
+def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:
+    """The frames of `video` by a processor's settings, so many `together` to a token; raises `VideoError`."""
+    if video.count < 1:
+        raise VideoError("the video has no frames. Give one with a picture in it.")
+    if not (math.isfinite(video.fps) and video.fps > 0):
+        raise VideoError(f"the video has {video.fps} frames a second, expected a positive number.")
+    indices = sampled(video.count, video.fps, settings, together)
+    frames = video.read(indices)
+    sizes = {frame.size for frame in frames}
+    if len(sizes) > 1:
+        raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
+    (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
+    return Shown(frames, ClipSize(width, height, len(indices), fps))
+
+
+def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Which of `count` frames are shown: evenly spaced, `settings["fps"]` a second within the limits on their number.
+
+    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are.
+    """
+    most = math.floor(min(settings["max_frames"], count) / together) * together
+    wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
+    number = math.floor(wanted / together) * together
+    if number == 0:
+        return list(range(count))
+    # One more would come where the step's rounding lets it, and lie behind the last frame.
+    steps = np.arange(number) * (count / number)
+    return [int(step) for step in steps.astype(np.float32)]

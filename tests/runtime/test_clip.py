@@ -1,0 +1,188 @@
+"""Which frames of a clip are shown, as the model's own processor samples, resizes and cuts them into patches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from qwen_checkpoints import VIDEO_TOKEN
+from sinkprune.errors import ImageError, VideoError
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.runtime.clip import Clip, ClipSize, sampled, shown
+from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+from sinkprune.runtime.qwen_processor import QwenProcessor
+from sinkprune.runtime.video_file import VideoFile
+
+QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
+LIMITS: dict[str, Any] = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
+
+
+def frames(count: int, size: tuple[int, int], photo: Image.Image) -> list[Image.Image]:
+    """A camera that moves to the right."""
+    return [photo.crop((10 * i, 0, 10 * i + 400, 400)).resize(size) for i in range(count)]
+
+
+@given(st.integers(2, 4000), st.floats(1, 60), st.integers(4, 768), st.floats(0.5, 4))
+def test_frames_are_sampled_as_the_models_processor_does(count: int, fps: float, most: int, target: float) -> None:
+    """Qwen2VLVideoProcessor.sample_frames; the class itself needs torchvision."""
+    most_even = min(most, count) // 2 * 2
+    number = min(max(count / fps * target, 4), most_even, count)
+    number = int(number // 2) * 2
+    expected = torch.arange(0, count, count / number).int().tolist()[:number]
+    found = sampled(count, fps, {**LIMITS, "fps": target, "max_frames": most}, 2)
+    assert found == expected
+    assert len(found) == number
+
+
+def test_eight_frames_of_two_a_second_are_shown_as_they_are(photo: Image.Image) -> None:
+    clip = shown(Clip(frames(8, (112, 84), photo), fps=2), LIMITS, 2)
+    assert clip.size == ClipSize(112, 84, 8, 2.0)
+    faster = shown(Clip(frames(16, (112, 84), photo), fps=8), LIMITS, 2)
+    assert faster.size == ClipSize(112, 84, 4, 2.0)
+    limited = shown(Clip(frames(16, (112, 84), photo), fps=2), {**LIMITS, "max_frames": 6}, 2)
+    assert limited.size == ClipSize(112, 84, 6, 0.75)
+    assert shown(Clip(frames(1, (112, 84), photo), fps=2), LIMITS, 2).size == ClipSize(112, 84, 1, 2.0)
+
+
+@pytest.mark.parametrize(
+    "size", [(112, 84), (100, 61), (300, 200), (37, 500)], ids=lambda size: f"{size[0]}x{size[1]}"
+)
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_patches_are_those_of_the_models_processor(count: int, size: tuple[int, int], photo: Image.Image) -> None:
+    """Tensors resized by torch's antialiased bicubic filter, as torchvision does, then cut as the model is given."""
+    known = QWEN.processor({"min_pixels": 784, "max_pixels": 50000, "max_frames": 16})
+    processor, clip = QwenProcessor(known), Clip(frames(count, size, photo), fps=2)
+    taken = shown(clip, {**known["video"], "min_frames": 1}, 2)
+    assert taken.size.frames == (count if count < 5 else 4)
+    grid = processor.grid(taken.size)
+    assert grid == processor.grid(size)._replace(t=-(-taken.size.frames // 2))
+    pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in taken.frames])).permute(0, 3, 1, 2).float()
+    resized = torch.nn.functional.interpolate(
+        pixels, size=(grid.h * 14, grid.w * 14), mode="bicubic", antialias=True, align_corners=False
+    )
+    rounded = resized.clamp(0, 255).round()
+    mean, std = (torch.tensor(known[f"image_{which}"]).view(1, 3, 1, 1) for which in ("mean", "std"))
+    values = (rounded / 255 - mean) / std
+    values = torch.cat([values, *[values[-1:]] * (len(values) % 2)])
+    # frames, rows of tokens, columns of tokens, rows and columns within them, colours, frames within, rows, columns
+    expected = values.reshape(grid.t, 2, 3, grid.h // 2, 2, 14, grid.w // 2, 2, 14).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    found = processor(taken)
+    assert found.dtype == np.float32
+    difference = np.abs(found - expected.reshape(grid.patches, -1).numpy())
+    # A value on the edge between two of 256 steps may fall to either side.
+    assert np.mean(difference > 1e-5) < 1e-4
+
+
+def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:
+    image = photo.resize((112, 112))
+    processor = QwenProcessor(QWEN.processor({"min_pixels": 784, "max_frames": 8}) | {"min_pixels": 784})
+    processor._settings["video"]["min_pixels"] = 784
+    still = processor(shown(Clip([image] * 4, fps=2), LIMITS, 2))
+    assert np.abs(still - np.concatenate([processor(image)] * 2)).max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("clip", "said"),
+    [
+        (Clip([], fps=2), "no frames"),
+        (Clip([Image.new("RGB", (20, 20))], fps=0), "0 frames a second"),
+        (Clip([Image.new("RGB", (20, 20))], fps=float("nan")), "nan frames a second"),
+        (Clip([Image.new("RGB", (20, 20)), Image.new("RGB", (20, 30))], fps=2), "different sizes"),
+        (Clip([np.zeros((3, 20, 20), np.uint8)], fps=2), r"expected uint8 \[height,width,3\]"),
+    ],
+)
+def test_clips_that_cannot_be_shown(clip: Clip, said: str) -> None:
+    with pytest.raises(ImageError, match=said):
+        shown(clip, LIMITS, 2)
+
+
+def write_video(path: Path, pictures: list[Image.Image], fps: int = 10) -> Path:
+    """The pictures in an MPEG-4 file."""
+    av = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=fps)
+        stream.width, stream.height = pictures[0].size
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+        for picture in pictures:
+            container.mux(stream.encode(av.VideoFrame.from_image(picture)))
+        container.mux(stream.encode(None))
+    return path
+
+
+def test_a_file_gives_the_frames_that_were_written(photo: Image.Image, tmp_path: Path) -> None:
+    pictures = frames(20, (160, 112), photo)
+    video = VideoFile(write_video(tmp_path / "clip.mp4", pictures))
+    assert (video.count, video.fps) == (20, 10.0)
+    taken = shown(video, LIMITS, 2)
+    assert taken.size == ClipSize(160, 112, 4, 2.0)
+    for frame, index in zip(taken.frames, (0, 5, 10, 15), strict=True):
+        written, neighbour = (np.asarray(pictures[i], float) for i in (index, index + 2))
+        found = np.asarray(frame, float)
+        assert np.abs(found - written).mean() < 6
+        assert np.abs(found - written).mean() < np.abs(found - neighbour).mean()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+@pytest.mark.parametrize("lost", ["cut", "cut between frames", "blanked"])
+def test_a_broken_stream_is_refused_and_not_used_as_far_as_it_goes(
+    lost: str, share: float, photo: Image.Image, tmp_path: Path
+) -> None:
+    whole = write_video(tmp_path / "clip.avi", frames(30, (160, 112), photo)).read_bytes()
+    start, path = int(len(whole) * share), tmp_path / "broken.avi"
+    if lost == "cut between frames":
+        start = whole.rindex(b"00dc", 0, start)
+    path.write_bytes(whole[:start] if "cut" in lost else whole[:start] + bytes(4000) + whole[start + 4000 :])
+    with pytest.raises(VideoError, match=r"broken\.avi' is broken"):
+        shown(VideoFile(path), LIMITS, 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"no video at all" * 100])
+def test_files_that_are_no_videos(content: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    (tmp_path / "clip.mp4").write_bytes(content)
+    with pytest.raises(VideoError, match=r"clip\.mp4"):
+        VideoFile(tmp_path / "clip.mp4")
+    with pytest.raises(VideoError, match="no such file"):
+        VideoFile(tmp_path / "none.mp4")
+
+
+def test_a_missing_package_is_told(photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(VideoError, match=r"sinkprune\[video\]"):
+        VideoFile(tmp_path / "clip.mp4")
+
+
+def test_positions_of_a_clip_equal_transformers(checkpoint: Callable[[str], Path]) -> None:
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint("qwen"))
+
+    class Facts:
+        vision = {**QWEN.vision, "tokens_per_second": model.config.vision_config.tokens_per_second}  # noqa: RUF012
+        language_model = QWEN.language_model
+        processor = QWEN.processor({"min_pixels": 784, "max_frames": 768})
+
+    family = Qwen25VL(Facts())  # type: ignore[arg-type]
+    for fps, shown_frames in ((2.0, 8), (0.75, 6), (1.37, 40), (24.0, 5)):
+        size = ClipSize(112, 84, shown_frames, fps)
+        n, grid = len(family.unpruned_rows(size)), family._processor.grid(size)
+        ids = torch.tensor([[7] * 5 + [VIDEO_TOKEN] * n + [7] * 3])
+        expected, delta = model.model.get_rope_index(
+            ids,
+            2 * (ids == VIDEO_TOKEN).int(),
+            video_grid_thw=torch.tensor([list(grid)]),
+            second_per_grid_ts=torch.tensor([2 / fps]),
+        )
+        found = family.positions([5, 3], [(size, np.arange(n))])
+        assert found.rows.tolist() == expected[:, 0].tolist()
+        assert found.next == ids.shape[1] + int(delta)

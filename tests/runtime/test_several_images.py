@@ -1,0 +1,289 @@
+"""Several images in one prompt, with text between them: unpruned equal to transformers, pruned equal to masking."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from masking import Sequence as Rows
+from masking import embedded, masked_forward
+from PIL import Image
+from runtime.logits import QUESTION, ask
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    LlavaForConditionalGeneration,
+    LlavaNextForConditionalGeneration,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    Qwen2VLImageProcessorPil,
+)
+
+from reference import sanitize
+from sinkprune.budgets import parse_budget, prune_layers
+from sinkprune.errors import ImageError, PromptError
+from sinkprune.runtime import Pipeline
+
+Array = np.ndarray[Any, Any]
+Size = tuple[int, int]
+
+NEW_TOKENS = 8
+PIECES = ["Before:", "and after:", "What has changed?"]
+KINDS: dict[str, Any] = {
+    "gqa-112": LlavaForConditionalGeneration,
+    "next-mistral": LlavaNextForConditionalGeneration,
+    "qwen": AutoModelForImageTextToText,
+    "qwen-tied": AutoModelForImageTextToText,
+    "qwen2-vl": AutoModelForImageTextToText,
+}
+SIZES: dict[str, list[Size]] = {
+    "gqa-112": [(600, 400), (100, 300)],
+    # Five groups and three
+    "next-mistral": [(224, 224), (300, 150)],
+    # 56 and 120 tokens
+    "qwen": [(224, 200), (280, 336)],
+    "qwen-tied": [(280, 336), (56, 28)],
+    "qwen2-vl": [(224, 200), (280, 336)],
+}
+BUDGETS = {
+    "gqa-112": ("retain-64", "retain-192", "retain-64+compact", "retain-32+no-sanitizer+visual-keys"),
+    "next-mistral": ("retain-320", "retain-160+raster"),
+    "qwen": ("prune-66.7", "prune-88.9", "prune-77.8+no-sanitizer"),
+    "qwen-tied": ("prune-66.7", "prune-88.9"),
+    "qwen2-vl": ("prune-77.8", "prune-88.9"),
+}
+CASES = [(name, budget) for name, budgets in BUDGETS.items() for budget in budgets]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A checkpoint in transformers."""
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            made[name] = (
+                KINDS[name].from_pretrained(checkpoint(name), dtype=torch.float32, attn_implementation="eager").eval()
+            )
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def pipe(pipeline: Callable[..., Pipeline]) -> Callable[[str], Pipeline]:
+    """A bundle for up to three images."""
+    return lambda name: pipeline(name, "fp32", BUDGETS[name], max_images=3)
+
+
+def images_of(name: str, photo: Image.Image) -> list[Image.Image]:
+    """Two different pictures."""
+    sizes = SIZES[name]
+    return [
+        photo.resize(sizes[0]),
+        photo.transpose(Image.Transpose.ROTATE_180).crop((50, 0, 500, 300)).resize(sizes[1]),
+    ]
+
+
+def reference_inputs(
+    name: str, folder: Path, images: Sequence[Image.Image], pieces: str | list[str]
+) -> dict[str, Any]:
+    """What the family's processor gives."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = rendered(tokenizer, name, len(images), pieces)
+    if name == "next-mistral":
+        kind = LlavaNextImageProcessorPil.from_pretrained(folder)
+        facts = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        processor = LlavaNextProcessor(kind, tokenizer, **facts)
+        return dict(processor(text=text, images=list(images), return_tensors="pt"))
+    if name == "gqa-112":
+        ids = tokenizer(text.replace("<image>", "<image>" * 64), return_tensors="pt")
+        return {**ids, **CLIPImageProcessorPil.from_pretrained(folder)(list(images), return_tensors="pt")}
+    pictures = Qwen2VLImageProcessorPil.from_pretrained(folder)(list(images), return_tensors="pt")
+    parts = text.split("<|image_pad|>")
+    counts = [int(grid.prod()) // 4 for grid in pictures["image_grid_thw"]]
+    text = parts[0] + "".join("<|image_pad|>" * n + part for n, part in zip(counts, parts[1:], strict=True))
+    ids = tokenizer(text, return_tensors="pt")
+    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    return {**ids, "mm_token_type_ids": (ids["input_ids"] == token).int(), **pictures}
+
+
+def rendered(tokenizer: Any, name: str, images: int, pieces: str | list[str]) -> str:
+    """The conversation; LLaVA's template writes images first, so that those within text are written there."""
+    content: list[dict[str, str]] = []
+    if isinstance(pieces, str):
+        content = [*[{"type": "image"}] * images, {"type": "text", "text": pieces}]
+    elif name.startswith("qwen"):
+        for piece in pieces:
+            content += [{"type": "text", "text": piece}, {"type": "image"}]
+        content.pop()
+    else:
+        content = [{"type": "text", "text": "<image>".join(pieces)}]
+    text: str = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    return text
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("pieces", [QUESTION, PIECES], ids=["in front", "interleaved"])
+def test_greedy_text_and_logits_equal_transformers(
+    name: str,
+    pieces: str | list[str],
+    model: Callable[[str], Any],
+    checkpoint: Callable[[str], Path],
+    pipe: Callable[[str], Pipeline],
+    photo: Image.Image,
+) -> None:
+    images = images_of(name, photo)
+    inputs = reference_inputs(name, checkpoint(name), images, pieces)
+    with torch.no_grad():
+        expected = model(name).generate(
+            **inputs,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    answer, logits = ask(pipe(name), images, "none", NEW_TOKENS, pieces)
+    length = inputs["input_ids"].shape[1]
+    assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
+    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
+    assert answer.token_ids == expected.sequences[0, length:].tolist()
+
+
+def sanitized(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Array, list[int], int]:
+    """An image's kept tokens, their sources counted through all groups, and how many tokens it had."""
+    inputs = {key: pipe.backend.tensor(array) for key, array in pipe.family.preprocess(image).items()}
+    features = pipe.chain.vision(inputs)
+    groups = zip(*(pipe.backend.numpy(features[key]) for key in ("tokens", "norms", "salience")), strict=True)
+    options, kept, sources, n = parse_budget(pipe.bundle.manifest.family, budget), [], [], 0
+    for tokens, norms, salience in groups:
+        index = list(range(len(tokens)))
+        if options.sanitizer:
+            reserve, diverse = options.reserve.of(len(tokens)), options.diverse.of(len(tokens))
+            raster = options.order == "raster"
+            tokens, index = sanitize(tokens, norms, salience, reserve=reserve, diverse=diverse, raster=raster)
+        kept.append(tokens)
+        sources += [n + i for i in index]
+        n += len(norms)
+    return np.concatenate(kept), sources, n
+
+
+@torch.no_grad()
+def masked_by_hand(
+    model: Any, pipe: Pipeline, images: Sequence[Image.Image], budget: str, ids: list[int]
+) -> tuple[Array, list[dict[int, list[int]]]]:
+    """Logits from the last prompt row on, and what survives of each image, by the slow and obvious rules."""
+    family, token = pipe.bundle.manifest.family, model.config.image_token_id
+    texts = pipe._prompts.encode(PIECES, len(images)).texts
+    parts, groups, kept = [embedded(model, texts[0])], [], []
+    # Every row of the unpruned prompt, and which of them the pruned one holds
+    every, taken = list(texts[0]), list(range(len(texts[0])))
+    for image, text in zip(images, texts[1:], strict=True):
+        tokens, sources, n = sanitized(pipe, image, budget)
+        if pipe.chain.projector is not None:
+            tokens = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0].numpy()
+        start = sum(map(len, parts))
+        groups.append(list(range(start, start + len(tokens))))
+        kept.append((n // pipe.family.groups(image.size), pipe.family.groups(image.size)))
+        parts += [tokens, embedded(model, text)]
+        taken += [len(every) + i for i in [*sources, *range(n, n + len(text))]]
+        every += [token] * n + text
+    rows, positions = np.concatenate(parts), None
+    if family.startswith("qwen"):
+        prompt = torch.tensor([every])
+        grids = torch.tensor([list(pipe.family._processor.grid(image.size)) for image in images])
+        positions = model.model.get_rope_index(prompt, (prompt == token).int(), grids)[0][:, 0, taken].numpy()
+    counts = [parse_budget(family, budget).resolve(n).of_groups(many).stages for n, many in kept]
+    cuts = prune_layers(pipe.bundle.manifest.language_model.num_layers)
+    stages = {cut: [count[stage] for count in counts] for stage, cut in enumerate(cuts)}
+    visual, text_rows = [row for group in groups for row in group], list(range(groups[-1][-1] + 1, len(rows)))
+    sequence = Rows(rows, visual, text_rows, positions, family, groups)
+    masked = masked_forward(model, sequence, budget, stages, later=embedded(model, ids))
+    survivors = [
+        {cut: [row - group[0] for row in kept if row in group] for cut, kept in masked.survivors.items()}
+        for group in groups
+    ]
+    return masked.logits[len(rows) - 1 :], survivors
+
+
+@pytest.mark.parametrize(("name", "budget"), CASES)
+def test_pruned_equals_the_masked_full_sequence(
+    name: str,
+    budget: str,
+    model: Callable[[str], Any],
+    pipe: Callable[[str], Pipeline],
+    photo: Image.Image,
+) -> None:
+    images = images_of(name, photo)
+    answer, logits = ask(pipe(name), images, budget, NEW_TOKENS, PIECES)
+    expected, survivors = masked_by_hand(model(name), pipe(name), images, budget, answer.token_ids[:-1])
+    kept = [{layer: rows.tolist() for layer, rows in image.after_stage.items()} for image in answer.images]
+    assert kept == survivors
+    compact = "compact" in budget
+    assert np.abs((logits - expected)[: 1 if compact else None]).max() < 1e-3
+    if not compact:
+        assert answer.token_ids == expected.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_image_is_pruned_as_by_a_bundle_for_one(
+    name: str, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    for budget in BUDGETS[name]:
+        answers = [
+            pipe_.generate(photo.resize((280, 336)), QUESTION, budget=budget, max_new_tokens=4)
+            for pipe_ in (pipe(name), pipeline(name, "fp32", BUDGETS[name]))
+        ]
+        assert answers[0].token_ids == answers[1].token_ids
+        after = [{layer: rows.tolist() for layer, rows in x.kept.after_stage.items()} for x in answers]
+        assert after[0] == after[1]
+
+
+def test_three_images_each_keep_their_quota(pipe: Callable[[str], Pipeline], photo: Image.Image) -> None:
+    images = [photo.resize(size) for size in [(224, 200), (280, 336), (112, 56)]]
+    answer = pipe("qwen").generate(images, QUESTION, budget="prune-66.7", max_new_tokens=1)
+    cuts = prune_layers(6)
+    for image, kept in zip(images, answer.images, strict=True):
+        n = kept.norms.size
+        assert n == pipe("qwen").family.visual_tokens(image.size)
+        counts = parse_budget("qwen2.5-vl", "prune-66.7").resolve(n)
+        left = [min(stage, counts.kept) for stage in counts.stages]
+        assert [len(kept.after_stage[cut]) for cut in cuts] == left
+    assert answer.visual_tokens == sum(kept.norms.size for kept in answer.images)
+
+
+@pytest.mark.parametrize(
+    ("images", "pieces", "said"),
+    [
+        (2, ["Only ", " one place."], "places for 1 images, and 2 were given"),
+        (1, ["Two ", " and ", "."], "places for 2 images, and 1 were given"),
+        (2, ["", " ", "\n"], "prompt is empty"),
+        (4, QUESTION, "4 images, expected 1 to 3.*--max-images"),
+        (0, QUESTION, "0 images, expected 1 to 3"),
+    ],
+)
+def test_images_and_places_must_match(
+    images: int, pieces: Any, said: str, pipe: Callable[[str], Pipeline], photo: Image.Image
+) -> None:
+    with pytest.raises(PromptError, match=said):
+        pipe("gqa-112").generate([photo] * images, pieces, max_new_tokens=1)
+
+
+def test_a_bundle_for_one_image_takes_no_two(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    with pytest.raises(PromptError, match="2 images, expected 1 to 1"):
+        pipeline("gqa-112").generate([photo, photo], QUESTION, max_new_tokens=1)
+
+
+def test_the_image_that_is_no_image_is_named(
+    pipe: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    with pytest.raises(ImageError, match=r"nothing\.png"):
+        pipe("gqa-112").generate([photo, tmp_path / "nothing.png"], QUESTION, max_new_tokens=1)
