@@ -74,7 +74,18 @@ STAGES = (
     Stage("asked", 400, 8, (7e-4, 6.5e-4), 10, 48, 0.3, 4, (*_EVERY, *_HARD)),
     Stage("six", 2800, 6, (6.5e-4, 4e-4), 10, 64, 0.3, 6, (*_EVERY, *_HARD)),
     Stage("things", 1800, 6, (5.5e-4, 3.5e-4), 10, 112, 0.3, 6, (*_EVERY, *_HARD)),
-    Stage("whole", 1800, 6, (4.5e-4, 0.0), 20, 256, 0.2, 6, (*_EVERY, *_HARDEST)),
+    Stage("whole", 500, 6, (4.5e-4, 3.8e-4), 20, 256, 0.2, 6, (*_EVERY, *_HARDEST)),
+    Stage(
+        "counting",
+        1000,
+        6,
+        (4e-4, 0.0),
+        20,
+        256,
+        0.2,
+        6,
+        (*KINDS, *10 * ("counting",), *2 * ("relation",), "size", "choice"),
+    ),
 )
 _SAVE_EVERY = 100
 _LOG_EVERY = 20
