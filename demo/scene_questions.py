@@ -112,7 +112,7 @@ def _counting(scene: Scene, rng: Random) -> _Asked | None:
     counts.update(thing.shape for thing in scene.objects)
     # Large numbers are rare in scenes; asked about as they stand, nearly all answers would be 1.
     numbers = sorted(set(counts.values()))
-    number = rng.choices(numbers, weights=[number**2 for number in numbers])[0]
+    number = rng.choices(numbers, weights=numbers)[0]
     what = rng.choice(sorted(what for what in counts if counts[what] == number))
     return _Asked(f"How many {what}{'es' if what == 'cross' else 's'} are there?", str(number))
 

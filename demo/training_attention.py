@@ -79,6 +79,8 @@ class _Spoken:
         shown, painted = seen.classes[:, None, :, 0], seen.classes[:, None, :, 1]
         by_shape = (shape[..., None] > 0) & (shown == shape[..., None])
         by_colour = (colour[..., None] > 0) & (painted == colour[..., None])
+        # "red objects": a plate is none.
+        by_colour &= (behind[..., None] > 0) | (shown != len(words[0]))
         by_both = by_shape & ((before[..., None] == 0) | (painted == before[..., None]))
         named = (shape > 0) | ((colour > 0) & (behind == 0))
         answers = []
