@@ -46,6 +46,10 @@ def description(scene: Scene) -> Question:
     return Question("description", "description", "What is in the picture?", (", ".join(said),))
 
 
+def plural(thing: str) -> str:
+    return f"{thing}es" if thing == "cross" else f"{thing}s"
+
+
 def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
     asked = (KINDS | LESSONS)[kind](scene, rng)
     if asked is not None:
@@ -114,7 +118,7 @@ def _counting(scene: Scene, rng: Random) -> _Asked | None:
     numbers = sorted(set(counts.values()))
     number = rng.choices(numbers, weights=numbers)[0]
     what = rng.choice(sorted(what for what in counts if counts[what] == number))
-    return _Asked(f"How many {what}{'es' if what == 'cross' else 's'} are there?", str(number))
+    return _Asked(f"How many {plural(what)} are there?", str(number))
 
 
 def _reading(scene: Scene, rng: Random) -> _Asked | None:

@@ -77,7 +77,7 @@ STAGES = (
     Stage("whole", 500, 6, (4.5e-4, 3.8e-4), 20, 256, 0.2, 6, (*_EVERY, *_HARDEST)),
     Stage(
         "counting",
-        1500,
+        1300,
         6,
         (4e-4, 0.0),
         20,

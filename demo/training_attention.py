@@ -10,7 +10,7 @@ from torch import nn
 from transformers import LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sinkprune.demo.training_batches import Pictures, Turns
+from sinkprune.demo.training_batches import Pictures, Turns, Words
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def looking_loss(
     reading: Reading,
     asked: Turns,
     seen: Pictures,
-    words: tuple[torch.Tensor, ...],
+    words: Words,
 ) -> torch.Tensor:
     """How far attention is from what a question speaks of; scalar.
 
@@ -44,8 +44,6 @@ def looking_loss(
     finds things by colour and never by shape. Of the other half, words are to share their attention equally between
     the sequence's first token and the centre of each thing they are for in 2 and 3, so that the share tells how many
     there are, or that there is none; and the answer is to look at the word in 4 and 5.
-
-    `words` are those of `training_batches.words`.
     """
     spoken = _Spoken.of(asked, seen, words)
     lessons = (
@@ -73,14 +71,15 @@ class _Spoken:
     """Of each turn that names something: its picture, the first word that does, and where its answer begins."""
 
     @classmethod
-    def of(cls, asked: Turns, seen: Pictures, words: tuple[torch.Tensor, ...]) -> _Spoken:
-        shape, colour = (_class_of(asked.ids, ids) for ids in words[:2])
+    def of(cls, asked: Turns, seen: Pictures, words: Words) -> _Spoken:
+        shape = torch.maximum(_class_of(asked.ids, words.shapes), _class_of(asked.ids, words.plurals))
+        colour = _class_of(asked.ids, words.colours)
         before, behind = nn.functional.pad(colour, (1, -1)), nn.functional.pad(shape, (-1, 1))
         shown, painted = seen.classes[:, None, :, 0], seen.classes[:, None, :, 1]
         by_shape = (shape[..., None] > 0) & (shown == shape[..., None])
         by_colour = (colour[..., None] > 0) & (painted == colour[..., None])
         # "red objects": a plate is none.
-        by_colour &= (behind[..., None] > 0) | (shown != len(words[0]))
+        by_colour &= (behind[..., None] > 0) | (shown != len(words.shapes))
         by_both = by_shape & ((before[..., None] == 0) | (painted == before[..., None]))
         named = (shape > 0) | ((colour > 0) & (behind == 0))
         answers = []

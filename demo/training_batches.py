@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from sinkprune.demo.pocket_model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
+from sinkprune.demo.scene_questions import plural
 from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, compose_scene, make_scene
 from sinkprune.questions import Question
 
@@ -117,13 +119,23 @@ def turns(asked: list[list[Question]], tokenizer: Tokenizer) -> Turns:
     return Turns(before, *(torch.from_numpy(array) for array in (ids, turn, place, targets)))
 
 
-def words(tokenizer: Tokenizer) -> tuple[torch.Tensor, ...]:
-    """The token ids of all shapes, of all colours and of all sizes, in the order of `Pictures.classes` from 1 on."""
+class Words(NamedTuple):
+    """Token ids of words, in the order of `Pictures.classes` from 1 on."""
+
+    shapes: torch.Tensor
+    colours: torch.Tensor
+    sizes: torch.Tensor
+    plurals: torch.Tensor
+    """Of the shapes."""
+
+
+def words(tokenizer: Tokenizer) -> Words:
+    plurals = [plural(word) for word in _SHAPES]
     ids = [
-        [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in group[1:]]
-        for group in (_SHAPES, _COLOURS, _SIZES)
+        [tokenizer.encode(f" {word}", add_special_tokens=False).ids[0] for word in group[1:]]
+        for group in (_SHAPES, _COLOURS, _SIZES, plurals)
     ]
-    return tuple(torch.tensor(group)[:, 0] for group in ids)
+    return Words(*map(torch.tensor, ids))
 
 
 def _turn(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], int]:

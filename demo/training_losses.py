@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune.demo.training_attention import Reading
-from sinkprune.demo.training_batches import CLASSES, SUMMARY, Pictures, Turns
+from sinkprune.demo.training_batches import CLASSES, SUMMARY, Pictures, Turns, Words
 
 
 class Probe(nn.Module):
@@ -46,18 +46,17 @@ def tower_states(model: LlavaForConditionalGeneration, seen: Pictures) -> torch.
 
 
 def naming_loss(
-    model: LlavaForConditionalGeneration, visual: torch.Tensor, seen: Pictures, words: tuple[torch.Tensor, ...]
+    model: LlavaForConditionalGeneration, visual: torch.Tensor, seen: Pictures, words: Words
 ) -> torch.Tensor:
     """How far the projected tokens `visual` [B,V,d] are from the words for what they show; scalar.
 
-    `words` are the token ids of shapes, colours and sizes (`training_batches.words`). Attention compares a word with
-    what is seen: "circle" finds circles as soon as they lie near its embedding.
+    Attention compares a word with what is seen: "circle" finds circles as soon as they lie near its embedding.
     """
     table = nn.functional.normalize(model.get_input_embeddings().weight, dim=-1)
     # As large as the decoder's own norm makes them.
     visual = nn.functional.normalize(visual, dim=-1) * visual.shape[-1] ** 0.5
     total = visual.new_zeros(())
-    for i, ids in enumerate(words):
+    for i, ids in enumerate((words.shapes, words.colours, words.sizes)):
         classes = seen.classes[..., i]
         total = total + cross_entropy(visual[classes > 0] @ table[ids].T, classes[classes > 0] - 1)
     return total
