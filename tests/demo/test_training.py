@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from sinkprune.demo import pocket_model
-from sinkprune.demo.scene_questions import KINDS, some
+from sinkprune.demo.scene_questions import KINDS, plural, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
 from sinkprune.demo.train import Stage, Training
 from sinkprune.demo.training_attention import looking_loss
@@ -146,7 +146,7 @@ def test_a_token_that_is_the_words_for_what_it_shows_is_well_named(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer
 ) -> None:
     seen = pictures([make_scene("validation", 2)])
-    shapes, colours, sizes = words(tokenizer)
+    shapes, colours, sizes, _ = words(tokenizer)
     assert [tokenizer.id_to_token(i) for i in shapes[:2]] == ["Ġcircle", "Ġsquare"]
     assert (len(shapes), len(colours), len(sizes)) == (7, 6, 2)
     table = torch.nn.functional.normalize(model.get_input_embeddings().weight.detach(), dim=-1)
@@ -206,3 +206,19 @@ def test_words_look_at_what_they_speak_of_as_far_as_attention_says(
     word = text + at[thing.shape]
     expected += [-eager.attentions[layer][0, 3:, text + begins, word].log().mean().item() for layer in (4, 5)]
     assert loss.item() == pytest.approx(sum(expected) / 10, rel=1e-3)
+
+
+def test_plurals_look_for_things_and_other_words_do_not(
+    model: LlavaForConditionalGeneration, tokenizer: Tokenizer
+) -> None:
+    scene, picture = make_scene("validation", 2)
+    seen = pictures([(scene, picture)])
+    visual = model.model.multi_modal_projector(tower_states(model, seen)[:, 1:])
+
+    def lesson(text: str) -> float:
+        asked = turns([[Question("", "", text, ("1",))]], tokenizer)
+        return looking_loss(model, answer_loss(model, visual, asked)[1], asked, seen, words(tokenizer)).item()
+
+    assert lesson("What is written there?") == 0
+    for shape in SHAPES:
+        assert lesson(f"How many {plural(shape)} are there?") > 0
