@@ -16,7 +16,7 @@ from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from runtime.logits import QUESTION, ask
 from runtime.test_clip import frames, write_video
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoTokenizer
 
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import VIDEO_TOKEN
@@ -34,21 +34,6 @@ NEW_TOKENS = 6
 BUDGETS = ("prune-80", "prune-66.7", "prune-80+per-frame", "prune-80+no-sanitizer", "prune-88.9+per-frame+raster")
 # Ragged windows; 8 frames make 4 groups of 5 x 6 tokens
 SIZE = (170, 140)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A checkpoint in transformers."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            made[name] = AutoModelForImageTextToText.from_pretrained(
-                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        return made[name]
-
-    return get
 
 
 @pytest.fixture
