@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole way on one machine: export, ask, look at what was kept, measure. `make demo` runs it.
+# The whole way on one machine: export, ask, look at what was kept, measure time and accuracy. `make demo` runs it.
 set -euo pipefail
 out=${1:-demo-output}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -15,17 +15,23 @@ step() {
     "$@"
 }
 
-python "$here/photo.py" "$out/coffee.jpg"
-step sinkprune-export "$here/tiny-llava.json" --random-weights -o "$out/bundle" --force
-step sinkprune-run "$out/bundle" --image "$out/coffee.jpg" --prompt "What is in the cup?" \
-    --budget retain-64 --temperature 1 --seed 1 --max-new-tokens 12 --overlay "$out/kept.png"
-step sinkprune-profile "$out/bundle" --image "$out/coffee.jpg" --prompt "What is in the cup?" \
+python -P -m sinkprune.demo.write_scenes "$out" 12
+step sinkprune-export "$here/pocket" -o "$out/bundle" --force
+step sinkprune-run "$out/bundle" --image "$out/scene-0.png" --prompt "What colour is the circle?"
+step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "How many blue objects are there?" --budget retain-64
+step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "What is written on the purple plate?" \
+    --budget retain-64 --overlay "$out/kept.png"
+step sinkprune-profile "$out/bundle" --image "$out/scene-2.png" --prompt "How many blue objects are there?" \
     --json "$out/profile.json" --plot "$out/profile.png"
+step sinkprune-evaluate "$out/bundle" --task "$out/scenes.jsonl" \
+    --json "$out/accuracy.json" --plot "$out/accuracy.png"
 
 cat <<END
 
-The model's weights are random, so its words mean nothing; what was kept, counted and timed is real. Look at
-  $out/kept.png      which visual tokens were kept, and which stage dropped the others
-  $out/profile.png   where the time of each budget goes
-  $out/profile.json  the same for programs
+Look at
+  $out/scene-0.png to scene-11.png   what was asked about
+  $out/kept.png                      which visual tokens were kept, and which stage dropped the others
+  $out/profile.png                   where the time of each budget goes
+  $out/accuracy.png                  how many answers are still right
+The .json files say the same for programs.
 END

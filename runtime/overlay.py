@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,17 +202,21 @@ def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
 
 def _with_legend(picture: Image.Image, entries: list[tuple[str, Colour, bool]]) -> Image.Image:
     font = ImageFont.load_default(20)
-    columns = 2 if picture.width >= 760 else 1
-    line, swatch, margin = 32, 20, 14
-    lines = -(-len(entries) // columns)
+    line, swatch, margin, gap = 32, 20, 14, 10
+    half = -(-len(entries) // 2)
+    left, right = (
+        swatch + gap + 2 * margin + math.ceil(max((font.getlength(text) for text, *_ in column), default=0.0))
+        for column in (entries[:half], entries[half:])
+    )
+    lines = half if left + right <= picture.width else len(entries)
     width = max(picture.width, 420)
     sheet = Image.new("RGB", (width, picture.height + lines * line + 2 * margin), (250, 250, 250))
     sheet.paste(picture, (0, 0))
     draw = ImageDraw.Draw(sheet)
     for number, (text, colour, filled) in enumerate(entries):
-        x = margin + (number // lines) * (width // columns)
+        x = margin + (number // lines) * left
         y = picture.height + margin + (number % lines) * line
         outline = colour if colour != _OUTSIDE else (120, 120, 120)
         draw.rectangle((x, y, x + swatch, y + swatch), fill=colour if filled else None, outline=outline, width=3)
-        draw.text((x + swatch + 10, y - 3), text, fill=(20, 20, 20), font=font)
+        draw.text((x + swatch + gap, y - 3), text, fill=(20, 20, 20), font=font)
     return sheet

@@ -1,0 +1,100 @@
+"""The pocket model answers rightly, by looking, in both precisions; and pruning at random costs it its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from commands import run
+
+from sinkprune.calibration.evaluation import ask, report
+from sinkprune.calibration.evaluation_report import BASELINE, Combination, CombinationReport, Reply
+from sinkprune.calibration.tasks import blinded, load_task
+from sinkprune.demo.write_scenes import write_scenes
+from sinkprune.export.command import main as export
+from sinkprune.runtime import Pipeline
+
+POCKET = Path(__file__).parents[2] / "demo" / "pocket"
+QUESTIONS = load_task("scenes")
+
+Pocket = Callable[[str], Pipeline]
+
+
+@pytest.fixture(scope="module")
+def pocket(tmp_path_factory: pytest.TempPathFactory) -> Pocket:
+    """The pocket model at a precision, exported once."""
+    made: dict[str, Pipeline] = {}
+
+    def get(precision: str) -> Pipeline:
+        if precision not in made:
+            path = tmp_path_factory.mktemp("pocket") / precision
+            methods = ("--methods", "sinkpruner,random", "--budgets", "retain-32")
+            assert export([str(POCKET), "-o", str(path), "--precision", precision, *methods]) == 0
+            made[precision] = Pipeline.load(path)
+        return made[precision]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def replies(pocket: Pocket) -> list[Reply]:
+    """To every question, unpruned, in fp32."""
+    return ask(pocket("fp32"), QUESTIONS, [])
+
+
+def evaluated(pipeline: Pipeline, replies: list[Reply]) -> CombinationReport:
+    return report(pipeline, replies, [], task="scenes", blind=False, planted_outliers=False, max_new_tokens=8).none
+
+
+def test_it_is_small_and_says_what_it_is() -> None:
+    assert sum(file.stat().st_size for file in POCKET.iterdir()) < 16e6
+    card = (POCKET / "README.md").read_text(encoding="utf-8")
+    assert "license: apache-2.0" in card
+    assert (POCKET / "loss.csv").read_text(encoding="utf-8").startswith("step,stage,rate,probe,names,looks,answers\n")
+
+
+def test_unpruned_it_is_right_overall_and_in_every_kind(pocket: Pocket, replies: list[Reply]) -> None:
+    result = evaluated(pocket("fp32"), replies)
+    assert result.accuracy >= 0.90
+    assert {kind: part.accuracy for kind, part in result.by_kind.items() if part.accuracy < 0.75} == {}
+
+
+def test_blind_it_is_near_chance(pocket: Pocket) -> None:
+    """Chance: a half for yes, no, small and large, a quarter for choices, less elsewhere."""
+    blind = [blinded(item) for item in QUESTIONS[:200]]
+    result = evaluated(pocket("fp32"), ask(pocket("fp32"), blind, []))
+    assert result.accuracy < 0.5
+    assert result.by_kind["reading"].accuracy < 0.2
+    assert result.by_kind["existence-adversarial"].accuracy < 0.75
+
+
+def test_precisions_agree(pocket: Pocket, replies: list[Reply]) -> None:
+    half = ask(pocket("fp16"), QUESTIONS[:200], [])
+    agree = [a.text == b.text for a, b in zip(replies[:200], half, strict=True)]
+    assert sum(agree) >= 0.99 * len(agree)
+
+
+def test_dropping_tokens_at_random_costs_answers(pocket: Pocket) -> None:
+    """At few tokens a method must know what it drops, or the test would say nothing about methods."""
+    own, drawn = Combination("sinkpruner", "retain-32"), Combination("random", "retain-32")
+    right: dict[Combination, list[bool]] = {own: [], drawn: []}
+    for reply in ask(pocket("fp32"), QUESTIONS[::4], [own, drawn]):
+        right.setdefault(reply.combination, []).append(reply.right)
+    assert fmean(right[own]) > fmean(right[drawn]) + 0.15
+    assert fmean(right[BASELINE]) > fmean(right[drawn]) + 0.3
+
+
+def test_its_scenes_can_be_written_and_evaluated(pocket: Pocket, tmp_path: Path) -> None:
+    write_scenes(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["scene-0.png", "scene-1.png", "scenes.jsonl"]
+    written = load_task(str(tmp_path / "scenes.jsonl"))
+    originals = list(islice(QUESTIONS, len(written)))
+    assert [item.question for item in written] == [item.question for item in originals]
+    assert written[-1].load_image().tobytes() == originals[-1].load_image().tobytes()
+    outcome = run(
+        "sinkprune-evaluate", pocket("fp32").bundle.path, "--task", tmp_path / "scenes.jsonl", "--budgets", "none"
+    )
+    assert outcome.code == 0, outcome.stderr
