@@ -88,13 +88,14 @@ def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:
 def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
     """Which of `count` frames are shown: evenly spaced, `settings["fps"]` a second within the limits on their number.
 
-    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are.
+    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are,
+    and never more than `settings["max_frames"]`.
     """
     most = math.floor(min(settings["max_frames"], count) / together) * together
     wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
     number = math.floor(wanted / together) * together
     if number == 0:
-        return list(range(count))
+        return list(range(min(count, settings["max_frames"])))
     # One more would come where the step's rounding lets it, and lie behind the last frame.
     steps = np.arange(number) * (count / number)
     return [int(step) for step in steps.astype(np.float32)]

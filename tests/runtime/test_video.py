@@ -263,6 +263,8 @@ def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], 
     assert_refused(refused, "family 'llava' takes no video", "--max-frames")
     refused = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "bundle", "--max-frames", -1)
     assert_refused(refused, "--max-frames is -1")
+    refused = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "bundle", "--max-frames", 1)
+    assert_refused(refused, "--max-frames is 1, expected at least 2")
 
 
 def test_the_commands_take_a_video_file(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:
