@@ -189,7 +189,7 @@ class Pipeline:
 
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
-        inputs = self._preprocess(_Picture(image, decoded(image, self.bundle.manifest.processor), None))
+        inputs = self._preprocess(_Picture(image, decoded(image, self.family), None))
         return encode(self.chain, None, inputs, Stopwatch(self.backend))
 
     def _pictures(self, images: PictureLike | Sequence[PictureLike], method: str, budget: str) -> list[_Picture]:
@@ -201,8 +201,7 @@ class Pipeline:
                 f"the prompt has {len(sources)} images, expected 1 to {most}. More must be asked for beforehand: "
                 "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
             )
-        processor = self.bundle.manifest.processor
-        shown = [(source, decoded(source, processor)) for source in sources]
+        shown = [(source, decoded(source, self.family)) for source in sources]
         return [_Picture(source, image, self._plan(method, budget, source, image.size)) for source, image in shown]
 
     def _start(
