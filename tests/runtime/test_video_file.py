@@ -123,6 +123,12 @@ def test_a_file_cut_between_two_frames_is_refused(pictures: list[Image.Image], t
         (tmp_path / "cut.avi").write_bytes(whole[: whole.rindex(b"00dc", 0, int(len(whole) * share))])
         with pytest.raises(VideoError, match=r"cut\.avi' is broken"):
             read(tmp_path / "cut.avi")
+    path = write_video(tmp_path / "clip.mp4", pictures, flags=FAST_START)
+    with av.open(str(path)) as container:
+        starts = [packet.pos for packet in container.demux(video=0) if packet.size]
+    path.write_bytes(path.read_bytes()[: starts[20]])
+    with pytest.raises(VideoError, match=r"clip\.mp4' is broken: its header says 3\.00 seconds and it ends after 2"):
+        read(path)
     whole = write_video(tmp_path / "clip.gif", pictures, codec="gif").read_bytes()
     assert whole[-1:] == b";"
     (tmp_path / "cut.gif").write_bytes(whole[:-1])
@@ -130,7 +136,9 @@ def test_a_file_cut_between_two_frames_is_refused(pictures: list[Image.Image], t
         read(tmp_path / "cut.gif")
 
 
-@pytest.mark.parametrize(("suffix", "codec", "flags"), [kind for kind in CUT if kind[1] not in ("libx265", "wmv2")])
+@pytest.mark.parametrize(
+    ("suffix", "codec", "flags"), [kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] not in ("libx265", "wmv2")]
+)
 def test_a_file_with_a_stretch_of_zeros_is_refused(
     suffix: str, codec: str, flags: dict[str, str], photo: Image.Image, tmp_path: Path
 ) -> None:
