@@ -13,6 +13,7 @@ from PIL import Image
 
 from sinkprune.bundle import Manifest
 from sinkprune.errors import BundleError
+from sinkprune.runtime.clip import Shown, Video
 from sinkprune.runtime.rotary import Positions
 
 Array = np.ndarray[Any, Any]
@@ -29,8 +30,12 @@ class Family(Protocol):
     def preprocess(self, image: Any) -> dict[str, Array]:
         """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`.
 
-        Families whose `processor` has `video` take a `Shown` clip too, and its `ClipSize` for a size.
+        Families that take video take a `Shown` clip too, and its `ClipSize` for a size.
         """
+        ...
+
+    def shown(self, video: Video) -> Shown:
+        """The frames of a clip or a video file that the model is shown; raises `VideoError` where it takes none."""
         ...
 
     def visual_tokens(self, size: Size) -> int:

@@ -9,6 +9,8 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.bundle import Manifest
+from sinkprune.errors import VideoError
+from sinkprune.runtime.clip import Shown, Video
 from sinkprune.runtime.clip_processor import ClipProcessor
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.rotary import Positions
@@ -48,6 +50,10 @@ class Llava:
     def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
         """`pixel_values` [1,3,image_size,image_size] fp32."""
         return {"pixel_values": self._processor(image)[None]}
+
+    def shown(self, video: Video) -> Shown:
+        """Raises `VideoError`."""
+        raise VideoError("this bundle takes no video: its model is made for images. Give images, or another bundle.")
 
     def token_boxes(self, size: tuple[int, int]) -> np.ndarray[Any, Any]:
         """[N,4]: left, top, right, bottom of each patch in pixels of the image."""

@@ -10,7 +10,8 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.bundle import Manifest
-from sinkprune.runtime.clip import ClipSize, Shown
+from sinkprune.errors import VideoError
+from sinkprune.runtime.clip import ClipSize, Shown, Video, shown
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.qwen_processor import Grid, QwenProcessor, Size
 from sinkprune.runtime.rotary import Positions, Rotary
@@ -50,6 +51,12 @@ class Qwen25VL:
             windows = window_index(grid, self._merge, self._vision["window_side"])
             inputs |= {"window_index": windows.index, "patch_slot": windows.slot.reshape(grid.t, -1)}
         return inputs
+
+    def shown(self, video: Video) -> Shown:
+        """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
+        if self._video is None:
+            raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
+        return shown(video, self._video, self._vision["temporal_patch_size"])
 
     def visual_tokens(self, size: Size | ClipSize) -> int:
         """N: the merged tokens of an image of `size` (width, height), or of a clip's frame; raises `ImageError`."""

@@ -201,6 +201,22 @@ def test_a_processor_that_does_not_fit_is_refused(settings: dict[str, Any], said
         read_family("hub", HUB_CONFIG).processor({**HUB_PROCESSOR, **settings})
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"resample": 2}, "resample of videos is 2, expected 3"),
+        ({"video_processor": {"resample": 0}}, "resample of videos is 0"),
+        ({"video_processor": {"image_mean": [0.5, 0.5, 0.5]}}, "image_mean of videos"),
+        ({"video_processor": {"cap_pixels_per_frame": True}}, "cap_pixels_per_frame of videos"),
+    ],
+)
+def test_frames_that_would_not_be_made_as_the_model_has_them_are_refused(settings: dict[str, Any], said: str) -> None:
+    family = read_family("hub", HUB_CONFIG)
+    family.processor({**HUB_PROCESSOR, **settings})
+    with pytest.raises(CheckpointError, match=said):
+        family.processor({**HUB_PROCESSOR, **settings, "max_frames": 8})
+
+
 def test_the_processor_may_name_its_limits_in_either_way() -> None:
     family = read_family("hub", HUB_CONFIG)
     named = family.processor({"size": {"shortest_edge": 3136, "longest_edge": 376320}})
