@@ -331,7 +331,7 @@ class Pipeline:
 
     def _way_out(self, pictures: Sequence[_Picture]) -> str:
         """How pictures would have fewer tokens."""
-        by_size = bool(self.family.vision_sizes(self.bundle.manifest.most_visual_tokens))
+        by_size = bool(self.family.vision_sizes(self.bundle.manifest.most_visual_tokens, groups=1))
         if any(isinstance(picture.image, Shown) for picture in pictures):
             return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
         fewer = "fewer images" if len(pictures) > 1 else ""
