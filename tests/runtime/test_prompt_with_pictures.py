@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from runtime.logits import QUESTION
 from runtime.test_clip import frames
-from runtime.test_several_images import KINDS, PIECES, images_of, reference_inputs, rendered
+from runtime.test_several_images import PIECES, SIZES, images_of, reference_inputs, rendered
 from transformers import AutoTokenizer
 
 from conftest import QWEN_SHAPES
@@ -32,7 +32,7 @@ def found(pipe: Pipeline, sizes: list[Any], question: str | list[str], token: in
     return [*chain.from_iterable(text + picture for text, picture in zip(texts, [*rows, []], strict=True))]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
     ("count", "question"),
     [(1, QUESTION), (2, QUESTION), (3, QUESTION), (1, ["See ", "?"]), (2, PIECES), (3, THREE)],
