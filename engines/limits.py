@@ -7,6 +7,7 @@ derived from the bundle: from its budgets, its image size and its model's positi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from statistics import median_low
 from typing import NamedTuple
 
@@ -69,17 +70,36 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
     """The optimisation profiles of `graph`: its inputs' ranges, by profile.
 
     Decoder segments and head have two, `prefill` and `decode`, in one engine; every other graph has `prefill` only.
+    But where images have larger groups than clips, and clips more of them, a graph that is given groups has `clip`
+    and `image` instead: many groups of an image's size never come, and TensorRT could not rank them.
     Raises `BundleError` for a dynamic dimension that the graph contract does not know.
     """
     spec, family = manifest.graphs[graph], load_family(manifest)
-    visual = _visual_counts(manifest, family, graph)
+    pictures = family.pictures(manifest.most_visual_tokens)
+
+    def tokens(picture: tuple[int, int]) -> tuple[int, int]:
+        return max(_visual_counts(manifest, family, graph, *picture)), prod(picture)
+
+    if len(pictures) == 1 or not any("G" in tensor.shape for tensor in spec.inputs):
+        pictures = {"prefill": max(pictures.values(), key=tokens)}
+    spans = {name: _spans(manifest, family, limits, graph, *picture) for name, picture in pictures.items()}
+    if graph == "head" or graph.startswith("decoder_"):
+        rows = spans["prefill"]["S"]
+        past = Span(1, rows.opt + limits.new_tokens // 2, rows.max + limits.new_tokens - 1)
+        spans["decode"] = {**spans["prefill"], "S": _ONE_TOKEN, "P": past}
+    return {name: _ranges(graph, spec, sizes) for name, sizes in spans.items()}
+
+
+def _spans(manifest: Manifest, family: Family, limits: Limits, graph: str, n: int, groups: int) -> dict[str, Span]:
+    """Every dynamic dimension, for pictures of up to `groups` groups of `n` tokens."""
+    visual = _visual_counts(manifest, family, graph, n, groups)
     usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
     most = limits.images * max(visual)
-    fewest = 1 if manifest.any_resolution or family.most_groups > 1 else min(visual)
+    fewest = 1 if manifest.any_resolution or groups > 1 else min(visual)
     rows = Span(1, median_low(visual) + usual_prompt, most + limits.prompt_tokens)
-    prefill = {
-        "G": Span(1, family.largest(manifest.most_visual_tokens)[1], family.most_groups),
-        "N": Span(1, manifest.most_visual_tokens, manifest.most_visual_tokens),
+    spans = {
+        "G": Span(1, groups, groups),
+        "N": Span(1, n, n),
         "n": Span(fewest, median_low(visual), max(visual)),
         "S": rows,
         "P": Span(0, 0, 0),
@@ -89,21 +109,15 @@ def profiles(manifest: Manifest, limits: Limits, graph: str) -> dict[str, dict[s
         "L": Span(0, usual_prompt, limits.prompt_tokens),
     }
     if graph == "vision":
-        sizes = family.vision_sizes(manifest.most_visual_tokens)
-        prefill |= {name: Span(*span) for name, span in sizes.items()}
-    ranges = {"prefill": _ranges(graph, spec, prefill)}
-    if graph == "head" or graph.startswith("decoder_"):
-        past = Span(1, rows.opt + limits.new_tokens // 2, rows.max + limits.new_tokens - 1)
-        ranges["decode"] = _ranges(graph, spec, {**prefill, "S": _ONE_TOKEN, "P": past})
-    return ranges
+        spans |= {name: Span(*span) for name, span in family.vision_sizes(n, groups).items()}
+    return spans
 
 
-def _visual_counts(manifest: Manifest, family: Family, graph: str) -> list[int]:
+def _visual_counts(manifest: Manifest, family: Family, graph: str, n: int, groups: int) -> list[int]:
     """How many visual tokens of one image `graph` may be given: by each plan, and unpruned where that happens.
 
-    Where images differ in theirs, those of the largest. The projector is given those of one group.
+    Where images differ in theirs, those of one of `groups` groups of `n`. The projector is given those of one group.
     """
-    n, groups = family.largest(manifest.most_visual_tokens)
     named = ((method, budget) for method, budgets in manifest.plans.items() for budget in budgets)
     plans = [plan for plan in (manifest.plan_for(method, budget, n, groups) for method, budget in named) if plan]
     unpruned = family.most_unpruned_rows(manifest.most_visual_tokens)

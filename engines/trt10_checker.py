@@ -17,12 +17,11 @@ import onnx
 from onnx import inliner, shape_inference
 
 from sinkprune.errors import EnginesError
+from sinkprune.top_k import MOST_OF_TOP_K
 
 MAX_OPSET = 20
 MAX_IR_VERSION = 10
 """Of ONNX 1.16, which the parser of 10.3 is built with."""
-MAX_TOP_K = 3840
-"""ITopKLayer, NvInfer.h of TensorRT 10.3."""
 
 _FLOATS = frozenset({"FLOAT", "FLOAT16", "BFLOAT16"})
 _NUMBERS = _FLOATS | {"INT32", "INT64"}
@@ -178,8 +177,8 @@ def _check_inputs(graph: str, node: onnx.NodeProto, constants: Mapping[str, Any]
     if node.op_type == "TopK" and node.input[1] in constants:
         count = constants[node.input[1]]
         array = onnx.numpy_helper.to_array(count) if isinstance(count, onnx.TensorProto) else np.asarray(count)
-        if array.max() > MAX_TOP_K:
-            _refuse(graph, node, f"has K = {array.max()}", f"up to {MAX_TOP_K}")
+        if array.max() > MOST_OF_TOP_K:
+            _refuse(graph, node, f"has K = {array.max()}", f"up to {MOST_OF_TOP_K}")
 
 
 def _value_types(graph: onnx.GraphProto) -> dict[str, str]:

@@ -16,6 +16,7 @@ from sinkprune.bundle import LanguageModel
 from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.methods import PlanFacts
+from sinkprune.export.ranking import check_ranked
 from sinkprune.export.survivors import Choice, best, best_of_each_image
 
 _FLOAT = ir.DataType.FLOAT
@@ -93,7 +94,8 @@ def build_selects(
         # Groups are counted in the graph: so many of each are a share of what all of them had.
         if facts.groups > 1 and isinstance(kept, int):
             kept = Share(kept, facts.visual_tokens)
-        choice = best_of_each_image if facts.images > 1 else best(kept, facts.visual_dim)
+        check_ranked(facts, kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
+        choice = best_of_each_image(facts.images) if facts.images > 1 else best(kept, facts.visual_dim)
         build_select(selects[layer], facts.language_model, choice, budget, asking)
     return selects
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from sinkprune.budgets import Share
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.shares import share
+from sinkprune.top_k import MOST_OF_TOP_K
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -43,30 +44,34 @@ def best(kept: int | Share, tokens: Dim = "N") -> Choice:
     return choose
 
 
-def best_of_each_image(graph: Graph, scores: ir.Value) -> Survivors:
-    """The best of each image, as many as `quota` [V2] has rows of it. It and `visual_group` [V] hold image numbers.
+def best_of_each_image(images: int) -> Choice:
+    """The best of each of up to `images` images, as many as `quota` [V2] has rows of it.
 
-    How many survive depends on every image's own tokens. It comes as the length of an input, because a shape that
-    depends on values would stop every compiler. Ranks are counted row against row: no TopK sorts within groups.
+    It and `visual_group` [V] hold image numbers. How many survive depends on every image's own tokens. It comes as
+    the length of an input, because a shape that depends on values would stop every compiler. Images are ranked side
+    by side, in a table of `images` x V: row against row would take V x V.
     """
-    op = graph.op
-    group, quota = graph.input("visual_group", ["V"], _INT64), graph.input("quota", ["V2"], _INT64)
-    place = op.Range(0, op.Squeeze(op.Shape(group)), 1)
 
-    def down(x: ir.Value) -> ir.Value:
-        return op.Unsqueeze(x, [1])
+    def choose(graph: Graph, scores: ir.Value) -> Survivors:
+        op = graph.op
+        group, quota = graph.input("visual_group", ["V"], _INT64), graph.input("quota", ["V2"], _INT64)
+        every = list(range(images))
 
-    def across(x: ir.Value) -> ir.Value:
-        return op.Unsqueeze(x, [0])
+        def whose(numbers: ir.Value) -> ir.Value:
+            return op.Equal(op.Unsqueeze(numbers, [0]), op.Unsqueeze(every, [1]))
 
-    def how_many(condition: ir.Value) -> ir.Value:
-        return op.ReduceSum(op.Cast(condition, to=_FLOAT), [1], keepdims=0)
+        own = whose(group)
+        # No image keeps more than TopK gives: its plan would have been refused.
+        count = op.Min(op.Shape(quota), op.Shape(scores), [MOST_OF_TOP_K])
+        ranked = op.Where(own, op.Unsqueeze(scores, [0]), float("-inf"))
+        _, index = op.TopK(ranked, count, axis=-1, largest=1, sorted=1, _outputs=2)
+        places = op.ReduceSum(op.Cast(whose(quota), to=_FLOAT), [1], keepdims=1)
+        rank = op.Cast(op.Range(0, op.Squeeze(count), 1), to=_FLOAT)
+        taken = op.Cast(op.Less(op.Unsqueeze(rank, [0]), places), to=_FLOAT)
+        alive = op.ScatterElements(op.Expand(0.0, op.Shape(own)), index, taken, axis=1)
+        return Survivors(op.Cast(op.ReduceSum(alive, [0], keepdims=0), to=_INT64), op.Shape(quota))
 
-    earlier = op.And(op.Equal(across(scores), down(scores)), op.Less(across(place), down(place)))
-    ahead = op.Or(op.Greater(across(scores), down(scores)), earlier)
-    rank = how_many(op.And(op.Equal(across(group), down(group)), ahead))
-    places = how_many(op.Equal(across(quota), down(group)))
-    return Survivors(op.Cast(op.Less(rank, places), to=_INT64), op.Shape(quota))
+    return choose
 
 
 def _share_of_image(graph: Graph, kept: Share, tokens: Dim) -> ir.Value:

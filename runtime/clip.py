@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,10 +48,21 @@ class Video(Protocol):
 
 @dataclass(frozen=True)
 class Clip:
-    """A list of frames, `fps` of them a second."""
+    """Frames, `fps` of them a second; raises `VideoError` for what is neither. An iterator is read at once."""
 
     frames: Sequence[Image.Image | Array]
     fps: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.frames, Iterable) or isinstance(self.frames, (str, bytes)):
+            raise VideoError(
+                f"a clip's frames are a {type(self.frames).__name__}, expected images. Give a list of them."
+            )
+        if not isinstance(self.fps, Real):
+            raise VideoError(
+                f"a clip has {self.fps!r} frames a second, expected a number, as in Clip(frames, fps=10)."
+            )
+        object.__setattr__(self, "frames", [*self.frames])
 
     @property
     def count(self) -> int:
@@ -88,13 +100,14 @@ def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:
 def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
     """Which of `count` frames are shown: evenly spaced, `settings["fps"]` a second within the limits on their number.
 
-    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are.
+    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are,
+    and never more than `settings["max_frames"]`.
     """
     most = math.floor(min(settings["max_frames"], count) / together) * together
     wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
     number = math.floor(wanted / together) * together
     if number == 0:
-        return list(range(count))
+        return list(range(min(count, settings["max_frames"])))
     # One more would come where the step's rounding lets it, and lie behind the last frame.
     steps = np.arange(number) * (count / number)
     return [int(step) for step in steps.astype(np.float32)]

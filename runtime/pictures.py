@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from sinkprune.errors import ImageError, VideoError
-from sinkprune.runtime.clip import Clip, Shown, shown
+from sinkprune.errors import ImageError
+from sinkprune.runtime.clip import Clip, Shown
+from sinkprune.runtime.families import Family
 from sinkprune.runtime.images import read_image, to_rgb
 from sinkprune.runtime.video_file import VideoFile
 
@@ -21,19 +22,12 @@ PictureLike = Image.Image | Array | str | os.PathLike[str] | Clip | VideoFile | 
 made of one."""
 
 
-def decoded(source: Any, processor: Mapping[str, Any]) -> Image.Image | Shown:
-    """An RGB image, or the frames of a clip that a model with the settings `processor` is shown.
-
-    Raises `ImageError`, and `VideoError` where the settings are of a bundle without video.
-    """
+def decoded(source: Any, family: Family) -> Image.Image | Shown:
+    """An RGB image, or the frames of a clip that a model of `family` is shown; raises `ImageError`."""
     if isinstance(source, Shown):
         return source
     if isinstance(source, (Clip, VideoFile)):
-        if "video" not in processor:
-            raise VideoError(
-                "this bundle takes no video. Export Qwen2.5-VL with --max-frames; other families take images only."
-            )
-        return shown(source, processor["video"], processor["temporal_patch_size"])
+        return family.shown(source)
     return read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
 
 

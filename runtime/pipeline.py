@@ -34,6 +34,7 @@ from sinkprune.runtime.chain import (
     surviving_rows,
 )
 from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.context import Length, too_long
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import PictureLike, decoded, naming
@@ -189,7 +190,7 @@ class Pipeline:
 
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
-        inputs = self._preprocess(_Picture(image, decoded(image, self.bundle.manifest.processor), None))
+        inputs = self._preprocess(_Picture(image, decoded(image, self.family), None))
         return encode(self.chain, None, inputs, Stopwatch(self.backend))
 
     def _pictures(self, images: PictureLike | Sequence[PictureLike], method: str, budget: str) -> list[_Picture]:
@@ -201,8 +202,7 @@ class Pipeline:
                 f"the prompt has {len(sources)} images, expected 1 to {most}. More must be asked for beforehand: "
                 "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
             )
-        processor = self.bundle.manifest.processor
-        shown = [(source, decoded(source, processor)) for source in sources]
+        shown = [(source, decoded(source, self.family)) for source in sources]
         return [_Picture(source, image, self._plan(method, budget, source, image.size)) for source, image in shown]
 
     def _start(
@@ -315,23 +315,30 @@ class Pipeline:
         _check_limits(self._limits, text, new_tokens)
         limit = self.bundle.manifest.language_model.max_positions
         if text + visual + new_tokens > limit:
-            room = limit - text - visual
-            way_out = f" or ask for at most {room} new tokens" if room > 0 else ""
-            raise PromptError(
-                f"the prompt is too long: {text} text tokens, {visual} visual tokens and up to {new_tokens} new "
-                f"tokens exceed the model's {limit} positions. Shorten the prompt{way_out}."
-                f"{self._budget_that_fits(method, pictures, limit - text - new_tokens)}"
+            raise too_long(
+                Length(text, visual, new_tokens, limit),
+                self._kept_by_budget(method, pictures),
+                self._way_out(pictures),
             )
 
-    def _budget_that_fits(self, method: str, pictures: Sequence[_Picture], room: int) -> str:
-        """Advice: the budget that keeps most of what there is room for."""
-        fit = {}
+    def _kept_by_budget(self, method: str, pictures: Sequence[_Picture]) -> dict[str, int]:
+        """How many rows of all pictures each budget leaves in front of the first layer."""
+        kept = {}
         for name in self.bundle.manifest.plans[method]:
             plans = [self._plan(method, name, picture.source, picture.image.size) for picture in pictures]
-            rows = sum(plan.kept for plan in plans if plan)
-            if rows <= room:
-                fit[rows] = name
-        return f" Budget '{fit[max(fit)]}' keeps {max(fit)} visual tokens, which would fit." if fit else ""
+            kept[name] = sum(plan.kept for plan in plans if plan)
+        return kept
+
+    def _way_out(self, pictures: Sequence[_Picture]) -> str:
+        """How pictures would have fewer tokens."""
+        by_size = bool(self.family.vision_sizes(self.bundle.manifest.most_visual_tokens, groups=1))
+        if any(isinstance(picture.image, Shown) for picture in pictures):
+            return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
+        fewer = "fewer images" if len(pictures) > 1 else ""
+        if by_size:
+            given = f"{fewer} or smaller ones" if fewer else "a smaller image"
+            return f"Give {given}, or export again with a smaller --max-pixels."
+        return f"Give {fewer}." if fewer else "Ask for fewer new tokens."
 
     def _rows_of(self, picture: _Picture) -> int:
         """How many rows an image has in front of the first layer."""

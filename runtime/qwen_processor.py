@@ -12,6 +12,7 @@ from PIL import Image
 from sinkprune.errors import ImageError
 from sinkprune.runtime.clip import ClipSize, Shown
 from sinkprune.runtime.pixel_values import pixel_values
+from sinkprune.runtime.torchvision_resize import TorchvisionResize
 
 # The model's own limit (smart_resize).
 _MAX_ASPECT_RATIO = 200
@@ -47,11 +48,11 @@ class QwenProcessor:
         """
         grid, settings = self.grid(picture.size), self._settings
         patch, merge, together = (settings[f"{name}_size"] for name in ("patch", "merge", "temporal_patch"))
-        size, method = (grid.w * patch, grid.h * patch), Image.Resampling(settings["resample"])
+        size = (grid.w * patch, grid.h * patch)
         if isinstance(picture, Shown):
-            frames = [_resized_as_video(frame, size, method) for frame in picture.frames]
+            frames = [*map(TorchvisionResize(picture.size[:2], size), picture.frames)]
         else:
-            frames = [np.asarray(picture.resize(size, method))]
+            frames = [np.asarray(picture.resize(size, Image.Resampling(settings["resample"])))]
         frames += frames[-1:] * (grid.t * together - len(frames))
         values = pixel_values(np.stack(frames), settings)
         blocks = values.reshape(grid.t, together, grid.h // merge, merge, patch, grid.w // merge, merge, patch, 3)
@@ -89,10 +90,3 @@ class QwenProcessor:
             rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
         merge = settings["merge_size"]
         return Grid(1, rows * merge, columns * merge)
-
-
-def _resized_as_video(frame: Image.Image, size: Size, method: Image.Resampling) -> Array:
-    """[height,width,3] uint8: as tensors are resized, rounded once at the end and not between the two directions."""
-    channels = np.asarray(frame, np.float32).transpose(2, 0, 1)
-    resized = [np.asarray(Image.fromarray(channel).resize(size, method)) for channel in channels]
-    return np.rint(np.clip(np.stack(resized, axis=-1), 0, 255)).astype(np.uint8)

@@ -63,7 +63,8 @@ class EngineSpec:
     file: str
     """Relative to the engines folder."""
     profiles: dict[str, dict[str, Range]]
-    """By profile name (`prefill`, and `decode` for graphs that run in both), in the engine's order: input ranges.
+    """By profile name, in the engine's order: input ranges. `prefill`, and `decode` for graphs that run in both; or
+    `clip` and `image`, for graphs that are given groups where no one profile can hold both. The narrower stands last.
 
     Empty for onnxruntime, whose models take any shape.
     """

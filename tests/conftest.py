@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 from skimage import data
+from transformers import AutoModelForImageTextToText
 
 from checkpoints import Shape, make_checkpoint
 from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
@@ -99,6 +101,21 @@ def pipeline(bundle: Callable[..., Path]) -> Callable[..., Pipeline]:
         if path not in made:
             made[path] = Pipeline.load(path)
         return made[path]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
+    """A small checkpoint in transformers, with eager attention."""
+    made: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in made:
+            made[name] = AutoModelForImageTextToText.from_pretrained(
+                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        return made[name]
 
     return get
 

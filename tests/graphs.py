@@ -88,10 +88,10 @@ def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking
 
 
 @cache
-def quota_select(model: LanguageModel, budget: Budget, precision: str = "fp32") -> Run:
-    """A select of every text row that keeps each image's own quota, loaded."""
+def quota_select(model: LanguageModel, images: int, budget: Budget, precision: str = "fp32") -> Run:
+    """A select of every text row that keeps the own quota of each of up to `images` images, loaded."""
     graph = Graph("select", PRECISIONS[precision], onnx24)
-    build_select(graph, model, best_of_each_image, budget, every_text_row)
+    build_select(graph, model, best_of_each_image(images), budget, every_text_row)
     return loaded(graph)
 
 

@@ -1,4 +1,4 @@
-"""A small LLaVA that TensorRT compiles: its attention takes no heads smaller than 64."""
+"""Small models that TensorRT compiles: its attention takes no heads smaller than 64."""
 
 from __future__ import annotations
 
@@ -30,6 +30,42 @@ CONFIG: dict[str, Any] = {
         "num_key_value_heads": 2,
         "vocab_size": 320,
     },
+}
+NEXT_CONFIG: dict[str, Any] = {
+    **CONFIG,
+    "model_type": "llava_next",
+    "text_config": {**CONFIG["text_config"], "model_type": "mistral", "sliding_window": None, "head_dim": 64},
+}
+# The tower's heads are 80, as in the real model.
+QWEN_CONFIG: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "image_token_id": 300,
+    "video_token_id": 301,
+    "vision_start_token_id": 302,
+    "vision_end_token_id": 303,
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 160,
+        "intermediate_size": 212,
+        "num_heads": 2,
+        "out_hidden_size": 256,
+        "fullatt_block_indexes": [1, 3],
+    },
+    "text_config": {
+        "hidden_size": 256,
+        "intermediate_size": 320,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "eos_token_id": 305,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+    },
+}
+QWEN2_CONFIG: dict[str, Any] = {
+    **QWEN_CONFIG,
+    "model_type": "qwen2_vl",
+    "vision_config": {"depth": 3, "embed_dim": 160, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 256},
 }
 
 

@@ -17,6 +17,8 @@ _FLOAT = ir.DataType.FLOAT
 # What is added to the score of a key that is not seen: half of fp16's lowest number, so that the sum is finite. Of
 # -inf a fused kernel could make NaN where it meets a block of hidden keys first.
 _HIDDEN = -32752.0
+# How many elements of a running sum are added up at once.
+_LINE = 128
 
 
 def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
@@ -56,12 +58,24 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
     """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24.
 
-    Not CumSum: 10.3 takes it in floats only, and its parser makes a loop of it that adds one element a turn.
+    Not CumSum: 10.3 takes it in floats only, and its parser makes a loop of it that adds one element a turn. Summed
+    line by line, because one table of N x N would take a gigabyte for the rows of a long clip.
     """
-    place = op.Range(0, op.Squeeze(op.Shape(x)), 1)
+    count = op.Shape(x)
+    lines = op.Add(op.Div(count, [_LINE]), [1])
+    filler = op.Expand(0.0, op.Sub(op.Mul(lines, [_LINE]), count))
+    table = op.Reshape(op.Concat(op.Cast(x, to=_FLOAT), filler, axis=0), [-1, _LINE])
+    totals = op.ReduceSum(table, [1], keepdims=0)
+    before = op.Sub(_running_sums(op, totals), totals)
+    sums = op.Reshape(op.Add(_running_sums(op, table), op.Unsqueeze(before, [1])), [-1])
+    return op.Cast(op.Slice(sums, [0], count, [0]), to=ir.DataType.INT64)
+
+
+def _running_sums(op: Any, x: ir.Value) -> ir.Value:
+    """The running sums of x [...,n] fp32 over its last axis, by a table [...,n,n]."""
+    place = op.Range(0, op.Squeeze(op.Shape(x, start=-1)), 1)
     counted = op.LessOrEqual(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
-    addends = op.Where(counted, op.Unsqueeze(op.Cast(x, to=_FLOAT), [0]), 0.0)
-    return op.Cast(op.ReduceSum(addends, [1], keepdims=0), to=ir.DataType.INT64)
+    return op.ReduceSum(op.Where(counted, op.Unsqueeze(x, [-2]), 0.0), [-1], keepdims=0)
 
 
 def _repeated(op: Any, x: ir.Value, heads: int, kv_heads: int, head_dim: int) -> ir.Value:

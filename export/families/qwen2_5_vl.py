@@ -7,7 +7,7 @@ from dataclasses import asdict
 from math import isqrt
 from typing import Any
 
-from sinkprune.errors import CheckpointError
+from sinkprune.errors import CheckpointError, UsageError
 from sinkprune.export.families.configuration import (
     Expectation,
     check_settings,
@@ -21,6 +21,18 @@ from sinkprune.export.llama import Llama, build_head, build_segment
 from sinkprune.export.methods import UpTo
 from sinkprune.export.qwen2_5_vision import QWEN2_5, QwenVision, build_vision
 from sinkprune.export.text import SpecialTokens
+
+# What frames and images have in common
+_OF_PIXELS = (
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
+    "patch_size",
+    "temporal_patch_size",
+    "merge_size",
+)
 
 
 class Qwen25VL:
@@ -163,7 +175,7 @@ class Qwen25VL:
                 "Mend min_pixels and max_pixels, or give --min-pixels and --max-pixels."
             )
         if "max_frames" in settings:
-            known["video"] = self._video(settings, most)
+            known["video"] = self._video(settings, known)
         return known
 
     def tokens_of(self, processor: Mapping[str, Any]) -> UpTo:
@@ -188,14 +200,24 @@ class Qwen25VL:
         rounded_up = least + isqrt(200 * least) + 1 + isqrt(least) + 1
         return max(most, isqrt(200 * (most + 1)), rounded_up)
 
-    def _video(self, settings: Mapping[str, Any], most_pixels: int) -> dict[str, Any]:
+    def _video(self, settings: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
         """Qwen2VLVideoProcessor's settings of a frame's pixels, and how clips are sampled (qwen-vl-utils' defaults).
 
         transformers reads them from preprocessor_config.json too, where a checkpoint has no file of their own.
         """
         given = settings.get("video_processor") or settings
+        given = {key: value for key, value in given.items() if value is not None}
+        fixed = {"do_resize": True, "resample": 3, "cap_pixels_per_frame": False}
+        fixed |= {key: image[key] for key in _OF_PIXELS}
+        expectations = [(f"{key} of videos", given[key], (fixed[key],)) for key in fixed if key in given]
+        check_settings(self._source, self.architecture, expectations)
+        frames, together = settings["max_frames"], self._vision.temporal_patch_size
+        if frames < together:
+            raise UsageError(
+                f"--max-frames is {frames}, expected at least {together}: the model sees so many frames at once."
+            )
         size, each = given.get("size") or {}, self._pixels_each
-        most = min(given.get("max_pixels") or size.get("longest_edge", 768 * each), most_pixels)
+        most = min(given.get("max_pixels") or size.get("longest_edge", 768 * each), image["max_pixels"])
         limits = {
             "min_pixels": min(given.get("min_pixels") or size.get("shortest_edge", 128 * each), most),
             "max_pixels": most,
@@ -205,7 +227,7 @@ class Qwen25VL:
             "most_tokens": self._most_tokens(limits),
             "fps": float(given.get("fps") or 2),
             "min_frames": given.get("min_frames") or 4,
-            "max_frames": min(settings["max_frames"], given.get("max_frames") or 768),
+            "max_frames": min(frames, given.get("max_frames") or 768),
         }
 
     @property

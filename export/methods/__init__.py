@@ -60,6 +60,11 @@ class PlanFacts:
         return self.tokens
 
     @property
+    def most_visual_tokens(self) -> int:
+        """The most visual tokens of an image or clip, in all its groups."""
+        return self.tokens.in_all if isinstance(self.tokens, UpTo) else self.groups * self.tokens
+
+    @property
     def visual_dim(self) -> Dim:
         """N as the shape of a graph's tensor gives it."""
         return "N" if isinstance(self.tokens, UpTo) else self.tokens

@@ -14,12 +14,10 @@ from sinkprune.errors import BudgetError
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods import PlanFacts, PlanGraphs, UpTo
+from sinkprune.export.ranking import check_ranked
 from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer, vector
 from sinkprune.export.select import build_selects, every_text_row
 from sinkprune.export.shares import SanitizerCounts, fixed, shares_of
-
-# TensorRT's TopK gives no more (NvInfer.h, ITopKLayer).
-_MOST_OF_TOPK = 3840
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -46,19 +44,10 @@ def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
             "Leave the option out."
         )
     in_group = tokens.most if budget.frames == "apart" else tokens.in_all
+    if budget.sanitizer:
+        most = budget.resolve(in_group)
+        check_ranked(facts, most.reserve + (most.diverse if budget.order == "raster" else 0))
     counts = shares_of(budget, in_group)
-    most, of_all = budget.resolve(in_group), budget.resolve(tokens.in_all)
-    sanitized = (most.reserve + most.diverse if budget.order == "raster" else most.reserve) if budget.sanitizer else 0
-    # Several images are ranked row against row, without TopK.
-    ranked = max(sanitized, *(of_all.stages if facts.images == 1 else ()), 0)
-    if ranked > _MOST_OF_TOPK:
-        fit = tokens.in_all * _MOST_OF_TOPK // ranked
-        raise BudgetError(
-            f"images and clips may have up to {tokens.in_all} visual tokens, of which this budget keeps {ranked} in "
-            f"one step; TensorRT's TopK gives at most {_MOST_OF_TOPK}. Allow up to {fit} tokens only: for images "
-            f"with --max-pixels {fit * tokens.pixels_each} or less, for clips with fewer --max-frames or smaller "
-            "frames, or option 'per-frame' where the sanitizer is what keeps as many."
-        )
     return PlanGraphs(None, _sanitizer(facts, budget, counts), _selects(facts, budget, budget.stages))
 
 

@@ -119,7 +119,7 @@ class TensorRTEngine:
         return dict(zip(self._outputs, outputs, strict=True))
 
     def _choose(self, shapes: Shapes) -> _Profile:
-        """The profile that takes these shapes; `decode`, the narrower one, stands last and goes first."""
+        """The profile that takes these shapes; the narrower one, `decode` or `image`, stands last and goes first."""
         profile = min(reversed(self._profiles), key=lambda profile: profile.distance(shapes))
         if profile.distance(shapes) == 0:
             return profile

@@ -18,6 +18,7 @@ from sinkprune.errors import PromptError
 from sinkprune.runtime.backends import BACKENDS, load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.video_file import VideoFile
@@ -80,7 +81,8 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle) -> Pipeline:
 def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Image.Image | Shown]:
     """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`."""
     sources = options.image or [VideoFile(path) for path in options.video]
-    return [decoded(source, bundle.manifest.processor) for source in sources]
+    family = load_family(bundle.manifest)
+    return [decoded(source, family) for source in sources]
 
 
 def prompt_pieces(prompt: str) -> str | list[str]:

@@ -13,6 +13,7 @@ from PIL import Image
 
 from sinkprune.bundle import Manifest
 from sinkprune.errors import BundleError
+from sinkprune.runtime.clip import Shown, Video
 from sinkprune.runtime.rotary import Positions
 
 Array = np.ndarray[Any, Any]
@@ -26,16 +27,15 @@ class Family(Protocol):
     between_rows: str | None
     """The learned row, by its name in the embedding table's file, that `unpruned_rows` puts at the end of a line."""
 
-    @property
-    def most_groups(self) -> int:
-        """The most groups an image has."""
-        ...
-
     def preprocess(self, image: Any) -> dict[str, Array]:
         """The `vision` graph's inputs for an RGB image, fp32 and int64; raises `ImageError`.
 
-        Families whose `processor` has `video` take a `Shown` clip too, and its `ClipSize` for a size.
+        Families that take video take a `Shown` clip too, and its `ClipSize` for a size.
         """
+        ...
+
+    def shown(self, video: Video) -> Shown:
+        """The frames of a clip or a video file that the model is shown; raises `VideoError` where it takes none."""
         ...
 
     def visual_tokens(self, size: Size) -> int:
@@ -55,8 +55,11 @@ class Family(Protocol):
         """The largest V, for groups of at most `most` tokens."""
         ...
 
-    def largest(self, most: int) -> tuple[int, int]:
-        """N and G of the picture with most tokens, where groups have at most `most`."""
+    def pictures(self, most: int) -> dict[str, tuple[int, int]]:
+        """The largest N and G of each kind of picture, by its name, where groups have at most `most` tokens.
+
+        A kind that lies within another is left out; of the rest those with most groups stand first.
+        """
         ...
 
     def token_boxes(self, size: Size) -> Array:
@@ -72,8 +75,9 @@ class Family(Protocol):
         and the `tokens` [V] they stand for."""
         ...
 
-    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
-        """The smallest, usual and largest size of each dimension that only `vision` has, for N up to `most`."""
+    def vision_sizes(self, n: int, groups: int) -> dict[str, tuple[int, int, int]]:
+        """The smallest, usual and largest size of each dimension that only `vision` has, for pictures of up to
+        `groups` groups of `n` tokens."""
         ...
 
     def encode_flops(self, size: Size, kept: int) -> int:

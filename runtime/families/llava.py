@@ -9,7 +9,10 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.bundle import Manifest
+from sinkprune.errors import VideoError
+from sinkprune.runtime.clip import Shown, Video
 from sinkprune.runtime.clip_processor import ClipProcessor
+from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.rotary import Positions
 
 
@@ -28,11 +31,6 @@ class Llava:
         tokens: int = self._vision["tokens"]
         return tokens
 
-    @property
-    def most_groups(self) -> int:
-        """The image."""
-        return 1
-
     def groups(self, size: tuple[int, int]) -> int:
         """The image."""
         return 1
@@ -45,20 +43,22 @@ class Llava:
         """N."""
         return most
 
-    def largest(self, most: int) -> tuple[int, int]:
+    def pictures(self, most: int) -> dict[str, tuple[int, int]]:
         """Every image has as many."""
-        return most, self.most_groups
+        return {"image": (most, 1)}
 
     def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
         """`pixel_values` [1,3,image_size,image_size] fp32."""
         return {"pixel_values": self._processor(image)[None]}
 
+    def shown(self, video: Video) -> Shown:
+        """Raises `VideoError`."""
+        raise VideoError("this bundle takes no video: its model is made for images. Give images, or another bundle.")
+
     def token_boxes(self, size: tuple[int, int]) -> np.ndarray[Any, Any]:
         """[N,4]: left, top, right, bottom of each patch in pixels of the image."""
-        left, top, right, bottom = self._processor.source_box(size)
         side = self._vision["image_size"] // self._vision["patch_size"]
-        xs, ys = np.linspace(left, right, side + 1), np.linspace(top, bottom, side + 1)
-        return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(side) for c in range(side)])
+        return grid_boxes(self._processor.source_box(size), side, side)
 
     def views(self, size: tuple[int, int]) -> list[range]:
         """One."""
@@ -70,7 +70,7 @@ class Llava:
         """Row by row, whatever an image's rows stand for."""
         return Positions.in_line(sum(texts) + sum(len(tokens) for _, tokens in images))
 
-    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
+    def vision_sizes(self, n: int, groups: int) -> dict[str, tuple[int, int, int]]:
         """None: every image has the same size."""
         return {}
 

@@ -9,6 +9,7 @@ from PIL import Image
 
 from sinkprune.bundle import Manifest
 from sinkprune.runtime.families.llava import Llava
+from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.llava_next_processor import LlavaNextProcessor
 
 Array = np.ndarray[Any, Any]
@@ -50,6 +51,10 @@ class LlavaNext(Llava):
         lines = raster[self._tiles.unpadded(size, columns * side, rows * side)]
         return np.concatenate([np.arange(n), np.pad(lines, ((0, 0), (0, 1)), constant_values=-1).ravel()])
 
+    def pictures(self, most: int) -> dict[str, tuple[int, int]]:
+        """Every tile has as many tokens."""
+        return {"image": (most, self.most_groups)}
+
     def most_unpruned_rows(self, most: int) -> int:
         """Those of an image that fills its canvas."""
         return max(len(self.unpruned_rows((width, height))) for height, width in self._pinpoints)
@@ -57,12 +62,13 @@ class LlavaNext(Llava):
     def token_boxes(self, size: Size) -> Array:
         """[G*N,4]: left, top, right, bottom of each patch in pixels of the image; those on padding lie outside it."""
         side, canvas = self._side, self._tiles.canvas(size)
-        boxes = [_grid(0, 0, *size, side)]
+        boxes = [grid_boxes((0, 0, *size), side, side)]
         x, y = size[0] / canvas.shown[0], size[1] / canvas.shown[1]
         for top in range(0, canvas.height, self._image_size):
             for left in range(0, canvas.width, self._image_size):
                 corner, length = ((left - canvas.left) * x, (top - canvas.top) * y), self._image_size
-                boxes.append(_grid(*corner, corner[0] + length * x, corner[1] + length * y, side))
+                tile = (*corner, corner[0] + length * x, corner[1] + length * y)
+                boxes.append(grid_boxes(tile, side, side))
         return np.concatenate(boxes)
 
     def views(self, size: Size) -> list[range]:
@@ -74,9 +80,3 @@ class LlavaNext(Llava):
         """Matmul FLOPs of the tower on every group, and of the projector for `kept` tokens of all groups."""
         projector = super().encode_flops(size, kept) - super().encode_flops(size, 0)
         return self.groups(size) * super().encode_flops(size, 0) + projector
-
-
-def _grid(left: float, top: float, right: float, bottom: float, side: int) -> Array:
-    """[side**2,4]: boxes that tile an area."""
-    xs, ys = np.linspace(left, right, side + 1), np.linspace(top, bottom, side + 1)
-    return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(side) for c in range(side)])

@@ -10,7 +10,9 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.bundle import Manifest
-from sinkprune.runtime.clip import ClipSize, Shown
+from sinkprune.errors import VideoError
+from sinkprune.runtime.clip import ClipSize, Shown, Video, shown
+from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.qwen_processor import Grid, QwenProcessor, Size
 from sinkprune.runtime.rotary import Positions, Rotary
 from sinkprune.runtime.window_index import window_index
@@ -50,6 +52,12 @@ class Qwen25VL:
             inputs |= {"window_index": windows.index, "patch_slot": windows.slot.reshape(grid.t, -1)}
         return inputs
 
+    def shown(self, video: Video) -> Shown:
+        """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
+        if self._video is None:
+            raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
+        return shown(video, self._video, self._vision["temporal_patch_size"])
+
     def visual_tokens(self, size: Size | ClipSize) -> int:
         """N: the merged tokens of an image of `size` (width, height), or of a clip's frame; raises `ImageError`."""
         grid = self._merged(size)
@@ -69,15 +77,17 @@ class Qwen25VL:
         """Every merged token, in raster order."""
         return np.arange(self._merged(size).patches)
 
-    def largest(self, most: int) -> tuple[int, int]:
-        """N and G of an image, or of the longest clip where its frames have more in all."""
+    def pictures(self, most: int) -> dict[str, tuple[int, int]]:
+        """Images, of one group; and clips, whose frames may have fewer tokens."""
         frame: int = self._video["most_tokens"] if self._video else 0
-        return (frame, self.most_groups) if frame * self.most_groups > most else (most, 1)
+        image, clip = {"image": (most, 1)}, {"clip": (frame, self.most_groups)}
+        if frame == most:
+            return clip
+        return clip | image if self.most_groups > 1 else image
 
     def most_unpruned_rows(self, most: int) -> int:
         """N times G."""
-        tokens, groups = self.largest(most)
-        return tokens * groups
+        return max(n * groups for n, groups in self.pictures(most).values())
 
     def views(self, size: Size | ClipSize) -> list[range]:
         """One for each frame."""
@@ -87,9 +97,7 @@ class Qwen25VL:
     def token_boxes(self, size: Size | ClipSize) -> Array:
         """[G*N,4]: left, top, right, bottom of each merged token in pixels of the image."""
         frames, rows, columns = self._merged(size)
-        xs, ys = np.linspace(0, size[0], columns + 1), np.linspace(0, size[1], rows + 1)
-        boxes = np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(rows) for c in range(columns)])
-        return np.tile(boxes, (frames, 1))
+        return np.tile(grid_boxes((0, 0, size[0], size[1]), rows, columns), (frames, 1))
 
     def positions(self, texts: Sequence[int], images: Sequence[tuple[Size | ClipSize, Array]]) -> Positions:
         """mRoPE: text counts on along all three axes, a token of an image adds its (time, row, column).
@@ -119,18 +127,13 @@ class Qwen25VL:
         each = np.float32(self._vision["tokens_per_second"]) * seconds
         return (np.arange(frames, dtype=np.float32) * each).astype(np.int64)
 
-    def vision_sizes(self, most: int) -> dict[str, tuple[int, int, int]]:
+    def vision_sizes(self, n: int, groups: int) -> dict[str, tuple[int, int, int]]:
         """Patches of a frame, and windows: full ones usually, and at most those of pictures one token wide."""
         unit, side = self._merge**2, self._vision["window_side"]
-        frame, frames = self.largest(most)
-        patches = {"patches": (unit, unit * frame, unit * most)}
+        patches = {"patches": (unit, unit * n, unit * n)}
         if not self._windowed_blocks:
             return patches
-        clip = self.most_groups * self._video["most_tokens"] if self._video else 0
-        return {
-            **patches,
-            "windows": (1, frames * -(-frame // side**2), -(-max(most, clip) // side) + self.most_groups - 1),
-        }
+        return {**patches, "windows": (1, groups * -(-n // side**2), groups * -(-n // side))}
 
     def encode_flops(self, size: Size | ClipSize, kept: int) -> int:
         """Matmul FLOPs of patches, blocks and merger; what is `kept` goes to the LLM as it is."""

@@ -24,6 +24,14 @@ from sinkprune.runtime.backends import load_backend
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")
+# Checkpoint, budgets, and how many images a prompt may have
+KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "llava": ("gqa-112", BUDGETS, 1),
+    "llava, several images": ("gqa-112", ("retain-64+visual-keys",), 2),
+    "llava-next": ("next-mistral", ("retain-320", "retain-160+raster+visual-keys+compact"), 1),
+    "qwen2.5-vl": ("qwen", ("prune-66.7", "prune-88.9+raster+visual-keys"), 1),
+    "qwen2-vl, several images": ("qwen2-vl", ("prune-80",), 2),
+}
 Bundles = Callable[..., Path]
 Emit = Callable[[Any, Any, list[ir.Value]], ir.Value]
 
@@ -99,7 +107,7 @@ def test_attention_sees_what_the_mask_shows(dialect: str, heads: int, kv_heads: 
 
 
 @both_dialects
-@pytest.mark.parametrize("size", [1, 2, 700])
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 700])
 def test_the_running_sum_is_exact(dialect: str, size: int) -> None:
     x = np.random.default_rng(size).integers(0, 2, size)
     found = operation(dialect, "fp32", lambda d, op, v: d.running_sum(op, v[0]), x)
@@ -108,11 +116,13 @@ def test_the_running_sum_is_exact(dialect: str, size: int) -> None:
 
 
 def given(spec: GraphSpec, sizes: dict[str, int]) -> dict[str, Array]:
-    """Inputs for a graph: normal numbers, and an image's rows followed by text for the indices."""
+    """Inputs for a graph: normal numbers, and for the indices rows of an image, or of two, followed by text."""
     start = 4
     indices = {
         "visual_index": np.arange(start, start + sizes["V"]),
         "text_index": np.arange(start + sizes["V"], sizes["S"]),
+        "visual_group": np.arange(sizes["V"]) * 2 // max(sizes["V"], 1),
+        "quota": np.arange(20) // 10,
     }
 
     def array(tensor: TensorSpec, seed: int) -> Array:
@@ -126,15 +136,22 @@ def given(spec: GraphSpec, sizes: dict[str, int]) -> dict[str, Array]:
 
 
 def sizes_of(new: int, past: int) -> dict[str, int]:
-    return {"G": 2, "n": 7, "S": new, "P": past, "T": past + new, "V": new - 10, "L": 6}
+    return {"G": 2, "N": 40, "n": 7, "S": new, "P": past, "T": past + new, "V": new - 10, "V2": 20, "L": 6}
 
 
 PREFILL, CONTINUED, DECODE = sizes_of(60, 0), sizes_of(30, 20), {**sizes_of(1, 40), "V": 0}
 
 
-def pairs(bundle: Bundles, precision: str) -> Iterator[tuple[str, GraphSpec, list[Run]]]:
-    """Every graph of the small bundle, in both dialects."""
-    bundles = [read_bundle(bundle("gqa-112", precision, BUDGETS, dialect)) for dialect in DIALECTS]
+def seen(spec: GraphSpec, root: Path, photo: Image.Image) -> dict[str, Array]:
+    """What `vision` is given of a photo."""
+    arrays = Pipeline.load(root, check_sums=False).family.preprocess(photo)
+    return {tensor.name: arrays[tensor.name].astype(tensor.dtype) for tensor in spec.inputs}
+
+
+def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, GraphSpec, list[Run]]]:
+    """Every graph of a small bundle, in both dialects."""
+    name, budgets, images = KINDS[kind]
+    bundles = [read_bundle(bundle(name, precision, budgets, dialect, images)) for dialect in DIALECTS]
     assert bundles[0].manifest.graphs == bundles[1].manifest.graphs
     backend = load_backend("ort-cpu", threads=2)
 
@@ -152,11 +169,15 @@ def pairs(bundle: Bundles, precision: str) -> Iterator[tuple[str, GraphSpec, lis
 
 
 @both_precisions
-def test_every_graph_computes_the_same_in_both_dialects(precision: str, bundle: Bundles) -> None:
-    compared = 0
-    for name, spec, engines in pairs(bundle, precision):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_graph_computes_the_same_in_both_dialects(
+    kind: str, precision: str, bundle: Bundles, photo: Image.Image
+) -> None:
+    compared, (checkpoint, budgets, images) = 0, KINDS[kind]
+    root = bundle(checkpoint, precision, budgets, "onnx24", images)
+    for name, spec, engines in pairs(bundle, kind, precision):
         for sizes in (PREFILL, CONTINUED, DECODE) if name.startswith(("decoder", "head")) else (PREFILL,):
-            inputs = given(spec, sizes)
+            inputs = seen(spec, root, photo) if name == "vision" else given(spec, sizes)
             native, lowered = (engine(**inputs) for engine in engines)
             assert native.keys() == lowered.keys()
             for output, wanted in native.items():
@@ -168,20 +189,24 @@ def test_every_graph_computes_the_same_in_both_dialects(precision: str, bundle: 
                     atol = TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
                     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=where)
                     compared += 1
-    assert compared > 60
+    assert compared > 50
 
 
-@pytest.mark.parametrize("budget", ["none", *BUDGETS])
-def test_the_answers_are_the_same(budget: str, bundle: Bundles, photo: Image.Image) -> None:
-    answers = [
-        Pipeline.load(bundle("gqa-112", "fp32", BUDGETS, dialect), check_sums=False).generate(
-            photo, "Which colour is the cup?", budget=budget, max_new_tokens=12, min_new_tokens=12
-        )
-        for dialect in DIALECTS
-    ]
-    assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].text == answers[1].text
-    assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_answers_are_the_same(kind: str, bundle: Bundles, photo: Image.Image) -> None:
+    name, budgets, images = KINDS[kind]
+    pipelines = [Pipeline.load(bundle(name, "fp32", budgets, dialect, images)) for dialect in DIALECTS]
+    for budget in ("none", *budgets):
+        answers = [
+            pipeline.generate(
+                [photo] * images, "Which colour is the cup?", budget=budget, max_new_tokens=12, min_new_tokens=12
+            )
+            for pipeline in pipelines
+        ]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[0].text == answers[1].text
+        assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
+        assert answers[0].kept.index.tolist() == answers[1].kept.index.tolist()
 
 
 @both_precisions

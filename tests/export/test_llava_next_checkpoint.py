@@ -62,6 +62,20 @@ HUB_CONFIG: dict[str, Any] = {
     "vision_feature_select_strategy": "default",
     "vocab_size": 32064,
 }
+# Where llava-hf/llava-v1.6-vicuna-7b-hf's differs
+HUB_VICUNA: dict[str, Any] = {
+    **HUB_CONFIG,
+    "text_config": {
+        "_name_or_path": "lmsys/vicuna-7b-v1.5",
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 4096,
+        "model_type": "llama",
+        "pad_token_id": 0,
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 32064,
+    },
+}
 HUB_PROCESSOR: dict[str, Any] = {
     "aspect_ratio_setting": "anyres",
     "crop_size": {"height": 336, "width": 336},
@@ -89,12 +103,18 @@ PUBLISHED = {
 }
 
 
-def test_the_hubs_own_configuration_is_the_mistral_preset() -> None:
-    hub = read_family("hub", HUB_CONFIG)
-    preset = read_family("preset", PRESETS["llava-next-mistral-7b"])
+@pytest.mark.parametrize(
+    ("config", "name", "rope_theta", "kv_heads"),
+    [(HUB_CONFIG, "llava-next-mistral-7b", 1e6, 8), (HUB_VICUNA, "llava-next-7b", 1e4, 32)],
+    ids=["mistral", "vicuna"],
+)
+def test_the_hubs_own_configurations_are_presets(
+    config: dict[str, Any], name: str, rope_theta: float, kv_heads: int
+) -> None:
+    hub, preset = read_family("hub", config), read_family("preset", PRESETS[name])
     assert hub.language_model == preset.language_model
-    assert hub.language_model.rope_theta == 1e6
-    assert hub.language_model.num_kv_heads == 8
+    assert (hub.language_model.rope_theta, hub.language_model.num_kv_heads) == (rope_theta, kv_heads)
+    assert hub.parameters == preset.parameters
     assert hub.vision == preset.vision
     assert hub.most_groups == 5
     processor = hub.processor(HUB_PROCESSOR)

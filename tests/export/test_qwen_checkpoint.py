@@ -16,9 +16,14 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from sinkprune.budgets import BUDGETS
+from sinkprune.bundle import decoder_segments
 from sinkprune.errors import CheckpointError
 from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
+from sinkprune.export.methods import PlanFacts, load_method
+from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime import Pipeline
 
@@ -69,6 +74,18 @@ HUB_CONFIG: dict[str, Any] = {
     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
     "vocab_size": 152064,
 }
+# Where Qwen/Qwen2.5-VL-72B-Instruct's differs
+HUB_72B: dict[str, Any] = {
+    **HUB_CONFIG,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "max_window_layers": 80,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "vision_config": {**HUB_CONFIG["vision_config"], "intermediate_size": 3456, "out_hidden_size": 8192},
+}
+CONFIGS = {name: PRESETS[name] for name in ("qwen2.5-vl-3b", "qwen2.5-vl-7b")} | {"72b": HUB_72B}
 HUB_PROCESSOR = {
     "min_pixels": 3136,
     "max_pixels": 12845056,
@@ -96,11 +113,31 @@ def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
     assert hub.tokens_of(hub.processor(HUB_PROCESSOR)).most == 16384
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-vl-3b", "qwen2.5-vl-7b"])
+@pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_transformers(name: str) -> None:
     with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(copy.deepcopy(PRESETS[name])))
-    assert read_family(name, PRESETS[name]).parameters == sum(p.numel() for p in model.parameters())
+        model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_dict(copy.deepcopy(CONFIGS[name])))
+    assert read_family(name, CONFIGS[name]).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_the_72b_is_read_and_planned() -> None:
+    family = read_family("hub", HUB_72B)
+    model = family.language_model
+    assert family.parameters == 73_410_777_344
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (80, 64, 8, 128)
+    assert (model.hidden_size, family.visual_width, family.vision["intermediate_size"]) == (8192, 8192, 3456)
+    processor = family.processor({**HUB_PROCESSOR, "max_pixels": 376320})
+    tokens = family.tokens_of(processor)
+    facts = PlanFacts(model, tokens, family.visual_width, PRECISIONS["fp16"], DIALECTS["trt10"])
+    for name, budget in BUDGETS[family.name].items():
+        plan = load_method("sinkpruner")(facts, budget)
+        assert tuple(plan.select_after) == (2, 6, 15), name
+        assert plan.sanitizer is not None
+    assert family.graphs(decoder_segments((2, 6, 15), 80)) == [
+        "vision",
+        *(f"decoder_{segment}" for segment in range(4)),
+        "head",
+    ]
 
 
 def test_names_of_published_checkpoints(
@@ -164,6 +201,22 @@ def test_a_processor_that_does_not_fit_is_refused(settings: dict[str, Any], said
         read_family("hub", HUB_CONFIG).processor({**HUB_PROCESSOR, **settings})
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"resample": 2}, "resample of videos is 2, expected 3"),
+        ({"video_processor": {"resample": 0}}, "resample of videos is 0"),
+        ({"video_processor": {"image_mean": [0.5, 0.5, 0.5]}}, "image_mean of videos"),
+        ({"video_processor": {"cap_pixels_per_frame": True}}, "cap_pixels_per_frame of videos"),
+    ],
+)
+def test_frames_that_would_not_be_made_as_the_model_has_them_are_refused(settings: dict[str, Any], said: str) -> None:
+    family = read_family("hub", HUB_CONFIG)
+    family.processor({**HUB_PROCESSOR, **settings})
+    with pytest.raises(CheckpointError, match=said):
+        family.processor({**HUB_PROCESSOR, **settings, "max_frames": 8})
+
+
 def test_the_processor_may_name_its_limits_in_either_way() -> None:
     family = read_family("hub", HUB_CONFIG)
     named = family.processor({"size": {"shortest_edge": 3136, "longest_edge": 376320}})
@@ -179,6 +232,7 @@ def test_the_published_limit_is_too_large_for_topk_and_the_message_says_what_fit
     assert_refused(run(*export, "--max-pixels", 12845056), "16384", "3840", "--max-pixels 6690656")
     assert_refused(run(*export, "--max-pixels", 700), "784 to 700 pixels", "--max-pixels")
     assert list(tmp_path.iterdir()) == []
+    assert run(*export, "--max-pixels", 12845056, "--budgets", "prune-88.9").code == 0
 
 
 def test_pixel_limits_are_for_families_that_take_any_resolution(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,12 @@ from hypothesis import strategies as st
 import graphs
 import reference
 from sinkprune.budgets import Budget, Share
+from sinkprune.bundle import DialectName
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.graph import Graph
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.select import build_select, every_text_row
+from sinkprune.export.survivors import best, best_of_each_image
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -191,6 +200,27 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
     holds()
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("images", [1, 3])
+def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect: DialectName, tmp_path: Path) -> None:
+    """Three clips have some 13000: a table of them squared would take 0.7 GB."""
+    graph, size = Graph("select", PRECISIONS["fp32"], DIALECTS[dialect]), 1000
+    model = graphs.language_model(*HEADS["mha"], HEAD_DIM)
+    choice = best(300) if images == 1 else best_of_each_image(images)
+    build_select(graph, model, choice, budget_of(1), every_text_row)
+    path = tmp_path / graph.save(tmp_path, "graph.onnx").file
+    inputs = stage("mha", 0, size + 3, np.float32, seed=1)
+    inputs |= {"visual_index": np.arange(size), "text_index": np.arange(size, size + 3)}
+    if images > 1:
+        inputs |= {"visual_group": np.arange(size) * images // size, "quota": np.arange(300) // 100}
+    onnx_model = onnx.load(path)
+    names = [name for node in onnx_model.graph.node for name in node.output if name]
+    del onnx_model.graph.output[:]
+    onnx_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    values = onnxruntime.InferenceSession(onnx_model.SerializeToString()).run(names, inputs)
+    assert max(value.size for value in values) < size**2 // 4
+
+
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
 @pytest.mark.parametrize("seed", range(6))
 def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
@@ -207,7 +237,9 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
     alike = [4 + visual[place] for place in (0, len(visual) // 3, len(visual) // 2, -1)]
     inputs["key"][:, :, alike] = inputs["key"][:, :, alike[:1]]
     group = np.repeat(np.arange(3), sizes)
-    out = graphs.quota_select(graphs.language_model(*HEADS["gqa"], HEAD_DIM), budget_of(1, scores_over=scores_over))(
+    model = graphs.language_model(*HEADS["gqa"], HEAD_DIM)
+    # A prompt may have fewer images than its bundle takes
+    out = graphs.quota_select(model, 3 + seed % 2, budget_of(1, scores_over=scores_over))(
         **inputs,
         visual_index=np.array(visual),
         text_index=np.array(text),

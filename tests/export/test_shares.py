@@ -27,8 +27,8 @@ NAMES = [
 ]
 
 
-def facts(most: int = 480, precision: str = "fp32") -> PlanFacts:
-    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], onnx24)
+def facts(most: int = 480, precision: str = "fp32", images: int = 1) -> PlanFacts:
+    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], onnx24, images=images)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -98,21 +98,38 @@ def test_the_rounds_of_diversity_are_enough_for_the_largest_image_and_no_more() 
     assert [rounds(most) for most in (480, 1280, 8000)] == [2, 4, 25]
 
 
+@pytest.mark.parametrize("images", [1, 3])
 @pytest.mark.parametrize(
     ("name", "most", "ranked", "pixels"),
     [
         ("prune-66.7", 16384, 7372, 8534 * 784),
         ("prune-77.8+raster", 8192, 4095, 7681 * 784),
+        ("prune-80", 16384, 6553, 9600 * 784),
         ("prune-88.9", 20000, 4000, 19200 * 784),
+        ("prune-66.7+no-sanitizer", 16384, 6553, 9600 * 784),
     ],
 )
 def test_more_than_topk_gives_is_refused_with_the_size_that_fits(
-    name: str, most: int, ranked: int, pixels: int
+    name: str, most: int, ranked: int, pixels: int, images: int
 ) -> None:
     budget = parse_budget("qwen2.5-vl", name)
     with pytest.raises(BudgetError, match=f"up to {most} .* {ranked} .* 3840.*--max-pixels {pixels} or less"):
-        load_method("sinkpruner")(facts(most), budget)
-    assert load_method("sinkpruner")(facts(pixels // 784), budget).sanitizer is not None
+        load_method("sinkpruner")(facts(most, images=images), budget)
+    assert len(load_method("sinkpruner")(facts(pixels // 784, images=images), budget).select_after) == 3
+
+
+def test_what_is_ranked_of_a_clip_is_of_all_its_frames_unless_they_stand_apart() -> None:
+    clip = PlanFacts(MODEL, UpTo(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], onnx24, groups=11, joined=True)
+    with pytest.raises(BudgetError, match=r"up to 11000 .* keeps 4400 in one step.*fewer --max-frames.*per-frame"):
+        load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80"))
+    assert load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80+per-frame")).sanitizer is not None
+
+
+def test_an_image_of_many_tiles_can_be_too_much_to_rank() -> None:
+    tiles = PlanFacts(graphs.language_model(), 576, D, PRECISIONS["fp32"], onnx24, groups=37)
+    with pytest.raises(BudgetError, match=r"up to 21312 visual tokens, .* keeps 4070 .* 3840. Choose a smaller"):
+        load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-320"))
+    assert load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-160")).sanitizer is not None
 
 
 def test_methods_that_count_at_export_are_refused_with_the_reason() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -31,6 +31,7 @@ from sinkprune.manifest_file import file_specs, sha256
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
+Profiles = dict[str, dict[str, Range]]
 
 VERSION = "10.99.0"
 ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
@@ -264,13 +265,21 @@ class FakeBuild:
         write_engines_manifest(self.folder, replace(self.manifest, **changes))
 
 
-def build_fake_engines(bundle: Bundle, folder: Path) -> FakeBuild:
+def wide_profiles(graph: str, spec: GraphSpec) -> Profiles:
+    """Profiles that hold all that the tests' images come to."""
+    profiles = {"prefill": _ranges(spec, _RANGES)}
+    if graph.startswith("decoder_") or graph == "head":
+        profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE})
+    return profiles
+
+
+def build_fake_engines(
+    bundle: Bundle, folder: Path, profiles_of: Callable[[str, GraphSpec], Profiles] = wide_profiles
+) -> FakeBuild:
     """Fake plans of every graph, and an engines.json that says what they are."""
     engines = {}
     for graph, spec in bundle.manifest.graphs.items():
-        profiles = {"prefill": _ranges(spec, _RANGES)}
-        if graph.startswith("decoder_") or graph == "head":
-            profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE})
+        profiles = profiles_of(graph, spec)
         need = ACTIVATIONS.get(graph, 2000)
         plan = {
             "graph": graph,

@@ -12,7 +12,6 @@ import torch
 from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from runtime.logits import QUESTION, ask
-from transformers import LlavaNextForConditionalGeneration
 
 from conftest import NEXT_SHAPES
 from reference import sanitize
@@ -32,21 +31,6 @@ COUNTS = {
 }
 # By the number of groups: the whole image and two, three and four tiles
 SIZES = {3: (300, 150), 4: (100, 400), 5: (230, 200)}
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A checkpoint in transformers."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            made[name] = LlavaNextForConditionalGeneration.from_pretrained(
-                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        return made[name]
-
-    return get
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from commands import assert_refused, run
 from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from reference_methods import BEFORE_LLM, IN_LLM, asking_rows
-from transformers import LlavaForConditionalGeneration
 
 from sinkprune.bundle import read_bundle
 from sinkprune.errors import BudgetError
@@ -49,14 +48,6 @@ def root(
 @pytest.fixture(scope="module")
 def pipe(root: Path) -> Pipeline:
     return Pipeline.load(root)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Any:
-    """The checkpoint in transformers."""
-    return LlavaForConditionalGeneration.from_pretrained(
-        checkpoint("gqa-112"), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
 
 
 def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
@@ -108,22 +99,23 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 @pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
 @pytest.mark.parametrize("method", IN_LLM)
 def test_dropping_inside_the_llm_equals_masking(
-    method: str, budget: str, pipe: Pipeline, model: Any, photo: Image.Image
+    method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
     pixels = torch.from_numpy(pipe.family.preprocess(photo)["pixel_values"])
+    torch_model = model("gqa-112")
     with torch.no_grad():
-        image = model.get_image_features(pixels).pooler_output[0].numpy()
+        image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
     question = pipe._prompts.encode(PROMPT)
-    rows = np.concatenate([embedded(model, question.before), image, embedded(model, question.after)])
+    rows = np.concatenate([embedded(torch_model, question.before), image, embedded(torch_model, question.after)])
     start = len(question.before)
     visual, text = list(range(start, start + TOKENS)), list(range(start + TOKENS, len(rows)))
     plan = pipe.bundle.manifest.plans[method][budget]
     stages = dict(zip(map(int, plan.select_after), plan.counts.stages, strict=True))
 
     answer = answer_of(pipe, photo, method, budget, tokens=5)
-    later = embedded(model, answer.token_ids[:-1])
+    later = embedded(torch_model, answer.token_ids[:-1])
     asking = partial(asking_rows, method)
-    masked = masked_forward(model, Sequence(rows, visual, text), budget, stages, later, asking)
+    masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking)
     assert {layer: (kept + start).tolist() for layer, kept in answer.kept.after_stage.items()} == {
         layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
     }

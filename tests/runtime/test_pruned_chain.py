@@ -11,7 +11,6 @@ import pytest
 import torch
 from masking import Sequence, embedded, masked_forward
 from PIL import Image
-from transformers import LlavaForConditionalGeneration
 
 from conftest import SHAPES
 from reference import sanitize
@@ -59,22 +58,6 @@ COUNTS = {
 }
 BUDGETS = tuple(COUNTS["mha-336"])
 CASES = [(name, budget) for name in SHAPES for budget in BUDGETS]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A checkpoint in transformers."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            folder = checkpoint(name)
-            made[name] = LlavaForConditionalGeneration.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        return made[name]
-
-    return get
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
+from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from qwen_checkpoints import IMAGE_TOKEN
@@ -58,6 +58,12 @@ def test_no_image_has_more_tokens_than_the_bundle_is_made_for(size: tuple[int, i
     assert grid.patches // 4 <= QWEN.tokens_of(known).most
 
 
+def test_qwen2_vl_has_the_same_processor() -> None:
+    other = read_family("preset", PRESETS["qwen2-vl-7b"])
+    assert other.processor({}) == QWEN.processor({})
+    assert other.tokens_of(other.processor({})) == QWEN.tokens_of(QWEN.processor({}))
+
+
 def test_the_paper_runs_have_480_tokens_at_most() -> None:
     assert QWEN.tokens_of(settings(3136, 376320)).most == 480
     assert QWEN.tokens_of(QWEN.processor({})).most == 1280
@@ -68,9 +74,12 @@ def test_an_image_without_pixels_is_refused() -> None:
         QwenProcessor(settings()).grid((0, 10))
 
 
+@pytest.mark.parametrize("name", ["qwen", "qwen2-vl"])
 @pytest.mark.parametrize("size", [(600, 400), (28, 28), (100, 900)])
-def test_boxes_tile_the_image_in_raster_order(size: tuple[int, int], pipeline: Callable[..., Pipeline]) -> None:
-    family = pipeline("qwen").family
+def test_boxes_tile_the_image_in_raster_order(
+    size: tuple[int, int], name: str, pipeline: Callable[..., Pipeline]
+) -> None:
+    family = pipeline(name).family
     boxes = family.token_boxes(size)
     assert len(boxes) == family.visual_tokens(size)
     assert boxes[0, :2].tolist() == [0, 0]
@@ -81,20 +90,21 @@ def test_boxes_tile_the_image_in_raster_order(size: tuple[int, int], pipeline: C
     assert corners == sorted(corners)
 
 
+@pytest.mark.parametrize("name", ["qwen", "qwen2-vl"])
 @pytest.mark.parametrize("size", [(600, 400), (28, 28), (100, 900)])
 @pytest.mark.parametrize(("before", "after"), [(5, 7), (0, 3)])
 def test_positions_equal_transformers_and_dropped_tokens_leave_gaps(
     size: tuple[int, int],
     before: int,
     after: int,
-    checkpoint: Callable[[str], Path],
+    name: str,
+    model: Callable[[str], Any],
     pipeline: Callable[..., Pipeline],
 ) -> None:
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint("qwen"))
-    family = pipeline("qwen").family
+    torch_model, family = model(name), pipeline(name).family
     n, grid = family.visual_tokens(size), family._processor.grid(size)
     ids = torch.tensor([[7] * before + [IMAGE_TOKEN] * n + [7] * after])
-    expected, delta = model.model.get_rope_index(ids, (ids == IMAGE_TOKEN).int(), torch.tensor([list(grid)]))
+    expected, delta = torch_model.model.get_rope_index(ids, (ids == IMAGE_TOKEN).int(), torch.tensor([list(grid)]))
     found = family.positions([before, after], [(size, np.arange(n))])
     assert found.rows.tolist() == expected[:, 0].tolist()
     assert found.next == before + n + after + int(delta)

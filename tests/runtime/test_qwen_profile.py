@@ -17,11 +17,11 @@ TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-80": 20
 """Per cent of N."""
 
 
-@pytest.fixture(scope="module")
-def deep_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many layers as Qwen2.5-VL-7B."""
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
+def deep_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many layers as the 7B models."""
     folder = tmp_path_factory.mktemp("deep")
-    make_qwen_checkpoint(folder / "checkpoint", QwenShape(num_layers=28))
+    make_qwen_checkpoint(folder / "checkpoint", QwenShape(kind=request.param, num_layers=28))
     export_bundle(Request(str(folder / "checkpoint")), folder / "bundle")
     return folder / "bundle"
 

@@ -11,15 +11,13 @@ import pytest
 import torch
 from masking import Sequence, embedded, masked_forward
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from runtime.logits import ask
 
 from conftest import QWEN_SHAPES
 from reference import sanitize
 from sinkprune.budgets import parse_budget, prune_layers
 from sinkprune.errors import PruningError
 from sinkprune.runtime import Pipeline
-
-Array = np.ndarray[Any, Any]
 
 PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 6
@@ -34,21 +32,6 @@ BUDGETS = (
 )
 # 480, 8, 275 and 4 visual tokens
 SIZES = [(672, 560), (112, 56), (300, 700), (56, 50)]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A checkpoint in transformers."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            made[name] = AutoModelForImageTextToText.from_pretrained(
-                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        return made[name]
-
-    return get
 
 
 def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
@@ -104,21 +87,10 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     bundle: Callable[..., Path],
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch_model, pipe, image = model(name), pipeline(name, "fp32", BUDGETS), photo.resize(size)
     sequence, index = expected_sequence(torch_model, pipe, image, budget)
-    logits: list[Array] = []
-    numpy = pipe.backend.numpy
-
-    def recorded(tensor: Any) -> Array:
-        array = numpy(tensor)
-        if array.shape == (1, torch_model.config.text_config.vocab_size):
-            logits.append(array[0])
-        return array
-
-    monkeypatch.setattr(pipe.backend, "numpy", recorded)
-    answer = pipe.generate(image, PROMPT, budget=budget, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    answer, logits = ask(pipe, image, budget, NEW_TOKENS, PROMPT)
     assert answer.kept.index.tolist() == [index]
 
     stages = stages_of(name, budget, answer.visual_tokens)
@@ -129,7 +101,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
         layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
     }
     expected = masked.logits[len(sequence.rows) - 1 :]
-    assert np.abs(np.array(logits) - expected).max() < 1e-3
+    assert np.abs(logits - expected).max() < 1e-3
     assert answer.token_ids == expected.argmax(axis=1).tolist()
 
     seen, lengths = len(index), []

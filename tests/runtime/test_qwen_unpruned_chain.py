@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runtime.logits import QUESTION, ask
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessorPil
 
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune.runtime import Pipeline
 
-PROMPT = "What is in the picture?"
 NEW_TOKENS = 16
 # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels
 SIZES = [(224, 224), (700, 200), (90, 500), (28, 28), (10, 12), (1200, 900)]
@@ -25,7 +25,7 @@ SIZES = [(224, 224), (700, 200), (90, 500), (28, 28), (10, 12), (1200, 900)]
 def reference_inputs(folder: Path, image: Image.Image) -> dict[str, Any]:
     """What Qwen2_5_VLProcessor gives: the template's text, the image token repeated, patches, their grid."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    content = [{"type": "image"}, {"type": "text", "text": PROMPT}]
+    content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
@@ -50,7 +50,6 @@ def test_greedy_text_and_logits_equal_transformers(
     checkpoint: Callable[[str], Path],
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, image, pipe = checkpoint(name), photo.resize(size), pipeline(name)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
@@ -64,21 +63,11 @@ def test_greedy_text_and_logits_equal_transformers(
             output_logits=True,
             return_dict_in_generate=True,
         )
-    logits: list[np.ndarray[Any, Any]] = []
-    numpy = pipe.backend.numpy
-
-    def recorded(tensor: Any) -> np.ndarray[Any, Any]:
-        array = numpy(tensor)
-        if array.shape == (1, model.config.text_config.vocab_size):
-            logits.append(array)
-        return array
-
-    monkeypatch.setattr(pipe.backend, "numpy", recorded)
-    answer = pipe.generate(image, PROMPT, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+    answer, logits = ask(pipe, image, "none", NEW_TOKENS)
     length = inputs["input_ids"].shape[1]
     new = expected.sequences[0, length:].tolist()
     wanted = torch.stack(expected.logits)[:, 0].numpy()
-    assert max(np.abs(ours[0] - theirs).max() for ours, theirs in zip(logits, wanted, strict=True)) < 1e-3
+    assert np.abs(logits - wanted).max() < 1e-3
     assert answer.token_ids == new
     assert answer.text == AutoTokenizer.from_pretrained(folder).decode(new, skip_special_tokens=True)
     assert answer.visual_tokens + answer.prompt_tokens == length

@@ -14,11 +14,8 @@ from masking import embedded, masked_forward
 from PIL import Image
 from runtime.logits import QUESTION, ask
 from transformers import (
-    AutoModelForImageTextToText,
     AutoTokenizer,
     CLIPImageProcessorPil,
-    LlavaForConditionalGeneration,
-    LlavaNextForConditionalGeneration,
     LlavaNextImageProcessorPil,
     LlavaNextProcessor,
     Qwen2VLImageProcessorPil,
@@ -34,13 +31,6 @@ Size = tuple[int, int]
 
 NEW_TOKENS = 8
 PIECES = ["Before:", "and after:", "What has changed?"]
-KINDS: dict[str, Any] = {
-    "gqa-112": LlavaForConditionalGeneration,
-    "next-mistral": LlavaNextForConditionalGeneration,
-    "qwen": AutoModelForImageTextToText,
-    "qwen-tied": AutoModelForImageTextToText,
-    "qwen2-vl": AutoModelForImageTextToText,
-}
 SIZES: dict[str, list[Size]] = {
     "gqa-112": [(600, 400), (100, 300)],
     # Five groups and three
@@ -58,21 +48,6 @@ BUDGETS = {
     "qwen2-vl": ("prune-77.8", "prune-88.9"),
 }
 CASES = [(name, budget) for name, budgets in BUDGETS.items() for budget in budgets]
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A checkpoint in transformers."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            made[name] = (
-                KINDS[name].from_pretrained(checkpoint(name), dtype=torch.float32, attn_implementation="eager").eval()
-            )
-        return made[name]
-
-    return get
 
 
 @pytest.fixture
@@ -130,7 +105,7 @@ def rendered(tokenizer: Any, name: str, images: int, pieces: str | list[str]) ->
     return text
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("pieces", [QUESTION, PIECES], ids=["in front", "interleaved"])
 def test_greedy_text_and_logits_equal_transformers(
     name: str,
@@ -233,7 +208,7 @@ def test_pruned_equals_the_masked_full_sequence(
         assert answer.token_ids == expected.argmax(axis=1).tolist()
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SIZES)
 def test_one_image_is_pruned_as_by_a_bundle_for_one(
     name: str, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:

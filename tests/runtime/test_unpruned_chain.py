@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from runtime.logits import ask
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from conftest import SHAPES
@@ -39,7 +40,6 @@ def test_greedy_text_and_logits_equal_transformers(
     checkpoint: Callable[[str], Path],
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = checkpoint(name)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
@@ -53,22 +53,9 @@ def test_greedy_text_and_logits_equal_transformers(
             output_logits=True,
             return_dict_in_generate=True,
         )
-    pipe = pipeline(name)
-    logits: list[np.ndarray[Any, Any]] = []
-    numpy = pipe.backend.numpy
-
-    def recorded(tensor: Any) -> np.ndarray[Any, Any]:
-        array = numpy(tensor)
-        if array.ndim == 2 and array.shape == (1, model.config.text_config.vocab_size):
-            logits.append(array)
-        return array
-
-    monkeypatch.setattr(pipe.backend, "numpy", recorded)
-    answer = pipe.generate(photo, prompt, max_new_tokens=32, min_new_tokens=32)
+    answer, logits = ask(pipeline(name), photo, "none", 32, prompt)
     new = expected.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-    wanted = torch.stack(expected.logits)[:, 0].numpy()
-    worst = max(np.abs(ours[0] - theirs).max() for ours, theirs in zip(logits, wanted, strict=True))
-    assert worst < 1e-3
+    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
     assert answer.token_ids == new
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert answer.text == tokenizer.decode(new, skip_special_tokens=True)

@@ -15,8 +15,9 @@ from commands import assert_refused, run
 from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from runtime.logits import QUESTION, ask
-from runtime.test_clip import frames, write_video
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from runtime.test_clip import frames
+from transformers import AutoTokenizer
+from video_files import write_video
 
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import VIDEO_TOKEN
@@ -34,21 +35,6 @@ NEW_TOKENS = 6
 BUDGETS = ("prune-80", "prune-66.7", "prune-80+per-frame", "prune-80+no-sanitizer", "prune-88.9+per-frame+raster")
 # Ragged windows; 8 frames make 4 groups of 5 x 6 tokens
 SIZE = (170, 140)
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
-    """A checkpoint in transformers."""
-    made: dict[str, Any] = {}
-
-    def get(name: str) -> Any:
-        if name not in made:
-            made[name] = AutoModelForImageTextToText.from_pretrained(
-                checkpoint(name), dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-        return made[name]
-
-    return get
 
 
 @pytest.fixture
@@ -229,8 +215,8 @@ def test_a_clip_longer_than_the_context_is_refused_with_the_budget_that_fits(
 
 
 def test_a_bundle_without_video_takes_no_clip(pipeline: Callable[..., Pipeline], clip: Clip) -> None:
-    for name in ("qwen", "gqa-112"):
-        with pytest.raises(VideoError, match="takes no video"):
+    for name, way_out in (("qwen", "--max-frames"), ("qwen2-vl", "--max-frames"), ("gqa-112", "Give images")):
+        with pytest.raises(VideoError, match=f"takes no video.*{way_out}"):
             pipeline(name).generate(clip, QUESTION, max_new_tokens=1)
     with pytest.raises(VideoError, match="no frames"):
         pipeline("qwen", "fp32", BUDGETS, max_frames=8).generate(Clip([], 2), QUESTION, max_new_tokens=1)
@@ -263,6 +249,8 @@ def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], 
     assert_refused(refused, "family 'llava' takes no video", "--max-frames")
     refused = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "bundle", "--max-frames", -1)
     assert_refused(refused, "--max-frames is -1")
+    refused = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "bundle", "--max-frames", 1)
+    assert_refused(refused, "--max-frames is 1, expected at least 2")
 
 
 def test_the_commands_take_a_video_file(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:

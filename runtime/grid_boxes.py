@@ -1,0 +1,17 @@
+"""Where the tokens of a grid lie on a picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
+
+def grid_boxes(area: Box, rows: int, columns: int) -> np.ndarray[Any, Any]:
+    """[rows*columns,4]: left, top, right, bottom of the equal boxes that tile `area`, in raster order."""
+    left, top, right, bottom = area
+    xs, ys = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
+    return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(rows) for c in range(columns)])

@@ -1,0 +1,72 @@
+"""Prompts with pictures in them are, token for token, those of transformers.
+
+Qwen's processors need torchvision even for images; there it is the tokenizer on what they write: the chat template's
+text, with a picture's token as often as its grid says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from runtime.logits import QUESTION
+from runtime.test_clip import frames
+from runtime.test_several_images import PIECES, SIZES, images_of, reference_inputs, rendered
+from transformers import AutoTokenizer
+
+from conftest import QWEN_SHAPES
+from qwen_checkpoints import VIDEO_TOKEN
+from sinkprune.runtime import Clip, Pipeline
+
+THREE = ["", " ", "\n Wie groß? ", "What differs? "]
+
+
+def found(pipe: Pipeline, sizes: list[Any], question: str | list[str], token: int) -> list[int]:
+    """Our ids, with a picture's token between the texts as often as the picture has rows unpruned."""
+    texts = pipe._prompts.encode(question, len(sizes)).texts
+    rows = [[token] * len(pipe.family.unpruned_rows(size)) for size in sizes]
+    return [*chain.from_iterable(text + picture for text, picture in zip(texts, [*rows, []], strict=True))]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("count", "question"),
+    [(1, QUESTION), (2, QUESTION), (3, QUESTION), (1, ["See ", "?"]), (2, PIECES), (3, THREE)],
+    ids=["one", "two", "three", "text before it", "text between two", "text between three"],
+)
+def test_ids_with_images_equal_transformers(
+    name: str,
+    count: int,
+    question: str | list[str],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    pictures = [*images_of(name, photo), photo.resize((112, 56))][:count]
+    pipe = pipeline(name, max_images=3)
+    expected = reference_inputs(name, checkpoint(name), pictures, question)["input_ids"][0].tolist()
+    token = pipe.bundle.manifest.tokens.image
+    assert found(pipe, [picture.size for picture in pictures], question, token) == expected
+
+
+@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("question", [QUESTION, ["See ", "\n and\u00a0tell."]], ids=["in front", "within"])
+def test_ids_with_a_clip_equal_transformers(
+    name: str,
+    question: str | list[str],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    pipe = pipeline(name, max_frames=8)
+    size = pipe.family.shown(Clip(frames(7, (170, 140), photo), fps=2)).size
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint(name))
+    # Three pairs of frames, each of 5 x 6 tokens of 28 pixels; the published template writes <|video_pad|> for clips.
+    text = rendered(tokenizer, name, 1, question).replace("<|image_pad|>", "<|video_pad|>" * 90)
+    expected = tokenizer(text)["input_ids"]
+    assert expected.count(VIDEO_TOKEN) == 90
+    assert found(pipe, [size], question, VIDEO_TOKEN) == expected

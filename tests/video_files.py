@@ -1,0 +1,62 @@
+"""Video files of every kind that PyAV can write."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+def write_video(
+    path: Path,
+    pictures: Sequence[Image.Image],
+    fps: int = 10,
+    *,
+    codec: str = "mpeg4",
+    lengths: Sequence[int] = (),
+    audio_seconds: float = 0,
+    flags: Mapping[str, str] | None = None,
+) -> Path:
+    """The pictures in a file; each `lengths` long, in turns and in frames of `fps`, where they are given.
+
+    `flags` are the container's options.
+    """
+    av: Any = pytest.importorskip("av")
+    with av.open(str(path), "w", options=dict(flags or {})) as container:
+        stream = container.add_stream(codec, rate=fps)
+        stream.width, stream.height = pictures[0].size
+        stream.pix_fmt, stream.bit_rate = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p"), 4_000_000
+        place, sound = 0, None
+        if audio_seconds:
+            sound = container.add_stream("libopus" if path.suffix == ".webm" else "aac", rate=48000)
+        for number, picture in enumerate(pictures):
+            frame = av.VideoFrame.from_image(picture)
+            if lengths:
+                frame.pts, frame.time_base = place, Fraction(1, fps)
+                place += lengths[number % len(lengths)]
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+        if sound:
+            for start in range(0, int(audio_seconds * 48000), 1024):
+                frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+                frame.sample_rate, frame.pts, frame.time_base = 48000, start, Fraction(1, 48000)
+                container.mux(sound.encode(frame))
+            container.mux(sound.encode(None))
+    return path
+
+
+def trimmed(path: Path, start: float, seconds: float) -> Path:
+    """Rewrite the edit list of an MP4 file, as trims without encoding leave it: all frames there, some shown."""
+    data = bytearray(path.read_bytes())
+    scale = struct.unpack_from(">I", data, data.index(b"mdhd") + 16)[0]
+    edit = data.index(b"elst") + 12
+    first = struct.unpack_from(">i", data, edit + 4)[0]
+    struct.pack_into(">Ii", data, edit, int(seconds * 1000), first + int(start * scale))
+    path.write_bytes(data)
+    return path
