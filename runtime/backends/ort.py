@@ -61,9 +61,9 @@ class OrtBackend:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
     def numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
-        """A tensor on the host."""
-        array: np.ndarray[Any, Any] = tensor.numpy()
-        return array
+        """A tensor on the host, in memory of its own."""
+        # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
+        return np.array(tensor.numpy())
 
     def mark(self) -> float:
         """Now: a call of an engine returns when its outputs are there."""
