@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,12 @@ NEXT_SHAPES = {
     "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
 }
 
-torch.set_num_threads(2)
+# A core to each worker of pytest-xdist: programs of many threads that share cores wait for each other.
+worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
+if worker is not None:
+    cores = [cores[int(worker.removeprefix("gw")) % len(cores)]]
+    os.sched_setaffinity(0, cores)
+torch.set_num_threads(len(cores))
 # A shell's background jobs ignore Ctrl-C, and so would the commands that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
