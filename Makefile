@@ -25,7 +25,7 @@ types: .venv/.dev
 	cd build && ../$(BIN)/mypy --config-file ../pyproject.toml -p sinkprune
 
 pytest: .venv/.dev
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not harness"
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness"
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow
