@@ -1,8 +1,9 @@
 """Train the pocket model on a CPU: `python -m sinkprune.demo.train CHECKPOINT --state STATE.pt`.
 
-The first stage warms the tower by what each patch shows; the next add the LLM, with more objects a picture and more of
-its patches from stage to stage, the last ones all; the last asks most about what is hardest, counting. Pictures of which
-only some patches exist cost a third. An interrupted training goes on from its state file when started again.
+The first stage warms the tower by what each patch shows. The next add the LLM, with more objects a picture and more
+of its patches from stage to stage; the last two show all of them, and the last asks most about counting, the hardest.
+Pictures of which only some patches exist cost a third. An interrupted training goes on from its state file when
+started again.
 """
 
 from __future__ import annotations
