@@ -7,21 +7,8 @@ from pathlib import Path
 import pytest
 from runtime.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder
 
-from checkpoints import TEMPLATE, tokenizer
+from checkpoints import TEMPLATE
 from sinkprune.errors import BundleError
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Both encoders, by the tokenizer's name and the template."""
-    return Pairs(lambda: tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder that holds a tokenizer."""
-    tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -66,17 +53,17 @@ def test_a_template_may_span_lines_and_trim_as_transformers_does(both: Pairs) ->
 
 
 @pytest.mark.parametrize(("written", "count"), [("", 0), ("<image><image>", 2), ("<image> and <image>\n", 2)])
-def test_a_template_must_write_one_image(written: str, count: int, folder: Path) -> None:
-    ours = encoder(folder, TEMPLATE.replace("<image>\n", written))
+def test_a_template_must_write_one_image(written: str, count: int, tokenizer_folder: Path) -> None:
+    ours = encoder(tokenizer_folder, TEMPLATE.replace("<image>\n", written))
     with pytest.raises(BundleError, match=f"writes {count} images") as caught:
         ours.encode("What is this?")
     assert "chat template" in str(caught.value)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ unclosed", "{% if x %}", "{% nonsense %}", "{{ a b }}"])
-def test_a_template_that_does_not_parse_is_refused_with_its_file(template: str, folder: Path) -> None:
+def test_a_template_that_does_not_parse_is_refused_with_its_file(template: str, tokenizer_folder: Path) -> None:
     with pytest.raises(BundleError, match=r"chat_template\.jinja"):
-        encoder(folder, template)
+        encoder(tokenizer_folder, template)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +79,14 @@ def test_a_template_that_does_not_parse_is_refused_with_its_file(template: str, 
         "{{ range(10 ** 9) | list }}",
     ],
 )
-def test_a_template_that_fails_is_refused(template: str, folder: Path) -> None:
-    ours = encoder(folder, template)
+def test_a_template_that_fails_is_refused(template: str, tokenizer_folder: Path) -> None:
+    ours = encoder(tokenizer_folder, template)
     with pytest.raises(BundleError, match="chat template"):
         ours.encode("What is this?")
 
 
-def test_the_reason_a_template_gives_is_in_the_message(folder: Path) -> None:
-    ours = encoder(folder, "{{ raise_exception('only text, please') }}")
+def test_the_reason_a_template_gives_is_in_the_message(tokenizer_folder: Path) -> None:
+    ours = encoder(tokenizer_folder, "{{ raise_exception('only text, please') }}")
     with pytest.raises(BundleError, match="only text, please"):
         ours.encode("What is this?")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runtime.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder, llama
 from tokenizers import AddedToken
 
-from checkpoints import IMAGE_TOKEN, TEMPLATE, tokenizer
+from checkpoints import IMAGE_TOKEN, TEMPLATE
 from sinkprune.bundle import Tokens
 from sinkprune.errors import BundleError, PromptError
 from sinkprune.runtime.prompt import PromptEncoder
@@ -55,19 +55,6 @@ TYPED = [
     "\ue000<image>\ue001",
     "<image>" * 40,
 ]
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Both encoders, by the tokenizer's name and the template."""
-    return Pairs(lambda: tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A folder that holds a tokenizer."""
-    tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -129,16 +116,16 @@ def test_a_typed_stand_in_of_another_encoder_is_just_text(both: Pairs) -> None:
     assert_typed_text_stays_text(pair, f"\ue000{'0' * 16}+{IMAGE_TOKEN}\ue001")
 
 
-def test_a_special_token_that_begins_another_is_not_taken_for_it(folder: Path) -> None:
+def test_a_special_token_that_begins_another_is_not_taken_for_it(tokenizer_folder: Path) -> None:
     backend = llama()
     backend.add_special_tokens([AddedToken("<image></s>", special=True, normalized=False)])
-    backend.save(str(folder / "tokenizer.json"))
+    backend.save(str(tokenizer_folder / "tokenizer.json"))
     longer = backend.token_to_id("<image></s>")
-    ours = encoder(folder, TEMPLATE)
+    ours = encoder(tokenizer_folder, TEMPLATE)
     prompt = ours.encode("see <image></s>?")
     assert not {longer, IMAGE_TOKEN, 2} & {*prompt.before, *prompt.after}
     assert ours.tokenizer.decode(prompt.after, skip_special_tokens=False) == "\nsee <image></s>? ASSISTANT:"
-    twice = encoder(folder, TEMPLATE.replace("<image>\n", "<image>\n<image></s>"))
+    twice = encoder(tokenizer_folder, TEMPLATE.replace("<image>\n", "<image>\n<image></s>"))
     assert twice.encode("see").after.count(longer) == 1
 
 
@@ -149,16 +136,22 @@ def test_empty_prompts_and_what_is_no_text_are_refused(text: Any, both: Pairs) -
         both("llama").ours.encode(text)
 
 
-def test_a_tokenizer_without_the_image_token_is_refused(folder: Path) -> None:
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+def test_a_tokenizer_without_the_image_token_is_refused(tokenizer_folder: Path) -> None:
+    (tokenizer_folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     with pytest.raises(BundleError, match="no image token 999"):
-        PromptEncoder(folder / "tokenizer.json", folder / "chat_template.jinja", Tokens(999, (2,), "<s>", "</s>"))
+        PromptEncoder(
+            tokenizer_folder / "tokenizer.json",
+            tokenizer_folder / "chat_template.jinja",
+            Tokens(999, (2,), "<s>", "</s>"),
+        )
 
 
-def test_an_image_token_need_not_be_marked_special(folder: Path) -> None:
+def test_an_image_token_need_not_be_marked_special(tokenizer_folder: Path) -> None:
     text = llama().to_str()
     marked = '"content":"<image>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":'
     assert marked + "true" in text
-    (folder / "tokenizer.json").write_text(text.replace(marked + "true", marked + "false"), encoding="utf-8")
-    prompt: Any = encoder(folder, TEMPLATE).encode("see <image>?")
+    (tokenizer_folder / "tokenizer.json").write_text(
+        text.replace(marked + "true", marked + "false"), encoding="utf-8"
+    )
+    prompt: Any = encoder(tokenizer_folder, TEMPLATE).encode("see <image>?")
     assert IMAGE_TOKEN not in {*prompt.before, *prompt.after}

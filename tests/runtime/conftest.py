@@ -1,0 +1,23 @@
+"""Prompt encoders beside transformers' own, and the folders they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from runtime.prompt_encoders import Pairs
+
+from checkpoints import tokenizer
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
+    """Both encoders, by the tokenizer's name and the template."""
+    return Pairs(lambda: tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path: Path) -> Path:
+    """A folder that holds a tokenizer."""
+    tokenizer().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
