@@ -18,10 +18,10 @@ step() {
 python -P -m sinkprune.demo.write_scenes "$out" 12
 step sinkprune-export "$here/pocket" -o "$out/bundle" --force
 step sinkprune-run "$out/bundle" --image "$out/scene-0.png" --prompt "What colour is the circle?"
-step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "How many blue objects are there?" --budget retain-64
+step sinkprune-run "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" --budget retain-64
 step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "What is written on the purple plate?" \
     --budget retain-64 --overlay "$out/kept.png"
-step sinkprune-profile "$out/bundle" --image "$out/scene-2.png" --prompt "How many blue objects are there?" \
+step sinkprune-profile "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" \
     --json "$out/profile.json" --plot "$out/profile.png"
 step sinkprune-evaluate "$out/bundle" --task "$out/scenes.jsonl" \
     --json "$out/accuracy.json" --plot "$out/accuracy.png"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -17,7 +18,8 @@ from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
 from sinkprune.runtime import Pipeline
 
-POCKET = Path(__file__).parents[2] / "demo" / "pocket"
+DEMO = Path(__file__).parents[2] / "demo"
+POCKET = DEMO / "pocket"
 QUESTIONS = load_task("scenes")
 
 Pocket = Callable[[str], Pipeline]
@@ -31,7 +33,7 @@ def pocket(tmp_path_factory: pytest.TempPathFactory) -> Pocket:
     def get(precision: str) -> Pipeline:
         if precision not in made:
             path = tmp_path_factory.mktemp("pocket") / precision
-            methods = ("--methods", "sinkpruner,random", "--budgets", "retain-32")
+            methods = ("--methods", "sinkpruner,random", "--budgets", "retain-64,retain-32")
             assert export([str(POCKET), "-o", str(path), "--precision", precision, *methods]) == 0
             made[precision] = Pipeline.load(path)
         return made[precision]
@@ -85,6 +87,20 @@ def test_dropping_tokens_at_random_costs_answers(pocket: Pocket) -> None:
         right.setdefault(reply.combination, []).append(reply.right)
     assert fmean(right[own]) > fmean(right[drawn]) + 0.15
     assert fmean(right[BASELINE]) > fmean(right[drawn]) + 0.3
+
+
+def test_what_the_demo_asks_is_answered_rightly(pocket: Pocket) -> None:
+    script = (DEMO / "demo.sh").read_text(encoding="utf-8").replace("\\\n", " ")
+    asked = re.findall(r'sinkprune-run .*scene-(\d+)\.png" --prompt "([^"]+)"(?: +--budget (\S+))?', script)
+    assert len(asked) == script.count("step sinkprune-run") >= 3
+    for scene, text, budget in asked:
+        (item,) = (
+            item
+            for item in QUESTIONS
+            if item.question.text == text and item.question.id.startswith(f"scene-{int(scene):03}-")
+        )
+        answer = pocket("fp32").generate(item.load_image(), text, budget=budget or "none", max_new_tokens=8)
+        assert item.question.is_right(answer.text), f"{text}: {answer.text}"
 
 
 def test_its_scenes_can_be_written_and_evaluated(pocket: Pocket, tmp_path: Path) -> None:
