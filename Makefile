@@ -2,11 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-SOURCES := pyproject.toml $(wildcard sinkprune/*.py runtime/*.py runtime/*/*.py export/*.py export/*/*.py \
-	engines/*.py engines/*/*.py calibration/*.py calibration/*/*.py jetson/*.py demo/*.py)
 
-# The folder sinkprune/ here must not shadow the installed package, of which it is only a part.
-export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo test lint types pytest test-slow test-harness clean
@@ -20,9 +16,8 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Run beside the sources: in their folder mypy would take sinkprune/ for the whole package.
 types: .venv/.dev
-	cd build && ../$(BIN)/mypy --config-file ../pyproject.toml -p sinkprune
+	MYPYPATH=src $(BIN)/mypy -p sinkprune
 
 pytest: .venv/.dev
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness"
@@ -43,9 +38,8 @@ test-harness: .venv/.dev
 clean:
 	rm -rf .venv build demo-output *.egg-info
 
-# Strict editable installs link file by file, which type checkers follow; new files need a new install.
-.venv/.demo .venv/.dev: .venv/.%: $(SOURCES) | $(BIN)/python
-	$(BIN)/pip install --quiet --editable ".[$*]" --config-settings editable_mode=strict
+.venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
+	$(BIN)/pip install --quiet --editable ".[$*]"
 	touch $@
 
 $(BIN)/python:

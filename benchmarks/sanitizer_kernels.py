@@ -23,15 +23,15 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from sinkprune.command import run_command
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import binary
-from sinkprune.errors import BackendError, UsageError
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.files import check_writable, write_whole
 from sinkprune.runtime.device import open_device
 
 PER_MILLE = 10

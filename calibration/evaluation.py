@@ -8,8 +8,6 @@ from importlib.metadata import version
 
 from PIL import Image
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.bundle import Manifest
 from sinkprune.calibration.evaluation_report import (
     BASELINE,
     Combination,
@@ -19,8 +17,10 @@ from sinkprune.calibration.evaluation_report import (
     summarise,
 )
 from sinkprune.calibration.tasks import Item
-from sinkprune.errors import BudgetError, SinkpruneError, UsageError
-from sinkprune.questions import Question
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Manifest
+from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profile import machine_name, model_name
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.budgets import UNPRUNED
 from sinkprune.calibration.intervals import Interval, paired_bootstrap, relative_accuracy, wilson
-from sinkprune.report import Spread
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.report import Spread
 
 
 class Combination(NamedTuple):

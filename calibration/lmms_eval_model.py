@@ -17,8 +17,8 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.errors import ImageError, UsageError
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.runtime.pipeline import Pipeline
 
 _MAX_NEW_TOKENS = 128

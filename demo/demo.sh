@@ -15,7 +15,7 @@ step() {
     "$@"
 }
 
-python -P -m sinkprune.demo.write_scenes "$out" 12
+python -m sinkprune.demo.write_scenes "$out" 12
 step sinkprune-export "$here/pocket" -o "$out/bundle" --force
 step sinkprune-run "$out/bundle" --image "$out/scene-0.png" --prompt "What colour is the circle?"
 step sinkprune-run "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" --budget retain-64

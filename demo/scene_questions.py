@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from random import Random
 
+from sinkprune.contract.questions import Question
 from sinkprune.demo.scenes import COLOURS, DIGITS, POPULAR, RADII, SHAPES, SIDE, WORDS, Scene, Thing
-from sinkprune.questions import Question
 
 _APART = 30
 """Pixels between the centres of objects that are asked about as left, right, above or below."""

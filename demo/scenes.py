@@ -13,8 +13,8 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
+from sinkprune.contract.questions import Question
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS, background
-from sinkprune.questions import Question
 
 SIDE = 224
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")

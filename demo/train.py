@@ -21,13 +21,13 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
+from sinkprune.contract.questions import Question
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
 from sinkprune.demo.training_attention import looking_loss
 from sinkprune.demo.training_batches import pictures, training_scenes, turns, words
 from sinkprune.demo.training_losses import Probe, answer_loss, naming_loss, tower_states
-from sinkprune.questions import Question
 
 
 @dataclass(frozen=True)

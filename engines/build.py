@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from sinkprune.bundle import MANIFEST, Bundle
-from sinkprune.engines.limits import profiles
-from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes
-from sinkprune.engines.progress import BuildProgress, SilentProgress
-from sinkprune.engines.targets import Builder, Job
-from sinkprune.engines_manifest import (
+from sinkprune.contract.bundle import MANIFEST, Bundle
+from sinkprune.contract.engines_manifest import (
     ENGINES,
     FORMAT_VERSION,
     EnginesManifest,
@@ -21,9 +17,13 @@ from sinkprune.engines_manifest import (
     Range,
     write_engines_manifest,
 )
-from sinkprune.errors import EnginesError
-from sinkprune.folders import check_replaceable, install, staging
-from sinkprune.manifest_file import file_specs, sha256
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.manifest_file import file_specs, sha256
+from sinkprune.engines.limits import profiles
+from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes
+from sinkprune.engines.progress import BuildProgress, SilentProgress
+from sinkprune.engines.targets import Builder, Job
 
 # What a plan takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
 _PLAN_BYTES = 16 << 20

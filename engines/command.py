@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.command import run_command
+from sinkprune.contract.command import run_command
 
 if TYPE_CHECKING:
-    from sinkprune.engines_manifest import EnginesManifest
+    from sinkprune.contract.engines_manifest import EnginesManifest
 
 _EXAMPLES = """\
 examples:
@@ -34,13 +34,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
-    from sinkprune.bundle import read_bundle, verify
+    from sinkprune.contract.bundle import read_bundle, verify
+    from sinkprune.contract.engines_manifest import ENGINES
+    from sinkprune.contract.folders import check_replaceable
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
-    from sinkprune.engines_manifest import ENGINES
-    from sinkprune.folders import check_replaceable
 
     check_replaceable(options.output, ENGINES, force=options.force)
     bundle = read_bundle(options.bundle)

@@ -11,9 +11,9 @@ from math import prod
 from statistics import median_low
 from typing import NamedTuple
 
-from sinkprune.bundle import GraphSpec, Manifest, Plan
-from sinkprune.engines_manifest import Limits, Range
-from sinkprune.errors import BundleError, UsageError
+from sinkprune.contract.bundle import GraphSpec, Manifest, Plan
+from sinkprune.contract.engines_manifest import Limits, Range
+from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.runtime.families import Family, load_family
 
 _USUAL_PROMPT = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.errors import BackendError, EnginesError
+from sinkprune.contract.errors import BackendError, EnginesError
 
 if TYPE_CHECKING:
     import onnx

@@ -13,9 +13,9 @@ from typing import Any
 import onnx
 from onnx import helper, numpy_helper
 
+from sinkprune.contract.engines_manifest import Realisation
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, VERSION, Plugin
-from sinkprune.engines_manifest import Realisation
-from sinkprune.errors import EnginesError
 
 PLUGINS_FIRST = (10, 7)
 """The first TensorRT that prefers a plugin to a function of the same name."""

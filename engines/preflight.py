@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from sinkprune.bundle import Bundle, GraphSpec
-from sinkprune.engines_manifest import Range
-from sinkprune.errors import EnginesError
+from sinkprune.contract.bundle import Bundle, GraphSpec
+from sinkprune.contract.engines_manifest import Range
+from sinkprune.contract.errors import EnginesError
 from sinkprune.runtime.device.system_memory import available_bytes
 
 Profiles = Mapping[str, Mapping[str, Range]]

@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 from onnx import inliner, shape_inference
 
-from sinkprune.errors import EnginesError
-from sinkprune.top_k import MOST_OF_TOP_K
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.top_k import MOST_OF_TOP_K
 
 MAX_OPSET = 20
 MAX_IR_VERSION = 10

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, parse_budget
-from sinkprune.bundle import (
+from sinkprune.contract.budgets import BUDGETS, UNPRUNED, Budget, parse_budget
+from sinkprune.contract.bundle import (
     BUNDLE,
     CHAT_TEMPLATE,
     EMBEDDING,
@@ -28,7 +28,9 @@ from sinkprune.bundle import (
     decoder_segments,
     write_manifest,
 )
-from sinkprune.errors import BudgetError, CheckpointError, UsageError
+from sinkprune.contract.errors import BudgetError, CheckpointError, UsageError
+from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.manifest_file import file_specs
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.equal_mean import UnreachableMean
@@ -38,8 +40,6 @@ from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_m
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
-from sinkprune.folders import check_replaceable, install, staging
-from sinkprune.manifest_file import file_specs
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20

@@ -15,7 +15,7 @@ import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from sinkprune.errors import CheckpointError
+from sinkprune.contract.errors import CheckpointError
 
 Array = np.ndarray[Any, Any]
 

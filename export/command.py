@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from sinkprune.budgets import BUDGETS, OPTIONS
-from sinkprune.command import run_command
-from sinkprune.errors import SinkpruneError
+from sinkprune.contract.budgets import BUDGETS, OPTIONS
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import SinkpruneError
 from sinkprune.export.presets import PRESETS
 
 _EXAMPLES = """\
@@ -108,8 +108,8 @@ def _known_names() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
-    from sinkprune.bundle import DialectName
-    from sinkprune.precision import DTYPES
+    from sinkprune.contract.bundle import DialectName
+    from sinkprune.contract.precision import DTYPES
 
     parser = argparse.ArgumentParser(
         prog="sinkprune-export",

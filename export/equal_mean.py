@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import floor
 
-from sinkprune.budgets import Budget, Counts, prune_layers
-from sinkprune.errors import BudgetError
+from sinkprune.contract.budgets import Budget, Counts, prune_layers
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.methods import PlanFacts
 
 # Schedules are sought in steps of a millionth: finer than one token of any image.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from sinkprune.precision import DTYPES, PrecisionName
+from sinkprune.contract.precision import DTYPES, PrecisionName
 
 
 @dataclass(frozen=True)

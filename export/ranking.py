@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sinkprune.errors import BudgetError
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.top_k import MOST_OF_TOP_K
 from sinkprune.export.methods import PlanFacts, UpTo
-from sinkprune.top_k import MOST_OF_TOP_K
 
 
 def check_ranked(facts: PlanFacts, count: int) -> None:

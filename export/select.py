@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget, Share
-from sinkprune.bundle import LanguageModel
+from sinkprune.contract.budgets import Budget, Share
+from sinkprune.contract.bundle import LanguageModel
 from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.methods import PlanFacts

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget, Counts, Share
+from sinkprune.contract.budgets import Budget, Counts, Share
 from sinkprune.export.graph import Dim
 from sinkprune.export.sanitizer import Count
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Share
+from sinkprune.contract.budgets import Share
+from sinkprune.contract.top_k import MOST_OF_TOP_K
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.shares import share
-from sinkprune.top_k import MOST_OF_TOP_K
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64

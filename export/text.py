@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from sinkprune.errors import CheckpointError
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.checkpoint import read_json
 
 _SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]

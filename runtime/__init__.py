@@ -1,8 +1,12 @@
 """Runs a bundle: loads its engines, chains them, generates and measures. Needs no torch, transformers or onnx."""
 
-from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.clip import Clip
-from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.video_file import VideoFile
+from __future__ import annotations
 
-__all__ = ["Answer", "Clip", "Pipeline", "VideoFile"]
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """`Pipeline`, `Clip` and `VideoFile`, which were imported from here before `sinkprune` itself gave them."""
+    import sinkprune
+
+    return getattr(sinkprune, name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.bundle import Bundle, Plan
+from sinkprune.contract.bundle import Bundle, Plan
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.rotary import Positions, Rotary

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from sinkprune.errors import VideoError
+from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.images import to_rgb
 
 Array = np.ndarray[Any, Any]

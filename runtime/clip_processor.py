@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.errors import ImageError
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.pixel_values import pixel_values
 
 # An image this large after resizing is a panorama whose crop shows next to nothing of it.

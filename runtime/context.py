@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from sinkprune.errors import PromptError
+from sinkprune.contract.errors import PromptError
 
 
 class Length(NamedTuple):

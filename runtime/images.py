@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from sinkprune.errors import ImageError
+from sinkprune.contract.errors import ImageError
 
 # Pillow reports damaged files by all of these.
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.errors import ImageError
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.clip_processor import ClipProcessor
 
 Array = np.ndarray[Any, Any]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.errors import ImageError
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.clip import Clip, Shown
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.images import read_image, to_rgb

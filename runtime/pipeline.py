@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, PlanSpec, read_bundle, verify
-from sinkprune.engines_manifest import Limits, verify_engines
-from sinkprune.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
-from sinkprune.precision import DTYPES
-from sinkprune.report import PARTS
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, PlanSpec, read_bundle, verify
+from sinkprune.contract.engines_manifest import Limits, verify_engines
+from sinkprune.contract.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
+from sinkprune.contract.precision import DTYPES
+from sinkprune.contract.report import PARTS
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
@@ -366,7 +366,7 @@ def _source_tokens(encoded: Encoded) -> Array:
 
 
 def _timings(clock: Stopwatch, steps: list[float]) -> dict[str, float | None]:
-    """The parts of `sinkprune.report.PARTS`; `steps` are the decode steps' milliseconds."""
+    """The parts of `sinkprune.contract.report.PARTS`; `steps` are the decode steps' milliseconds."""
     ms = clock.ms()
     timings: dict[str, float | None] = {part: ms.get(part, 0.0) for part in PARTS}
     timings["per_token"] = sum(steps) / len(steps) if steps else None

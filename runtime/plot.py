@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from sinkprune.errors import UsageError
-from sinkprune.report import BudgetReport, Report
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.report import BudgetReport, Report
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.errors import UsageError
-from sinkprune.flops import decode_bytes, prefill_flops
-from sinkprune.precision import DTYPES
-from sinkprune.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.flops import decode_bytes, prefill_flops
+from sinkprune.contract.precision import DTYPES
+from sinkprune.contract.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.peak_memory import PeakMemory
 from sinkprune.runtime.pictures import PictureLike

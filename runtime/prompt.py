@@ -16,8 +16,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from sinkprune.bundle import Tokens
-from sinkprune.errors import BundleError, PromptError
+from sinkprune.contract.bundle import Tokens
+from sinkprune.contract.errors import BundleError, PromptError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from sinkprune.errors import ImageError
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.clip import ClipSize, Shown
 from sinkprune.runtime.pixel_values import pixel_values
 from sinkprune.runtime.torchvision_resize import TorchvisionResize

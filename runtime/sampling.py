@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.errors import NumericsError, UsageError
+from sinkprune.contract.errors import NumericsError, UsageError
 
 
 class Sampler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 
 _INSTALL = {
     "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune.errors import VideoError
+from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.block_chain import gif_is_whole, matroska_is_whole
 
 # What decoders check; more than that, and they refuse what sloppy encoders write.

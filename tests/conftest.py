@@ -17,9 +17,9 @@ from transformers import AutoModelForImageTextToText
 from checkpoints import Shape, make_checkpoint
 from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
-from sinkprune.bundle import DialectName
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import DialectName
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Pipeline
 
 SHAPES = {
     "mha-336": Shape(),

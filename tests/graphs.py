@@ -13,8 +13,8 @@ import numpy as np
 import onnx
 import onnx.inliner
 
-from sinkprune.budgets import Budget
-from sinkprune.bundle import LanguageModel
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.bundle import LanguageModel
 from sinkprune.export import equal_mean
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.graph import Graph

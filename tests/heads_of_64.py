@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from sinkprune.bundle import Bundle, read_bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.export.bundle_writer import Request, export_bundle
 
 CONFIG: dict[str, Any] = {

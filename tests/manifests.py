@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from sinkprune.bundle import MANIFEST, read_bundle, verify
-from sinkprune.errors import BundleError
+from sinkprune.contract.bundle import MANIFEST, read_bundle, verify
+from sinkprune.contract.errors import BundleError
 
 
 def manifest_data(root: Path) -> dict[str, Any]:

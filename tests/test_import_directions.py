@@ -7,24 +7,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "sinkprune"
-MAY_IMPORT = {
-    "sinkprune": set(),
-    "runtime": {"sinkprune"},
-    "engines": {"sinkprune", "runtime"},
-    "export": {"sinkprune"},
-    "calibration": {"sinkprune", "runtime", "engines", "export", "demo"},
-    "jetson": {"sinkprune", "runtime", "engines"},
-    "demo": {"sinkprune", "export"},
+MAY_IMPORT: dict[str, set[str]] = {
+    "contract": set(),
+    "runtime": {"contract"},
+    "engines": {"contract", "runtime"},
+    "export": {"contract"},
+    "calibration": {"contract", "runtime", "engines", "export", "demo"},
+    "jetson": {"contract", "runtime", "engines"},
+    "demo": {"contract", "export"},
 }
 """Which of our folders each folder may import, itself aside."""
-FOLDERS_WITHOUT_TORCH = {"sinkprune", "runtime", "jetson"}
+FOLDERS_WITHOUT_TORCH = {"contract", "runtime", "jetson"}
 HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}
 ENGINE_LIBRARIES = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
 LIGHTEST = {*sys.stdlib_module_names, "numpy"}
@@ -73,7 +73,7 @@ def our_folder(module: str) -> str | None:
     root, *rest = module.split(".")
     if root != PACKAGE:
         return None
-    return rest[0] if rest and rest[0] in MAY_IMPORT else PACKAGE
+    return rest[0] if rest and rest[0] in MAY_IMPORT else None
 
 
 def violations(source: str, folder: str, package: str) -> list[str]:
@@ -83,11 +83,11 @@ def violations(source: str, folder: str, package: str) -> list[str]:
         root, ours = imported.module.split(".")[0], our_folder(imported.module)
         if ours is not None and ours != folder and ours not in MAY_IMPORT[folder]:
             found.append(f"line {imported.line}: {folder}/ must not import {ours}/ ({imported.module})")
-        if root in MAY_IMPORT and root != PACKAGE:
+        if root in MAY_IMPORT:
             found.append(f"line {imported.line}: import {PACKAGE}.{root}, not {root}")
         if folder in FOLDERS_WITHOUT_TORCH and root in HEAVY:
             found.append(f"line {imported.line}: {folder}/ must not import {root}")
-        if folder == PACKAGE and root not in LIGHTEST and ours is None:
+        if folder == "contract" and root not in {*LIGHTEST, PACKAGE}:
             found.append(f"line {imported.line}: {folder}/ needs the standard library and numpy only, not {root}")
         if root in ENGINE_LIBRARIES and not imported.in_function:
             found.append(f"line {imported.line}: import {root} inside a function only")
@@ -96,8 +96,7 @@ def violations(source: str, folder: str, package: str) -> list[str]:
 
 def package_of(path: Path) -> str:
     """The package a file of the repository is installed in."""
-    folders = path.relative_to(ROOT).parent.parts
-    return ".".join([PACKAGE, *(folders[1:] if folders[0] == PACKAGE else folders)])
+    return ".".join([PACKAGE, *path.relative_to(ROOT).parent.parts])
 
 
 def source_files() -> list[Path]:
@@ -111,10 +110,20 @@ def test_a_file_imports_only_what_its_folder_may(path: Path) -> None:
 
 
 def test_the_rules_cover_every_folder_that_is_installed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert set(project["tool"]["setuptools"]["package-dir"].values()) == set(MAY_IMPORT)
-    folders = {path.relative_to(ROOT).parts[0] for path in source_files()}
-    assert folders >= {"sinkprune", "runtime", "export"}
+    links = {path.name: path for path in (ROOT / "src" / PACKAGE).iterdir() if path.is_symlink()}
+    assert set(links) == set(MAY_IMPORT)
+    for folder, link in links.items():
+        assert link.readlink() == Path("..", "..", folder)
+        assert (ROOT / folder / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_where_a_file_lies_is_what_it_is_imported_as(path: Path) -> None:
+    name = ".".join([PACKAGE, *path.relative_to(ROOT).with_suffix("").parts])
+    found = find_spec(name.removesuffix(".__init__"))
+    assert found is not None
+    assert found.origin is not None
+    assert Path(found.origin).resolve() == path
 
 
 def test_no_folder_may_import_one_that_may_import_it() -> None:
@@ -126,13 +135,13 @@ def test_no_folder_may_import_one_that_may_import_it() -> None:
 @pytest.mark.parametrize(
     ("folder", "source", "complaint"),
     [
-        ("sinkprune", "from sinkprune.runtime import Pipeline", "must not import runtime/"),
-        ("sinkprune", "from sinkprune import runtime", "must not import runtime/"),
-        ("sinkprune", "from .export import text", "must not import export/"),
-        ("sinkprune", "from . import demo", "must not import demo/"),
-        ("sinkprune", "import PIL.Image", "standard library and numpy only, not PIL"),
-        ("sinkprune", "def f():\n    import safetensors", "line 2: sinkprune/ needs the standard library"),
-        ("sinkprune", "import torch", "must not import torch"),
+        ("contract", "from sinkprune.runtime.pipeline import Pipeline", "must not import runtime/"),
+        ("contract", "from sinkprune import runtime", "must not import runtime/"),
+        ("contract", "from ..export import text", "must not import export/"),
+        ("contract", "from .. import demo", "must not import demo/"),
+        ("contract", "import PIL.Image", "standard library and numpy only, not PIL"),
+        ("contract", "def f():\n    import safetensors", "line 2: contract/ needs the standard library"),
+        ("contract", "import torch", "must not import torch"),
         ("runtime", "import sinkprune.export.graph", "must not import export/"),
         ("runtime", "from ..export import graph", "must not import export/"),
         ("runtime", "def f():\n    from sinkprune.engines import build", "must not import engines/"),
@@ -170,8 +179,7 @@ def test_no_folder_may_import_one_that_may_import_it() -> None:
     ],
 )
 def test_a_violation_is_found(folder: str, source: str, complaint: str) -> None:
-    package = PACKAGE if folder == PACKAGE else f"{PACKAGE}.{folder}"
-    found = violations(source, folder, package)
+    found = violations(source, folder, f"{PACKAGE}.{folder}")
     assert len(found) >= 1
     assert any(complaint in line for line in found)
 
@@ -180,15 +188,15 @@ def test_a_violation_is_found(folder: str, source: str, complaint: str) -> None:
     ("folder", "source"),
     [
         (
-            "sinkprune",
-            "import json, numpy as np\nfrom sinkprune.errors import BundleError\nfrom . import bundle",
+            "contract",
+            "import json, numpy as np\nfrom sinkprune.contract.errors import BundleError\nfrom . import bundle",
         ),
-        ("runtime", "from sinkprune.bundle import Bundle\nfrom PIL import Image\nfrom . import chain"),
+        ("runtime", "from sinkprune.contract.bundle import Bundle\nfrom PIL import Image\nfrom . import chain"),
         ("runtime", "def f():\n    import onnxruntime\n    from cuda.bindings import runtime"),
         ("runtime", "class A:\n    async def f(self):\n        import tensorrt"),
         ("runtime", "text = 'import torch'\n# import torch\nprint('import_module(\"torch\")')"),
         ("engines", "from sinkprune.runtime import Pipeline\nimport onnx"),
-        ("export", "import torch, onnx, transformers\nfrom ..bundle import Manifest"),
+        ("export", "import torch, onnx, transformers\nfrom ..contract.manifest import Manifest"),
         (
             "calibration",
             "from sinkprune.export import text\nfrom sinkprune.engines import build\nimport torch",
@@ -198,8 +206,7 @@ def test_a_violation_is_found(folder: str, source: str, complaint: str) -> None:
     ],
 )
 def test_what_is_allowed_is_not_complained_of(folder: str, source: str) -> None:
-    package = PACKAGE if folder == PACKAGE else f"{PACKAGE}.{folder}"
-    assert violations(source, folder, package) == []
+    assert violations(source, folder, f"{PACKAGE}.{folder}") == []
 
 
 def test_relative_imports_are_resolved_against_their_package() -> None:
@@ -214,12 +221,20 @@ def test_relative_imports_are_resolved_against_their_package() -> None:
         "sinkprune.e.f",
     ]
     assert package_of(ROOT / "runtime" / "backends" / "ort.py") == "sinkprune.runtime.backends"
-    assert package_of(ROOT / "sinkprune" / "bundle.py") == "sinkprune"
+    assert package_of(ROOT / "contract" / "bundle.py") == "sinkprune.contract"
 
 
 def test_importing_the_light_folders_loads_nothing_heavy(tmp_path: Path) -> None:
-    program = "import sys, sinkprune.flops, sinkprune.runtime, sinkprune.jetson; print(*sys.modules)"
+    program = (
+        "import sys, sinkprune.contract.flops, sinkprune.runtime.pipeline, sinkprune.jetson; print(*sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in result.stdout.split()}
     assert {"sinkprune", "numpy"} <= loaded
     assert not loaded & (HEAVY | ENGINE_LIBRARIES)
+
+
+def test_the_public_names_are_loaded_when_they_are_used(tmp_path: Path) -> None:
+    program = "import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not {name.split(".")[0] for name in result.stdout.split()} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})

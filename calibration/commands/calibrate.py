@@ -10,15 +10,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from sinkprune.bundle import read_bundle
 from sinkprune.calibration.norms import NormReport, measure_norms
 from sinkprune.calibration.norms_plot import plot_norms
 from sinkprune.calibration.tasks import SCENES, Item, load_task
-from sinkprune.command import run_command
-from sinkprune.files import check_writable, write_whole
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command import run_command
+from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.schema import to_json
 from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.schema import to_json
 
 _EXAMPLES = """\
 examples:

@@ -11,19 +11,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sinkprune.bundle import read_bundle
 from sinkprune.calibration.evaluation import ask, choose_combinations, report
 from sinkprune.calibration.evaluation_plot import plot_evaluation
 from sinkprune.calibration.evaluation_report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.outliers import PlantedOutliers
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
-from sinkprune.command import run_command
-from sinkprune.errors import UsageError
-from sinkprune.files import check_writable, write_whole
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.schema import to_json
 from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.schema import to_json
 
 _EXAMPLES = """\
 examples:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from sinkprune.errors import TaskError
-from sinkprune.questions import Question
+from sinkprune.contract.errors import TaskError
+from sinkprune.contract.questions import Question
 
 SCENES = "scenes"
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.calibration.tasks import Item
-from sinkprune.errors import ImageError, TaskError
-from sinkprune.questions import Question
+from sinkprune.contract.errors import ImageError, TaskError
+from sinkprune.contract.questions import Question
 from sinkprune.runtime.images import read_image
 
 _REQUIRED = ("image", "question", "answer")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.binaries import ptx
 from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plugin, bind
-from sinkprune.errors import EnginesError
 
 
 def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: int) -> None:

@@ -14,7 +14,7 @@ from importlib.resources import files
 from io import BytesIO
 from typing import Any
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 
 ARCHIVE = "kernels.zip"
 INDEX = "index.json"

@@ -25,11 +25,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from sinkprune.command import run_command
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import ARCHIVE, INDEX
-from sinkprune.errors import BackendError
-from sinkprune.files import check_writable, write_whole
 
 PTX_VERSIONS = {80: 80, 86: 80, 87: 80, 89: 80, 90: 80, 100: 86, 110: 90, 120: 87}
 """Of each sm, the oldest PTX ISA that knows it, but not below 8.0, which drivers since CUDA 12.0 compile."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.errors import BackendError
 from sinkprune.engines.plugins.binaries import Binary, binary
 from sinkprune.engines.plugins.launches import Launch
-from sinkprune.errors import BackendError
 
 # Values of CUdevice_attribute (cuda.h).
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.descriptions import NAMESPACE, VERSION, Plugin, Sizes, Tensor, bind
 from sinkprune.engines.plugins.launches import Launch
-from sinkprune.errors import EnginesError
 
 
 class Runner(Protocol):

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from sinkprune.contract.errors import BackendError
 from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import sha256, shipped_sms
 from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, NAMESPACE, PLUGINS, VERSION
 from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.engines.plugins.plugin_v3 import creator
-from sinkprune.errors import BackendError
 
 FIRST_AHEAD_OF_TIME = (10, 9)
 """The first TensorRT with `tensorrt.plugin.aot_impl`."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sinkprune.bundle import Bundle, GraphSpec
+from sinkprune.contract.bundle import Bundle, GraphSpec
+from sinkprune.contract.engines_manifest import Range, Realisation, Target
+from sinkprune.contract.errors import UsageError
 from sinkprune.engines.preflight import Memory
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.engines_manifest import Range, Realisation, Target
-from sinkprune.errors import UsageError
 
 TARGETS: tuple[Target, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 

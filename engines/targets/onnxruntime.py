@@ -10,13 +10,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from sinkprune.bundle import Bundle
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Realisation, Target
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.engines_manifest import Realisation, Target
-from sinkprune.errors import BackendError, EnginesError
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinkprune.bundle import Bundle, TensorSpec
+from sinkprune.contract.bundle import Bundle, TensorSpec
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, OutOfMemoryError
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.tensorrt_libraries import Library
-from sinkprune.errors import EnginesError
 from sinkprune.runtime.tensorrt_library import new_error_log
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sinkprune.bundle import Bundle, Manifest
+from sinkprune.contract.bundle import Bundle, Manifest
+from sinkprune.contract.engines_manifest import Target
+from sinkprune.contract.errors import BackendError, EnginesError, UsageError
+from sinkprune.contract.files import write_whole
 from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, system_memory
-from sinkprune.engines_manifest import Target
-from sinkprune.errors import BackendError, EnginesError, UsageError
-from sinkprune.files import write_whole
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.tensorrt_library import import_tensorrt
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from sinkprune.bundle import DialectName
+from sinkprune.contract.bundle import DialectName
 from sinkprune.export.dialects import onnx24, trt10
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from sinkprune.bundle import LanguageModel
-from sinkprune.errors import CheckpointError
+from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.methods import UpTo
 from sinkprune.export.text import SpecialTokens

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkprune.bundle import LanguageModel
-from sinkprune.errors import CheckpointError
+from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.errors import CheckpointError
 
 Expectation = tuple[str, Any, Sequence[Any]]
 """A setting's name, what was found, and what is supported."""

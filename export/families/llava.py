@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sinkprune.errors import CheckpointError, UsageError
+from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.export.clip import ACTIVATIONS, Clip, activation, build_vision
 from sinkprune.export.families.configuration import check_settings, check_shapes, parse_config, read_language_model
 from sinkprune.export.graph import WeightedGraph, Weights

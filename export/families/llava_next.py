@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkprune.errors import CheckpointError
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.families.llava import Llava
 
 _MISTRAL_TEMPLATE = (

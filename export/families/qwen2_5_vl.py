@@ -7,7 +7,7 @@ from dataclasses import asdict
 from math import isqrt
 from typing import Any
 
-from sinkprune.errors import CheckpointError, UsageError
+from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.export.families.configuration import (
     Expectation,
     check_settings,

@@ -11,9 +11,9 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sinkprune.budgets import Budget, Counts
-from sinkprune.bundle import LanguageModel
-from sinkprune.errors import BudgetError
+from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sinkprune.budgets import Budget, prune_layers
+from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.equal_mean import scaled_stages, tokens_into_llm
 from sinkprune.export.methods import PlanFacts, PlanGraphs
 from sinkprune.export.methods.sinkpruner import build_counts

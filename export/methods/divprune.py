@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.equal_mean import tokens_into_llm
 from sinkprune.export.functions import cosines, diversity_select, unit_rows
 from sinkprune.export.graph import Graph

@@ -4,7 +4,7 @@ Pruning"); method.md section 6. Its score is our salience.
 
 from __future__ import annotations
 
-from sinkprune.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.equal_mean import tokens_into_llm
 from sinkprune.export.methods import PlanFacts, PlanGraphs
 from sinkprune.export.sanitizer import ascending, give_tokens, largest, new_sanitizer

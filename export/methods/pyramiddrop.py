@@ -7,7 +7,7 @@ here the share that meets the budget's mean.
 
 from __future__ import annotations
 
-from sinkprune.budgets import Budget, scaled_layers
+from sinkprune.contract.budgets import Budget, scaled_layers
 from sinkprune.export.equal_mean import constant_ratio
 from sinkprune.export.methods import PlanFacts, PlanGraphs
 from sinkprune.export.select import build_selects, last_row

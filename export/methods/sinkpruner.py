@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget, Counts, Share, prune_layers
-from sinkprune.errors import BudgetError
+from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods import PlanFacts, PlanGraphs, UpTo

@@ -7,7 +7,7 @@ layer, and picks by these. Its recycling of dropped tokens is left out.
 
 from __future__ import annotations
 
-from sinkprune.budgets import Budget, prune_layers
+from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.equal_mean import scaled_stages
 from sinkprune.export.methods import PlanFacts, PlanGraphs
 from sinkprune.export.select import build_selects, text_like_the_image

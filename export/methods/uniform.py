@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from sinkprune.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.equal_mean import tokens_into_llm
 from sinkprune.export.methods import PlanFacts, PlanGraphs
 from sinkprune.export.sanitizer import give_tokens, new_sanitizer

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import onnx_ir as ir
 
-from sinkprune.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.equal_mean import UnreachableMean, tokens_into_llm
 from sinkprune.export.functions import cosines, top_rho, unit_rows
 from sinkprune.export.graph import Graph

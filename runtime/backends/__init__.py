@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.errors import BackendError, UsageError
+from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
 
 Tensor = Any

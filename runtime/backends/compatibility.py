@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkprune.bundle import MANIFEST, Bundle
-from sinkprune.engines_manifest import Engines, Limits, Target, read_engines
-from sinkprune.errors import EnginesError
-from sinkprune.manifest_file import sha256
+from sinkprune.contract.bundle import MANIFEST, Bundle
+from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_engines
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest_file import sha256
 
 TARGETS: dict[str, Target] = {
     "ort-cpu": "onnxruntime",

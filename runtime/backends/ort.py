@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.errors import BackendError, UsageError
+from sinkprune.contract.errors import BackendError, UsageError
 
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 

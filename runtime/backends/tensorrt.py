@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.errors import BackendError, EnginesError
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine

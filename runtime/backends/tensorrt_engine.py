@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.engines_manifest import EngineSpec, Range
-from sinkprune.errors import BackendError
+from sinkprune.contract.engines_manifest import EngineSpec, Range
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.device import Address, Device
 from sinkprune.runtime.device.memory_pool import Block, MemoryPool

@@ -11,10 +11,10 @@ from pathlib import Path
 from PIL import Image
 from rich.console import Console
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.bundle import Bundle, read_bundle, verify
-from sinkprune.engines_manifest import verify_engines
-from sinkprune.errors import PromptError
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_bundle, verify
+from sinkprune.contract.engines_manifest import verify_engines
+from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.backends import BACKENDS, load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.clip import Shown

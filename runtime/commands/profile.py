@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.command import run_command
-from sinkprune.files import check_writable, write_whole
-from sinkprune.report import BudgetReport, Report, Spread
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.command import run_command
+from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.report import BudgetReport, Report, Spread
+from sinkprune.contract.schema import to_json
 from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, prompt_pieces, read_pictures
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib, plot_report
 from sinkprune.runtime.profile import profile
-from sinkprune.schema import to_json
 
 _EXAMPLES = """\
 examples:

@@ -10,10 +10,10 @@ from typing import Any
 
 from PIL import Image
 
-from sinkprune.budgets import UNPRUNED
-from sinkprune.command import run_command
-from sinkprune.errors import UsageError
-from sinkprune.files import check_writable, write_whole
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.clip import Shown
 from sinkprune.runtime.commands import (

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 
 Address = int
 """A device address in bytes."""

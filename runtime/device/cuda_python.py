@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device import Address
 from sinkprune.runtime.device.system_memory import available_bytes
 

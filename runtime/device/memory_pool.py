@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import weakref
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device import Address, Device
 
 _SMALLEST = 1024

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from sinkprune.bundle import Manifest
-from sinkprune.errors import BundleError
+from sinkprune.contract.bundle import Manifest
+from sinkprune.contract.errors import BundleError
 from sinkprune.runtime.clip import Shown, Video
 from sinkprune.runtime.rotary import Positions
 

@@ -11,7 +11,7 @@ from commands import assert_refused, run
 from PIL import Image
 from skimage import data
 
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 
 Bundles = Callable[..., Path]
 BUDGETS = ("--budgets", "retain-64,retain-32")

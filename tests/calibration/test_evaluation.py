@@ -12,9 +12,9 @@ from PIL import Image
 from sinkprune.calibration.evaluation import ask, choose_combinations, report
 from sinkprune.calibration.evaluation_report import BASELINE, Combination, Reply, summarise
 from sinkprune.calibration.tasks import Item, blinded
-from sinkprune.errors import BudgetError, PromptError, UsageError
-from sinkprune.questions import Question
-from sinkprune.report import Spread
+from sinkprune.contract.errors import BudgetError, PromptError, UsageError
+from sinkprune.contract.questions import Question
+from sinkprune.contract.report import Spread
 
 PLANS = {
     "sinkpruner": {"retain-64": None, "retain-32": None},

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sinkprune.calibration.tasks import blinded, load_task
-from sinkprune.errors import TaskError
+from sinkprune.contract.errors import TaskError
 
 GOOD = {"image": "red.png", "question": "Is it red?", "answer": "yes"}
 CHOICE = {"image": "red.png", "question": "Which colour?", "options": ["red", "blue", "green"]}

@@ -23,8 +23,8 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from sinkprune.errors import BudgetError, ImageError, UsageError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.errors import BudgetError, ImageError, UsageError
 
 HAS_HARNESS = importlib.util.find_spec("lmms_eval") is not None
 MODULE = "sinkprune.calibration.lmms_eval_model"

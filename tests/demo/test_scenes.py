@@ -10,11 +10,11 @@ from random import Random
 import numpy as np
 import pytest
 
+from sinkprune.contract.questions import Question
 from sinkprune.demo import scenes
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SIDE, Scene, compose_scene, make_scene
-from sinkprune.questions import Question
 
 TEST = list(scenes.test_set())
 SCENES = [compose_scene("validation", index) for index in range(150)]

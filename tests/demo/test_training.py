@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
+from sinkprune.contract.questions import Question
 from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, plural, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
@@ -18,7 +19,6 @@ from sinkprune.demo.train import Stage, Training
 from sinkprune.demo.training_attention import looking_loss
 from sinkprune.demo.training_batches import pictures, turns, words
 from sinkprune.demo.training_losses import answer_loss, naming_loss, tower_states
-from sinkprune.questions import Question
 
 STAGES = (
     Stage("vision", 1, 2, (1e-3, 1e-3)),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.bundle import Bundle
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.engines.limits import profiles
-from sinkprune.engines_manifest import Limits, Range
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.ort import OrtBackend
 from sinkprune.runtime.clip import Clip

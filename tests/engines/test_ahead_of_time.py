@@ -14,13 +14,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins import ahead_of_time, registry
 from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import Binary
 from sinkprune.engines.plugins.descriptions import PLUGINS
 from sinkprune.engines.plugins.launches import diversity_launches, in_one_launch, top_rho_launches
 from sinkprune.engines.plugins.registry import Registration
-from sinkprune.errors import EnginesError
 
 TOP_RHO, DIVERSITY_SELECT = PLUGINS
 SM = 87

@@ -17,15 +17,15 @@ from commands import assert_refused, run
 from heads_of_64 import export_random
 from PIL import Image
 
-from sinkprune.bundle import read_bundle, write_manifest
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle, write_manifest
+from sinkprune.contract.engines_manifest import Engines, Limits, read_engines, verify_engines
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines import preflight
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import TerminalProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
-from sinkprune.engines_manifest import Engines, Limits, read_engines, verify_engines
-from sinkprune.errors import EnginesError
-from sinkprune.manifest_file import file_specs, sha256
-from sinkprune.runtime import Pipeline
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sinkprune.contract.errors import BackendError
 from sinkprune.engines.plugins import binaries, compile, launches
 from sinkprune.engines.plugins.binaries import binary, ptx, sha256
 from sinkprune.engines.plugins.compile import DTYPES, PTX_VERSIONS, Compiled
-from sinkprune.errors import BackendError
 
 ARCHIVE = files("sinkprune.engines.plugins") / binaries.ARCHIVE
 INDEX = json.loads(zipfile.ZipFile(io.BytesIO(ARCHIVE.read_bytes())).read(binaries.INDEX))

@@ -22,7 +22,7 @@ import kernel_runs
 import reference
 import sanitizer_kernels
 from kernel_runs import Runner
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device import open_device
 
 Array = np.ndarray[Any, Any]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.bundle import Manifest, TensorSpec, read_bundle
+from sinkprune.contract.bundle import Manifest, TensorSpec, read_bundle
+from sinkprune.contract.engines_manifest import Limits, Range
+from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.engines.limits import profiles, resolve_limits
-from sinkprune.engines_manifest import Limits, Range
-from sinkprune.errors import BundleError, UsageError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.ort import OrtBackend

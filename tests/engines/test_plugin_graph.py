@@ -28,9 +28,9 @@ if platform.machine() != "x86_64":
 
 import tensorrt_rtx as trt
 
-from sinkprune.budgets import parse_budget
+from sinkprune.contract.budgets import parse_budget
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, realisations
-from sinkprune.errors import EnginesError
 
 Array = np.ndarray[Any, Any]
 N, D = 80, 32

@@ -22,12 +22,12 @@ if platform.machine() != "x86_64":
 
 import tensorrt_rtx as trt
 
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.engines.plugins import registry
 from sinkprune.engines.plugins.binaries import sha256
 from sinkprune.engines.plugins.descriptions import NAMESPACE, PLUGINS, VERSION
 from sinkprune.engines.plugins.launches import Launch, diversity_launches, diversity_workspace, top_rho_launches
 from sinkprune.engines.plugins.plugin_v3 import creator
-from sinkprune.errors import BackendError, EnginesError
 
 TOP_RHO, DIVERSITY_SELECT = PLUGINS
 TYPES = trt.DataType

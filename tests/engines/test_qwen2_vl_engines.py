@@ -13,9 +13,9 @@ from engines.shapes_sent import shapes_outside_profiles
 from heads_of_64 import QWEN2_CONFIG, export_random
 from PIL import Image
 
-from sinkprune.bundle import read_bundle
-from sinkprune.engines_manifest import read_engines
-from sinkprune.runtime import Clip
+from sinkprune import Clip
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import read_engines
 
 BUDGETS = ("prune-77.8", "prune-80+per-frame")
 OPTIONS: dict[str, Any] = {"budgets": BUDGETS, "max_pixels": 376320, "max_frames": 8}

@@ -11,8 +11,8 @@ from commands import run
 from engines.shapes_sent import shapes_outside_profiles
 from heads_of_64 import QWEN_CONFIG, export_random
 
-from sinkprune.bundle import read_bundle
-from sinkprune.engines_manifest import Range, read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Range, read_engines
 
 BUDGETS = ("prune-66.7", "prune-88.9+raster+visual-keys")
 

@@ -14,7 +14,7 @@ import torch
 import reference
 import sanitizer_kernels
 from sanitizer_kernels import Shape
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 
 
 def test_the_plain_selection_is_the_reference() -> None:

@@ -12,8 +12,8 @@ from commands import run
 from engines.shapes_sent import shapes_outside_profiles
 from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
 
-from sinkprune.bundle import read_bundle
-from sinkprune.engines_manifest import read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import read_engines
 
 CONFIGS: dict[str, dict[str, Any]] = {"llava": CONFIG, "llava-next": NEXT_CONFIG, "qwen": QWEN_CONFIG}
 BUDGETS = {

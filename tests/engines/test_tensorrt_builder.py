@@ -16,14 +16,14 @@ if platform.machine() != "x86_64":
 
 import onnx
 
-from sinkprune.bundle import Bundle, TensorSpec
+from sinkprune.contract.bundle import Bundle, TensorSpec
+from sinkprune.contract.engines_manifest import Limits, Range
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.limits import profiles
 from sinkprune.engines.progress import SilentProgress
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
-from sinkprune.engines_manifest import Limits, Range
-from sinkprune.errors import EnginesError
 
 LIMITS = Limits(prompt_tokens=60, new_tokens=20, images=1)
 

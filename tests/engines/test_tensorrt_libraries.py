@@ -20,11 +20,11 @@ if platform.machine() != "x86_64":
 import onnx
 import tensorrt_rtx
 
-from sinkprune.bundle import Bundle
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins import registry
 from sinkprune.engines.targets import tensorrt_libraries
 from sinkprune.engines.targets.tensorrt_libraries import TensorRT
-from sinkprune.errors import EnginesError
 
 Libraries = Callable[..., TensorRT]
 

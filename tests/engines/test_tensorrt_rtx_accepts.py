@@ -21,13 +21,13 @@ from heads_of_64 import CONFIG, export_random
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
-from sinkprune.bundle import Bundle
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.limits import profiles
 from sinkprune.engines.progress import SilentProgress
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
-from sinkprune.engines_manifest import Limits
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
 

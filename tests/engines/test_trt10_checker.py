@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.bundle import read_bundle
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
-from sinkprune.errors import EnginesError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.methods import all_methods
 

@@ -16,11 +16,11 @@ from PIL import Image
 from runtime.fake_device import FakeDevice
 from runtime.fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
 
-from sinkprune.bundle import Bundle, read_bundle
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Range, read_engines
 from sinkprune.engines.limits import profiles
-from sinkprune.engines_manifest import Range, read_engines
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Clip, Pipeline
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from commands import BIN, assert_refused, run
 
-from sinkprune.budgets import BUDGETS, OPTIONS
-from sinkprune.errors import BundleError
+from sinkprune.contract.budgets import BUDGETS, OPTIONS
+from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.command import main
 from sinkprune.export.presets import PRESETS

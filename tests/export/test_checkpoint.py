@@ -14,10 +14,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
+from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 
 ASK = "What is in the picture?"
 

@@ -15,11 +15,11 @@ from commands import run
 from PIL import Image
 
 from graphs import Array, Run, loaded
-from sinkprune.bundle import DialectName, GraphSpec, TensorSpec, read_bundle
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import DialectName, GraphSpec, TensorSpec, read_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.runtime import Pipeline
 from sinkprune.runtime.backends import load_backend
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}

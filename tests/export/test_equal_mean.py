@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphs
-from sinkprune.budgets import BUDGETS, Counts, Share, parse_budget, prune_layers, scaled_layers
-from sinkprune.errors import BudgetError
+from sinkprune.contract.budgets import BUDGETS, Counts, Share, parse_budget, prune_layers, scaled_layers
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.equal_mean import (
     UnreachableMean,

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from sinkprune.bundle import read_bundle
+from sinkprune.contract.bundle import read_bundle
 
 Bundles = Callable[..., Path]
 D, H, HKV, HEAD = 64, 4, 2, 16

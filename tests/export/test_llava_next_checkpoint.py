@@ -16,11 +16,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
 
-from sinkprune.errors import CheckpointError
+from sinkprune import Pipeline
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 # llava-hf/llava-v1.6-mistral-7b-hf's config.json

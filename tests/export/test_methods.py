@@ -13,7 +13,7 @@ from reference_methods import BEFORE_LLM, divprune, visionzip
 
 import graphs
 from reference import largest
-from sinkprune.budgets import Budget, parse_budget
+from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.methods import all_methods
 

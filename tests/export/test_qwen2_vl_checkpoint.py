@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from sinkprune.budgets import BUDGETS
-from sinkprune.errors import CheckpointError
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import BUDGETS
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 
 # Qwen/Qwen2-VL-7B-Instruct's config.json: the decoder's settings stand at the top.
 HUB_CONFIG: dict[str, Any] = {

@@ -16,16 +16,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from sinkprune.budgets import BUDGETS
-from sinkprune.bundle import decoder_segments
-from sinkprune.errors import CheckpointError
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import BUDGETS
+from sinkprune.contract.bundle import decoder_segments
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
 from sinkprune.export.methods import PlanFacts, load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 
 # Qwen/Qwen2.5-VL-7B-Instruct's config.json: the decoder's settings stand at the top.
 HUB_CONFIG: dict[str, Any] = {

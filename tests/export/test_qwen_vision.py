@@ -15,8 +15,8 @@ from transformers import AutoModelForImageTextToText
 
 from conftest import QWEN_SHAPES
 from qwen_towers import features
+from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Pipeline
 
 Array = np.ndarray[Any, Any]
 

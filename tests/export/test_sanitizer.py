@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import graphs
 import reference
-from sinkprune.budgets import OPTIONS, Budget, Share, parse_budget
+from sinkprune.contract.budgets import OPTIONS, Budget, Share, parse_budget
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import graphs
 import reference
-from sinkprune.budgets import Budget, Share
-from sinkprune.bundle import DialectName
+from sinkprune.contract.budgets import Budget, Share
+from sinkprune.contract.bundle import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS

@@ -9,8 +9,8 @@ import pytest
 
 import graphs
 import reference
-from sinkprune.budgets import BUDGETS, parse_budget
-from sinkprune.errors import BudgetError
+from sinkprune.contract.budgets import BUDGETS, parse_budget
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.dialects import onnx24
 from sinkprune.export.methods import PlanFacts, UpTo, all_methods, load_method
 from sinkprune.export.precision import PRECISIONS

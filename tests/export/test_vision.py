@@ -14,8 +14,8 @@ from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from checkpoints import Shape, make_checkpoint
 from conftest import SHAPES
+from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Pipeline
 
 
 def vision_outputs(pipeline: Pipeline, pixels: np.ndarray) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 
 GARBAGE = 0xA5
 _ALIGNMENT = 256

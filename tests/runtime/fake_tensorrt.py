@@ -18,8 +18,8 @@ import numpy as np
 import onnxruntime
 from runtime.fake_device import FakeDevice
 
-from sinkprune.bundle import MANIFEST, Bundle, GraphSpec
-from sinkprune.engines_manifest import (
+from sinkprune.contract.bundle import MANIFEST, Bundle, GraphSpec
+from sinkprune.contract.engines_manifest import (
     FORMAT_VERSION,
     EnginesManifest,
     EngineSpec,
@@ -27,7 +27,7 @@ from sinkprune.engines_manifest import (
     Range,
     write_engines_manifest,
 )
-from sinkprune.manifest_file import file_specs, sha256
+from sinkprune.contract.manifest_file import file_specs, sha256
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 from sinkprune.runtime.answer import Answer
 
 Array = np.ndarray[Any, Any]

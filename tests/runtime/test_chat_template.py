@@ -8,7 +8,7 @@ import pytest
 from runtime.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder
 
 from checkpoints import TEMPLATE
-from sinkprune.errors import BundleError
+from sinkprune.contract.errors import BundleError
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_checkpoints import VIDEO_TOKEN
-from sinkprune.errors import ImageError, VideoError
+from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.clip import Clip, ClipSize, sampled, shown

@@ -15,7 +15,7 @@ import pytest
 from commands import BIN, assert_refused, run
 from PIL import Image
 
-from sinkprune.report import PARTS
+from sinkprune.contract.report import PARTS
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")

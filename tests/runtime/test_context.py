@@ -12,8 +12,8 @@ from runtime.test_clip import frames
 from runtime.test_several_images import BUDGETS
 from runtime.test_video import BUDGETS as VIDEO_BUDGETS
 
-from sinkprune.errors import PromptError
-from sinkprune.runtime import Clip, Pipeline
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.context import Length, too_long
 
 

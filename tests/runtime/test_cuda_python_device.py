@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device import cuda_python
 from sinkprune.runtime.device.cuda_python import CudaPythonDevice
 

@@ -18,11 +18,11 @@ from PIL import Image
 from runtime.fake_device import FakeDevice
 from runtime.fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
 
-from sinkprune.bundle import Bundle, read_bundle
-from sinkprune.engines_manifest import EngineSpec, Limits, verify_engines, write_engines_manifest
-from sinkprune.errors import BackendError, EnginesError, SinkpruneError, UsageError
-from sinkprune.manifest_file import file_specs
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import EngineSpec, Limits, verify_engines, write_engines_manifest
+from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
+from sinkprune.contract.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend, tensorrt
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.ort import OrtBackend

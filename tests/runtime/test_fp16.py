@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from conftest import SHAPES
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 from sinkprune.runtime.chain import encode, prefill
 from sinkprune.runtime.stopwatch import Stopwatch
 

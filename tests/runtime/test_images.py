@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from sinkprune.errors import ImageError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.images import read_image, to_rgb
 
 

@@ -15,11 +15,11 @@ from transformers.image_processing_utils import select_best_resolution
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from llava_next_checkpoints import PINPOINTS, SIDE
-from sinkprune.bundle import read_bundle
-from sinkprune.errors import ImageError
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import ImageError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.families.llava_next import LlavaNext
 from sinkprune.runtime.llava_next_processor import LlavaNextProcessor

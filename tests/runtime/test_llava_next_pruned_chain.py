@@ -15,9 +15,9 @@ from runtime.logits import QUESTION, ask
 
 from conftest import NEXT_SHAPES
 from reference import sanitize
-from sinkprune.budgets import parse_budget, prune_layers
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import parse_budget, prune_layers
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Pipeline
 
 NEW_TOKENS = 6
 BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from conftest import NEXT_SHAPES
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 
 NEW_TOKENS = 16
 # Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from runtime.fake_device import FakeDevice
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device.memory_pool import Block, MemoryPool, size_class
 
 Frame = Callable[[MemoryPool], list[int]]

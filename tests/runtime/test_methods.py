@@ -15,11 +15,11 @@ from masking import Sequence, embedded, masked_forward
 from PIL import Image
 from reference_methods import BEFORE_LLM, IN_LLM, asking_rows
 
-from sinkprune.bundle import read_bundle
-from sinkprune.errors import BudgetError
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BudgetError
 from sinkprune.export.bundle_writer import Request, Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
-from sinkprune.runtime import Pipeline
 from sinkprune.runtime.overlay import token_fates
 from sinkprune.runtime.profile import profile
 

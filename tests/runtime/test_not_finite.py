@@ -11,8 +11,8 @@ import pytest
 from commands import assert_refused, run
 from PIL import Image
 
-from sinkprune.errors import NumericsError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.errors import NumericsError
 
 
 @pytest.fixture(params=[np.nan, np.inf], ids=str)

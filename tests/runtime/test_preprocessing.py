@@ -13,8 +13,8 @@ from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 from transformers.image_utils import load_image
 
-from sinkprune.bundle import Manifest, read_bundle
-from sinkprune.errors import ImageError
+from sinkprune.contract.bundle import Manifest, read_bundle
+from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.clip_processor import ClipProcessor
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.images import read_image

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from PIL import Image
 
-from sinkprune.errors import UsageError
-from sinkprune.report import Spread
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.report import Spread
 from sinkprune.runtime.profile import profile
 
 

@@ -12,8 +12,8 @@ from runtime.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_te
 from tokenizers import AddedToken
 
 from checkpoints import IMAGE_TOKEN, TEMPLATE
-from sinkprune.bundle import Tokens
-from sinkprune.errors import BundleError, PromptError
+from sinkprune.contract.bundle import Tokens
+from sinkprune.contract.errors import BundleError, PromptError
 from sinkprune.runtime.prompt import PromptEncoder
 
 PROMPTS = [

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import VIDEO_TOKEN
-from sinkprune.runtime import Clip, Pipeline
+from sinkprune import Clip, Pipeline
 
 THREE = ["", " ", "\n Wie groß? ", "What differs? "]
 

@@ -14,9 +14,10 @@ from PIL import Image
 
 from conftest import SHAPES
 from reference import sanitize
-from sinkprune.budgets import OPTIONS, parse_budget, prune_layers
-from sinkprune.bundle import Plan
-from sinkprune.runtime import Answer, Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import OPTIONS, parse_budget, prune_layers
+from sinkprune.contract.bundle import Plan
+from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends.ort import OrtBackend
 from sinkprune.runtime.chain import Prefill, decode_one_token, encode, prefill, surviving_rows
 from sinkprune.runtime.stopwatch import Stopwatch

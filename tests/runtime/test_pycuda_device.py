@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sinkprune.errors import BackendError
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device import pycuda_device
 from sinkprune.runtime.device.pycuda_device import PycudaDevice
 

@@ -15,10 +15,10 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from qwen_checkpoints import IMAGE_TOKEN
-from sinkprune.errors import ImageError
+from sinkprune import Pipeline
+from sinkprune.contract.errors import ImageError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 from sinkprune.runtime.qwen_processor import QwenProcessor
 
 SIZES = [(56, 56), (600, 400), (400, 600), (333, 1111), (28, 28), (3, 5), (1, 200), (1000, 5), (1400, 1300)]

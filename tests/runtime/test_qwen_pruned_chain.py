@@ -15,9 +15,9 @@ from runtime.logits import ask
 
 from conftest import QWEN_SHAPES
 from reference import sanitize
-from sinkprune.budgets import parse_budget, prune_layers
-from sinkprune.errors import PruningError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.errors import PruningError
 
 PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 6

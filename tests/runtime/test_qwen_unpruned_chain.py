@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImag
 
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import IMAGE_TOKEN
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 
 NEW_TOKENS = 16
 # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels

@@ -17,9 +17,9 @@ from PIL import Image
 from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
+from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime import Pipeline
 
 pytestmark = pytest.mark.slow
 

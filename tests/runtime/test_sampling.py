@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.errors import NumericsError, UsageError
+from sinkprune.contract.errors import NumericsError, UsageError
 from sinkprune.runtime.sampling import Sampler
 
 LOGITS = np.array([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.9], np.float32)

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from reference import sanitize
-from sinkprune.budgets import parse_budget, prune_layers
-from sinkprune.errors import ImageError, PromptError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.errors import ImageError, PromptError
 
 Array = np.ndarray[Any, Any]
 Size = tuple[int, int]

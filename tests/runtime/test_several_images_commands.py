@@ -10,7 +10,7 @@ import pytest
 from commands import assert_refused, run
 from PIL import Image
 
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 
 BUDGETS = ("retain-64",)
 

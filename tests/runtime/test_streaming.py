@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
-from sinkprune.errors import UsageError
+from sinkprune import Pipeline
+from sinkprune.contract.errors import UsageError
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Answer, Pipeline
+from sinkprune.runtime.answer import Answer
 
 STOP = 2
 FIRST_BYTE = 3

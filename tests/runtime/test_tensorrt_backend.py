@@ -26,9 +26,9 @@ from runtime.fake_tensorrt import (
 )
 from runtime.logits import QUESTION, ask
 
-from sinkprune.bundle import Bundle, read_bundle
-from sinkprune.errors import BackendError, PromptError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.errors import BackendError, PromptError
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend

@@ -16,9 +16,9 @@ from commands import run
 from PIL import Image
 from runtime.logits import ask
 
-from sinkprune.errors import BackendError
+from sinkprune import Pipeline
+from sinkprune.contract.errors import BackendError
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Pipeline
 from sinkprune.runtime.device import open_device
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from runtime.logits import ask
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from conftest import SHAPES
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
 
 PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]
 

@@ -23,10 +23,10 @@ from conftest import QWEN_SHAPES
 from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
 from reference import sanitize
-from sinkprune.budgets import parse_budget, prune_layers
-from sinkprune.errors import BudgetError, PromptError, VideoError
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime import Clip, Pipeline
 from sinkprune.runtime.clip import shown
 
 Array = np.ndarray[Any, Any]

@@ -12,7 +12,7 @@ from PIL import Image
 from runtime.test_clip import LIMITS, frames
 from video_files import trimmed, write_video
 
-from sinkprune.errors import VideoError
+from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.clip import ClipSize, shown
 from sinkprune.runtime.video_file import VideoFile
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from manifests import changed, manifest_data, refusal, write_data
 
-from sinkprune.bundle import (
+from sinkprune.contract.bundle import (
     CHAT_TEMPLATE,
     EMBEDDING,
     FORMAT_VERSION,
@@ -26,8 +26,8 @@ from sinkprune.bundle import (
     verify,
     write_manifest,
 )
-from sinkprune.errors import BudgetError, BundleError
-from sinkprune.manifest_file import file_specs
+from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.manifest_file import file_specs
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),

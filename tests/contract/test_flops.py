@@ -10,11 +10,11 @@ from statistics import mean
 
 import pytest
 
-from sinkprune.budgets import BUDGETS, prune_layers
-from sinkprune.bundle import LanguageModel, Manifest, read_bundle
+from sinkprune.contract.budgets import BUDGETS, prune_layers
+from sinkprune.contract.bundle import LanguageModel, Manifest, read_bundle
+from sinkprune.contract.flops import decode_bytes, layer_flops, prefill_flops
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.flops import decode_bytes, layer_flops, prefill_flops
 from sinkprune.runtime.families import load_family
 
 TEXT_TOKENS = 60

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sinkprune.errors import EnginesError
-from sinkprune.manifest_file import FileSpec, ManifestFile, outside
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest_file import FileSpec, ManifestFile, outside
 
 FORMAT_VERSION = 1
 MANIFEST = "engines.json"

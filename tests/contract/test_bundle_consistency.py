@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from manifests import changed, manifest_data, refusal, write_data
 
-from sinkprune.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
-from sinkprune.errors import BundleError
-from sinkprune.runtime import Pipeline
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.errors import BundleError
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from sinkprune.errors import SinkpruneError
+from sinkprune.contract.errors import SinkpruneError
 
 INTERRUPTED = 130
 

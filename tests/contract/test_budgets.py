@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.budgets import BUDGETS, OPTIONS, Budget, Counts, Share, parse_budget, prune_layers
-from sinkprune.errors import BudgetError
+from sinkprune.contract.budgets import BUDGETS, OPTIONS, Budget, Counts, Share, parse_budget, prune_layers
+from sinkprune.contract.errors import BudgetError
 
 LLAVA_576 = {
     "retain-192": Counts(6, 1, 192, 192, (345, 195, 138)),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from sinkprune.errors import BudgetError
+from sinkprune.contract.errors import BudgetError
 
 UNPRUNED = "none"
 

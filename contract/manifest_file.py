@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sinkprune.errors import SinkpruneError
-from sinkprune.schema import SchemaError, from_json, to_json
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.schema import SchemaError, from_json, to_json
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from manifests import changed
 
-from sinkprune.engines_manifest import (
+from sinkprune.contract.engines_manifest import (
     FORMAT_VERSION,
     MANIFEST,
     EnginesManifest,
@@ -22,8 +22,8 @@ from sinkprune.engines_manifest import (
     verify_engines,
     write_engines_manifest,
 )
-from sinkprune.errors import EnginesError
-from sinkprune.manifest_file import file_specs
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest_file import file_specs
 
 PLAN = "plans/head.plan"
 

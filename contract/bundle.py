@@ -13,10 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from sinkprune.budgets import BUDGETS, UNPRUNED, Budget, Counts
-from sinkprune.errors import BudgetError, BundleError
-from sinkprune.manifest_file import FileSpec, ManifestFile, outside
-from sinkprune.precision import DTYPES, PrecisionName
+from sinkprune.contract.budgets import BUDGETS, UNPRUNED, Budget, Counts
+from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.manifest_file import FileSpec, ManifestFile, outside
+from sinkprune.contract.precision import DTYPES, PrecisionName
 
 FORMAT_VERSION = 3
 MANIFEST = "bundle.json"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.budgets import Budget
-from sinkprune.bundle import (
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.bundle import (
     Checkpoint,
     GraphSpec,
     LanguageModel,
@@ -20,9 +20,9 @@ from sinkprune.bundle import (
     TensorSpec,
     Tokens,
 )
-from sinkprune.engines_manifest import EnginesManifest, EngineSpec
-from sinkprune.manifest_file import FileSpec
-from sinkprune.schema import SchemaError, from_json, to_json
+from sinkprune.contract.engines_manifest import EnginesManifest, EngineSpec
+from sinkprune.contract.manifest_file import FileSpec
+from sinkprune.contract.schema import SchemaError, from_json, to_json
 
 
 @dataclass(frozen=True)

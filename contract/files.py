@@ -6,7 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from sinkprune.errors import OutputError
+from sinkprune.contract.errors import OutputError
 
 
 def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sinkprune.manifest_file import ManifestFile
+from sinkprune.contract.manifest_file import ManifestFile
 
 
 def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
