@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import assert_refused, run
 from PIL import Image
 from skimage import data
 
+from commands import assert_refused, run
 from sinkprune import Pipeline
 
 Bundles = Callable[..., Path]

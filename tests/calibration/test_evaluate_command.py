@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import assert_refused, run
 from PIL import Image
 from skimage import data
 
+from commands import assert_refused, run
 from sinkprune import Pipeline
 
 Bundles = Callable[..., Path]

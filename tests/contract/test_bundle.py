@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manifests import changed, manifest_data, refusal, write_data
 
+from manifests import changed, manifest_data, refusal, write_data
 from sinkprune.contract.bundle import (
     CHAT_TEMPLATE,
     EMBEDDING,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifests import changed, manifest_data, refusal, write_data
 
+from manifests import changed, manifest_data, refusal, write_data
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.errors import BundleError

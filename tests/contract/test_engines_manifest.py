@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from manifests import changed
 
+from manifests import changed
 from sinkprune.contract.engines_manifest import (
     FORMAT_VERSION,
     MANIFEST,

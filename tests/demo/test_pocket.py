@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from commands import run
 
+from commands import run
 from sinkprune import Pipeline
 from sinkprune.calibration.evaluation import ask, report
 from sinkprune.calibration.evaluation_report import BASELINE, Combination, CombinationReport, Reply

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import assert_refused, run
-from heads_of_64 import export_random
 from PIL import Image
 
+from commands import assert_refused, run
+from heads_of_64 import export_random
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle, write_manifest
 from sinkprune.contract.engines_manifest import Engines, Limits, read_engines, verify_engines

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from runtime.fake_device import FakeDevice
 
 import kernel_runs
+from fake_device import FakeDevice
 from kernel_runs import Case
 from sinkprune.engines.plugins.binaries import binary
 

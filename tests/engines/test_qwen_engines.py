@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import run
-from engines.shapes_sent import shapes_outside_profiles
-from heads_of_64 import QWEN_CONFIG, export_random
 
+from commands import run
+from heads_of_64 import QWEN_CONFIG, export_random
+from shapes_sent import shapes_outside_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run
-from engines.shapes_sent import shapes_outside_profiles
-from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
 
+from commands import run
+from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
+from shapes_sent import shapes_outside_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
 

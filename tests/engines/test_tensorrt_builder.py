@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from heads_of_64 import CONFIG, export_random
 
 if platform.machine() != "x86_64":

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from heads_of_64 import export_random
 
 if platform.machine() != "x86_64":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from heads_of_64 import CONFIG, export_random
 
 if platform.machine() != "x86_64":

@@ -10,8 +10,8 @@ from typing import Any
 
 import onnx
 import pytest
-from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN_CONFIG, export_random
 
+from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN_CONFIG, export_random
 from sinkprune.engines.trt10_checker import check_trt10
 
 LLAVA = ("retain-64", "retain-32+visual-keys+compact")

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import run
-from engines.shapes_sent import shapes_outside_profiles
-from heads_of_64 import QWEN_CONFIG, export_random
 from PIL import Image
-from runtime.fake_device import FakeDevice
-from runtime.fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
 
+from commands import run
+from fake_device import FakeDevice
+from fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
+from heads_of_64 import QWEN_CONFIG, export_random
+from shapes_sent import shapes_outside_profiles
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import BIN, assert_refused, run
 
+from commands import BIN, assert_refused, run
 from sinkprune.contract.budgets import BUDGETS, OPTIONS
 from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import Request, export_bundle

@@ -11,9 +11,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from commands import run
 from PIL import Image
 
+from commands import run
 from graphs import Array, Run, loaded
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import DialectName, GraphSpec, TensorSpec, read_bundle

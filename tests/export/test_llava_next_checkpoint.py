@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, run
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration
 
+from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.bundle_writer import Request, export_bundle

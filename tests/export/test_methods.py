@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_methods import BEFORE_LLM, divprune, visionzip
 
 import graphs
 from reference import largest
+from reference_methods import BEFORE_LLM, divprune, visionzip
 from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.methods import all_methods

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_methods import IN_LLM, asking_rows, rows_like_the_image
 
 import graphs
 import reference
+from reference_methods import IN_LLM, asking_rows, rows_like_the_image
 from sinkprune.contract.budgets import Budget, parse_budget
 from sinkprune.export.methods import fastv, pyramiddrop, sinkpruner, sparsevlm
 from sinkprune.export.select import every_text_row, last_row, text_like_the_image

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from commands import assert_refused, run
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import BUDGETS
 from sinkprune.contract.bundle import decoder_segments

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runtime.prompt_encoders import Pairs
 
 from checkpoints import tokenizer
+from prompt_encoders import Pairs
 
 
 @pytest.fixture(scope="module")

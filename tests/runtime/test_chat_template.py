@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runtime.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder
 
 from checkpoints import TEMPLATE
+from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder
 from sinkprune.contract.errors import BundleError
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
+from clips import LIMITS, frames
 from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
@@ -23,12 +24,6 @@ from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
 from sinkprune.runtime.qwen_processor import QwenProcessor
 
 QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
-LIMITS: dict[str, Any] = {"fps": 2.0, "min_frames": 4, "max_frames": 768}
-
-
-def frames(count: int, size: tuple[int, int], photo: Image.Image) -> list[Image.Image]:
-    """A camera that moves to the right."""
-    return [photo.crop((10 * i, 0, 10 * i + 400, 400)).resize(size) for i in range(count)]
 
 
 @given(st.integers(2, 4000), st.floats(1, 60), st.integers(4, 768), st.floats(0.5, 4))

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import BIN, assert_refused, run
 from PIL import Image
 
+from commands import BIN, assert_refused, run
 from sinkprune.contract.report import PARTS
 
 Bundles = Callable[..., Path]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from runtime.logits import QUESTION
-from runtime.test_clip import frames
-from runtime.test_several_images import BUDGETS
-from runtime.test_video import BUDGETS as VIDEO_BUDGETS
 
+from clips import VIDEO_BUDGETS, frames
+from logits import QUESTION
+from picture_prompts import BUDGETS
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.context import Length, too_long

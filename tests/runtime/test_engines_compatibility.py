@@ -13,11 +13,11 @@ from typing import Any
 
 import onnxruntime
 import pytest
-from commands import assert_refused, run
 from PIL import Image
-from runtime.fake_device import FakeDevice
-from runtime.fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
 
+from commands import assert_refused, run
+from fake_device import FakeDevice
+from fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import EngineSpec, Limits, verify_engines, write_engines_manifest

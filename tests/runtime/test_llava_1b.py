@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from commands import run
 
 pytestmark = pytest.mark.slow

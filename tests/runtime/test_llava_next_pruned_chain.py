@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from masking import Sequence, embedded, masked_forward
 from PIL import Image
-from runtime.logits import QUESTION, ask
 
 from conftest import NEXT_SHAPES
+from logits import QUESTION, ask
+from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import parse_budget, prune_layers

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runtime.logits import QUESTION, ask
 from transformers import (
     AutoTokenizer,
     LlavaNextForConditionalGeneration,
@@ -19,6 +18,7 @@ from transformers import (
 )
 
 from conftest import NEXT_SHAPES
+from logits import QUESTION, ask
 from sinkprune import Pipeline
 
 NEW_TOKENS = 16

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from runtime.fake_device import FakeDevice
 
+from fake_device import FakeDevice
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.device.memory_pool import Block, MemoryPool, size_class
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from commands import assert_refused, run
 from masking import Sequence, embedded, masked_forward
-from PIL import Image
 from reference_methods import BEFORE_LLM, IN_LLM, asking_rows
-
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError

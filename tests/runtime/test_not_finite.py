@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import assert_refused, run
 from PIL import Image
 
+from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.contract.errors import NumericsError
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime.prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder, llama
 from tokenizers import AddedToken
 
 from checkpoints import IMAGE_TOKEN, TEMPLATE
+from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder, llama
 from sinkprune.contract.bundle import Tokens
 from sinkprune.contract.errors import BundleError, PromptError
 from sinkprune.runtime.prompt import PromptEncoder

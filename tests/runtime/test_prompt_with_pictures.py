@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from runtime.logits import QUESTION
-from runtime.test_clip import frames
-from runtime.test_several_images import PIECES, SIZES, images_of, reference_inputs, rendered
 from transformers import AutoTokenizer
 
+from clips import frames
 from conftest import QWEN_SHAPES
+from logits import QUESTION
+from picture_prompts import PIECES, SIZES, images_of, reference_inputs, rendered
 from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune import Clip, Pipeline
 

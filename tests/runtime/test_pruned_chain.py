@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from masking import Sequence, embedded, masked_forward
 from PIL import Image
 
 from conftest import SHAPES
+from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import OPTIONS, parse_budget, prune_layers

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import run
 from PIL import Image
 
+from commands import run
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune.export.bundle_writer import Request, export_bundle
 

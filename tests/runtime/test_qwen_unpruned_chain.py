@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runtime.logits import QUESTION, ask
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessorPil
 
 from conftest import QWEN_SHAPES
+from logits import QUESTION, ask
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune import Pipeline
 

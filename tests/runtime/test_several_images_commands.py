@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import assert_refused, run
 from PIL import Image
 
+from commands import assert_refused, run
 from sinkprune import Pipeline
 
 BUDGETS = ("retain-64",)

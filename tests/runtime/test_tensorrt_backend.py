@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from runtime.fake_device import FakeDevice
-from runtime.fake_tensorrt import (
+
+from fake_device import FakeDevice
+from fake_tensorrt import (
     ACTIVATIONS,
     LIMITS,
     FakeContext,
@@ -24,8 +25,7 @@ from runtime.fake_tensorrt import (
     RuntimeConfig,
     build_fake_engines,
 )
-from runtime.logits import QUESTION, ask
-
+from logits import QUESTION, ask
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError

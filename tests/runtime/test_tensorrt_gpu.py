@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import run
 from PIL import Image
-from runtime.logits import ask
 
+from commands import run
+from logits import ask
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.export.bundle_writer import Request, export_bundle

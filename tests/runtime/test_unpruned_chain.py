@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runtime.logits import ask
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from conftest import SHAPES
+from logits import ask
 from sinkprune import Pipeline
 
 PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]

@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import assert_refused, run
-from masking import Sequence, embedded, masked_forward
 from PIL import Image
-from runtime.logits import QUESTION, ask
-from runtime.test_clip import frames
 from transformers import AutoTokenizer
-from video_files import write_video
 
+from clips import VIDEO_BUDGETS, frames
+from commands import assert_refused, run
 from conftest import QWEN_SHAPES
+from logits import QUESTION, ask
+from masking import Sequence, embedded, masked_forward
 from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
 from reference import sanitize
@@ -28,11 +27,11 @@ from sinkprune.contract.budgets import parse_budget, prune_layers
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.clip import shown
+from video_files import write_video
 
 Array = np.ndarray[Any, Any]
 
 NEW_TOKENS = 6
-BUDGETS = ("prune-80", "prune-66.7", "prune-80+per-frame", "prune-80+no-sanitizer", "prune-88.9+per-frame+raster")
 # Ragged windows; 8 frames make 4 groups of 5 x 6 tokens
 SIZE = (170, 140)
 
@@ -40,7 +39,7 @@ SIZE = (170, 140)
 @pytest.fixture
 def pipe(pipeline: Callable[..., Pipeline]) -> Callable[[str], Pipeline]:
     """A bundle for clips of up to 8 frames."""
-    return lambda name: pipeline(name, "fp32", BUDGETS, max_frames=8)
+    return lambda name: pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tu
 
 
 @pytest.mark.parametrize("name", QWEN_SHAPES)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", VIDEO_BUDGETS)
 def test_pruned_equals_the_masked_full_sequence(
     name: str, budget: str, model: Callable[[str], Any], pipe: Callable[[str], Pipeline], clip: Clip
 ) -> None:
@@ -219,7 +218,7 @@ def test_a_bundle_without_video_takes_no_clip(pipeline: Callable[..., Pipeline],
         with pytest.raises(VideoError, match=f"takes no video.*{way_out}"):
             pipeline(name).generate(clip, QUESTION, max_new_tokens=1)
     with pytest.raises(VideoError, match="no frames"):
-        pipeline("qwen", "fp32", BUDGETS, max_frames=8).generate(Clip([], 2), QUESTION, max_new_tokens=1)
+        pipeline("qwen", "fp32", VIDEO_BUDGETS, max_frames=8).generate(Clip([], 2), QUESTION, max_new_tokens=1)
 
 
 def test_clips_too_long_for_topk_are_refused_with_the_reason(
@@ -256,7 +255,7 @@ def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], 
 def test_the_commands_take_a_video_file(bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:
     video, root = (
         write_video(tmp_path / "clip.mp4", frames(20, SIZE, photo)),
-        bundle("qwen", "fp32", BUDGETS, max_frames=8),
+        bundle("qwen", "fp32", VIDEO_BUDGETS, max_frames=8),
     )
     asked, kept = ("--video", video, "--prompt", "What happens?"), tmp_path / "kept.png"
     options = ("--budget", "prune-80", "--json", "--max-new-tokens", 2, "--overlay", kept)

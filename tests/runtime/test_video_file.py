@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from runtime.test_clip import LIMITS, frames
-from video_files import trimmed, write_video
 
+from clips import LIMITS, frames
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.clip import ClipSize, shown
 from sinkprune.runtime.video_file import VideoFile
+from video_files import trimmed, write_video
 
 av = pytest.importorskip("av")
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-from runtime.fake_device import FakeDevice
 
+from fake_device import FakeDevice
 from sinkprune.contract.bundle import MANIFEST, Bundle, GraphSpec
 from sinkprune.contract.engines_manifest import (
     FORMAT_VERSION,
