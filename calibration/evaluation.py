@@ -18,8 +18,8 @@ from sinkprune.calibration.evaluation_report import (
 )
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import Manifest
 from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profile import machine_name, model_name

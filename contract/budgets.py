@@ -15,6 +15,7 @@ from typing import Literal
 from sinkprune.contract.errors import BudgetError
 
 UNPRUNED = "none"
+"""The budget of the unpruned engines, which every bundle has."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,25 @@ class Budget:
     """What is kept, and the options of method.md sections 1 and 2. The defaults are the method itself."""
 
     reserve: Share
+    """k_res: salient tokens of a group."""
     diverse: Share
+    """k_div: diverse tokens of a group."""
     stages: tuple[Share, ...]
+    """K_s: visual tokens of a picture that survive each text-guided stage."""
     outlier_per_mille: int = 10
-    batch: int = 16
+    """rho: high-norm tokens of a group, rounded up."""
+    diversity_group_size: int = 16
+    """b: how many diverse tokens are chosen at once, without being compared with each other."""
     sanitizer: bool = True
+    """Whether tokens are dropped before the LLM at all."""
     remove_outliers: bool = True
     aggregate: bool = True
+    """Whether outliers are averaged into a sink token, or only dropped."""
     order: Literal["grouped", "raster"] = "grouped"
     scores_over: Literal["all_keys", "visual_keys"] = "all_keys"
+    """The keys that a stage's softmax runs over."""
     positions: Literal["keep", "compact"] = "keep"
+    """Whether survivors of a stage keep their position ids or are renumbered."""
     frames: Literal["together", "apart"] = "together"
     """Whether the frames of a clip are sanitised as one group or each as one."""
 
@@ -98,29 +108,27 @@ def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
     return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
 
 
-_QWEN = {
+LLAVA_BUDGETS = {
+    "retain-192": _llava_row(192, 192, 345, 195, 138),
+    "retain-128": _llava_row(128, 128, 230, 130, 92),
+    "retain-64": _llava_row(64, 64, 110, 74, 42),
+    "retain-32": _llava_row(32, 32, 54, 36, 22),
+}
+"""Of LLaVA-1.5, where the paper's counts are of 576 tokens."""
+
+LLAVA_NEXT_BUDGETS = {
+    "retain-320": _llava_row(64, 64, 110, 74, 42),
+    "retain-160": _llava_row(32, 32, 54, 36, 22),
+}
+"""Of LLaVA-NeXT: rows of one tile; the names count those of five."""
+
+QWEN_BUDGETS = {
     "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
     "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
     "prune-80": _per_mille_row(400, 50, 300, 200, 120),
     "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
 }
-
-BUDGETS: dict[str, dict[str, Budget]] = {
-    "llava": {
-        "retain-192": _llava_row(192, 192, 345, 195, 138),
-        "retain-128": _llava_row(128, 128, 230, 130, 92),
-        "retain-64": _llava_row(64, 64, 110, 74, 42),
-        "retain-32": _llava_row(32, 32, 54, 36, 22),
-    },
-    # Rows of one tile; the names count those of five.
-    "llava-next": {
-        "retain-320": _llava_row(64, 64, 110, 74, 42),
-        "retain-160": _llava_row(32, 32, 54, 36, 22),
-    },
-    "qwen2.5-vl": _QWEN,
-    "qwen2-vl": _QWEN,
-}
-"""The budgets of each family by name (method.md section 3)."""
+"""Of families whose images differ in their number of tokens."""
 
 OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "raster": lambda budget: replace(budget, order="raster"),
@@ -128,7 +136,7 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "keep-outliers": lambda budget: replace(budget, remove_outliers=False),
     "no-diversity": lambda budget: replace(budget, diverse=Share(0, 1)),
     "no-sanitizer": lambda budget: replace(budget, sanitizer=False),
-    "serial": lambda budget: replace(budget, batch=1),
+    "serial": lambda budget: replace(budget, diversity_group_size=1),
     "visual-keys": lambda budget: replace(budget, scores_over="visual_keys"),
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
@@ -141,24 +149,6 @@ serial: the farthest-point rule one token at a time (b = 1). visual-keys: the st
 visual keys only. compact: positions are renumbered after each stage. per-frame: the frames of a clip are sanitised
 apart.
 """
-
-
-def parse_budget(family: str, name: str) -> Budget:
-    """The budget that `name` means for `family`; raises `BudgetError` with the known names."""
-    base, *options = name.split("+")
-    rows = BUDGETS[family]
-    if base not in rows:
-        raise BudgetError(
-            f"unknown budget '{base}' (in '{name}'); family '{family}' has: {', '.join(rows)}. "
-            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}."
-        )
-    unknown = [option for option in options if option not in OPTIONS]
-    if unknown:
-        raise BudgetError(f"unknown option '{unknown[0]}' in budget '{name}'; known options: {', '.join(OPTIONS)}.")
-    budget = rows[base]
-    for option in options:
-        budget = OPTIONS[option](budget)
-    return budget
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.manifest import LanguageModel
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,20 +45,32 @@ class ManifestFile:
     """What to do about a damaged one."""
     upgrade: str
     """What to do about one of another format version."""
+    former: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    """By older format version: what puts its JSON into the words of the next."""
 
     def read(self, root: Path, kind: type[T]) -> T:
         """The manifest in the folder `root`, as the dataclass `kind`; raises `error`."""
         path = root / self.name
         data = self._parse(root, path)
         version = data.get("format_version") if isinstance(data, dict) else None
-        if version != self.format_version:
+        if version != self.format_version and version not in self.former:
             raise self.error(
                 f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {self.upgrade}"
             )
         try:
-            return from_json(kind, data)
+            return from_json(kind, self._current(data))
         except SchemaError as error:
             raise self.error(f"'{path}' is malformed at {error}. {self.again}") from error
+
+    def _current(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Parsed JSON of a known format version, in the words of this one."""
+        while data["format_version"] in self.former:
+            version = data["format_version"]
+            try:
+                data = self.former[version](data)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise SchemaError(f"$: not of format version {version} ({type(error).__name__}: {error})") from error
+        return data
 
     def write(self, root: Path, manifest: Any) -> None:
         """Write the manifest into the folder `root`."""

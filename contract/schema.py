@@ -41,8 +41,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return _read(inner, data, where)
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        return _read(kinds[0] if len(kinds) == 1 else _kind_of(kinds, data, where), data, where)
     if origin is typing.Literal:
         if data not in arguments:
             raise SchemaError(f"{where}: found {data!r}, expected one of {', '.join(map(repr, arguments))}")
@@ -69,6 +69,16 @@ def _read_object(kind: Any, data: Any, where: str) -> Any:
     if unknown:
         raise SchemaError(f"{where}: unknown field '{unknown[0]}'")
     return kind(**{name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+
+
+def _kind_of(kinds: list[Any], data: Any, where: str) -> Any:
+    """The one of several dataclasses that has the fields of `data`."""
+    _expect(dict, data, where)
+    for kind in kinds:
+        if set(typing.get_type_hints(kind)) == set(data):
+            return kind
+    names = ", ".join(kind.__name__ for kind in kinds)
+    raise SchemaError(f"{where}: found the fields {', '.join(map(str, data))}, which are those of none of {names}")
 
 
 def _to_float(data: int | float, where: str) -> float:

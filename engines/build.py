@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from sinkprune.contract.bundle import MANIFEST, Bundle
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import (
     ENGINES,
     FORMAT_VERSION,
@@ -19,6 +19,7 @@ from sinkprune.contract.engines_manifest import (
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines.limits import profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes

@@ -22,7 +22,7 @@ examples:
   sinkprune-build llava-7b -o engines --target tensorrt --max-prompt 128 --max-new-tokens 64
   sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
 
-TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be exported with --dialect trt10.
+TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be exported with --dialect opset20.
 """
 
 

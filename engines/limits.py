@@ -11,9 +11,10 @@ from math import prod
 from statistics import median_low
 from typing import NamedTuple
 
-from sinkprune.contract.bundle import GraphSpec, Manifest, Plan
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, UsageError
+from sinkprune.contract.manifest import GraphSpec, Manifest
+from sinkprune.contract.plans import Plan
 from sinkprune.runtime.families import Family, load_family
 
 _USUAL_PROMPT = 64

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from sinkprune.contract.bundle import Bundle, GraphSpec
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Range
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest import GraphSpec
 from sinkprune.runtime.device.system_memory import available_bytes
 
 Profiles = Mapping[str, Mapping[str, Range]]

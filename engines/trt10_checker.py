@@ -85,7 +85,7 @@ def check_trt10(model: onnx.ModelProto, graph: str) -> None:
         _check_inputs(graph, node, constants)
 
 
-_REMEDY = "Export the bundle with --dialect trt10."
+_REMEDY = "Export the bundle with --dialect opset20."
 
 
 def _refuse(graph: str, node: onnx.NodeProto, found: str, expected: str) -> NoReturn:

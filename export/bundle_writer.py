@@ -12,8 +12,12 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import BUDGETS, UNPRUNED, Budget, parse_budget
-from sinkprune.contract.bundle import (
+from sinkprune.contract.budgets import UNPRUNED, Budget
+from sinkprune.contract.bundle import write_manifest
+from sinkprune.contract.errors import BudgetError, CheckpointError, UsageError
+from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
     EMBEDDING,
@@ -23,14 +27,11 @@ from sinkprune.contract.bundle import (
     DialectName,
     GraphSpec,
     Manifest,
-    PlanSpec,
     Tokens,
     decoder_segments,
-    write_manifest,
 )
-from sinkprune.contract.errors import BudgetError, CheckpointError, UsageError
-from sinkprune.contract.folders import check_replaceable, install, staging
 from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.plans import Plan
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.equal_mean import UnreachableMean
@@ -67,7 +68,7 @@ class Request:
     """Budget names; None is every budget of the family."""
     methods: tuple[str, ...] = ("sinkpruner",)
     precision: str = "fp32"
-    dialect: DialectName = "onnx24"
+    dialect: DialectName = "opset23"
     random_weights: bool = False
     min_pixels: int | None = None
     """Images are enlarged to at least as many; None is what the checkpoint says."""
@@ -185,9 +186,9 @@ class _Writer:
         planned: Mapping[str, Mapping[str, PlanGraphs]],
         budgets: Mapping[str, Budget],
         graphs: dict[str, GraphSpec],
-    ) -> dict[str, dict[str, PlanSpec]]:
+    ) -> dict[str, dict[str, Plan]]:
         """The weightless graphs of every method and budget; their interfaces are added to `graphs`."""
-        plans: dict[str, dict[str, PlanSpec]] = {}
+        plans: dict[str, dict[str, Plan]] = {}
         for method, by_budget in planned.items():
             plans[method] = {}
             for name, built in by_budget.items():
@@ -196,7 +197,7 @@ class _Writer:
                     graphs[f"{folder}/{graph.name}"] = graph.save(self._root, f"graphs/{folder}/{graph.name}.onnx")
                 sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
                 selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-                plans[method][name] = PlanSpec(sanitizer, selects, budgets[name].positions, built.counts)
+                plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
         return plans
 
     def text_files(self) -> None:
@@ -286,7 +287,7 @@ def _random_config(source: str) -> dict[str, Any]:
 
 
 def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
-    names = tuple(BUDGETS[family]) if names is None else names
+    names = tuple(FAMILIES[family].budgets) if names is None else names
     if UNPRUNED in names:
         raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")
     return {name: parse_budget(family, name) for name in names}

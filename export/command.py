@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from sinkprune.contract.budgets import BUDGETS, OPTIONS
+from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.families import FAMILIES
 from sinkprune.export.presets import PRESETS
 
 _EXAMPLES = """\
 examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
   sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
-  sinkprune-export ./my-checkpoint -o orin --precision fp16 --dialect trt10      # for JetPack 6
+  sinkprune-export ./my-checkpoint -o orin --precision fp16 --dialect opset20      # for JetPack 6
   sinkprune-export Qwen/Qwen2.5-VL-7B-Instruct -o qwen-7b --precision fp16 --max-pixels 376320
   sinkprune-export llava-1.1b --random-weights -o sizing      # true shapes, no download
 
@@ -98,7 +99,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _known_names() -> str:
     """What may stand for a budget, its options and a preset, family by family."""
-    budgets = "".join(f"  {family}: {', '.join(rows)}\n" for family, rows in BUDGETS.items())
+    budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
     return (
         f"budgets:\n{budgets}"
         f"options, behind a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)}\n"
@@ -108,7 +109,7 @@ def _known_names() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
-    from sinkprune.contract.bundle import DialectName
+    from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
     from sinkprune.contract.precision import DTYPES
 
     parser = argparse.ArgumentParser(
@@ -130,9 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=list(DTYPES), default="fp32", help="weights and states (default: fp32)")
     add(
         "--dialect",
+        # What they were called before is understood too.
+        type=lambda name: FORMER_DIALECTS.get(name, name),
         choices=get_args(DialectName),
-        default="onnx24",
-        help="operators of the graphs: trt10 for TensorRT 10.3, as on JetPack 6 (default: onnx24)",
+        default="opset23",
+        help="operators of the graphs: opset20 for TensorRT 10.3, as on JetPack 6 (default: opset23)",
     )
     add(
         "--random-weights",

@@ -16,8 +16,8 @@ import onnx
 import onnx_ir as ir
 from onnxscript import GraphBuilder
 
-from sinkprune.contract.bundle import GraphSpec, TensorSpec
 from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.graph import Dim, WeightedGraph
 
 

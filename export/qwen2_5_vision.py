@@ -10,11 +10,11 @@ index, rotary tables) comes from the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import onnx_ir as ir
 
+from sinkprune.contract.towers import QwenTower
 from sinkprune.export.graph import Dim, WeightedGraph
 
 _FLOAT = ir.DataType.FLOAT
@@ -24,24 +24,8 @@ EPSILON = 1e-6
 _HIDDEN = -3.4028234663852886e38
 
 
-@dataclass(frozen=True)
-class QwenVision:
-    """Shape of a Qwen2.5-VL vision tower."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_blocks: int
-    full_attention_blocks: tuple[int, ...]
-    """0-based; all others attend within windows."""
-    window_side: int
-    """Merged tokens along a window's side."""
-    patch_size: int
-    temporal_patch_size: int
-    merge_size: int
-    rope_theta: float
-    out_size: int
-    """The decoder's width."""
+class QwenVision(QwenTower):
+    """A tower that can be written."""
 
     @property
     def head_dim(self) -> int:
@@ -97,10 +81,10 @@ class Parts(NamedTuple):
     """Of a tower, with the weights of a name, on the rows `x`."""
 
 
-def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts, salience_block: int) -> None:
+def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts) -> None:
     """`vision` of the graph contract: pixel patches of G frames to merged tokens, their norms and their salience.
 
-    An image is one frame. Salience is the attention a token's patches receive in `salience_block` (0-based), mean
+    An image is one frame. Salience is the attention a token's patches receive in `salience_block`, mean
     over heads, over all patches that ask and over its own patches; patches of other windows and frames, which do not
     see it, count as zeros.
     """
@@ -120,7 +104,7 @@ def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts, salienc
     for block in range(vision.num_blocks):
         attending = full if block in vision.full_attention_blocks else windowed
         x, query, key = _block(graph, vision, parts, f"visual.blocks.{block}", x, attending)
-        if block == salience_block:
+        if block == vision.salience_block:
             salience = _received(graph, vision, query, key, attending)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
 

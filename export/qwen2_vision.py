@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sinkprune.export.clip import activation
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.qwen2_5_vision import EPSILON, Parts, QwenVision
+from sinkprune.export.vit import activation
 
 
 class Qwen2Vision(QwenVision):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Share
-from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.methods import PlanFacts

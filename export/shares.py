@@ -52,7 +52,7 @@ def shares_of(budget: Budget, most: int) -> SanitizerCounts:
         return reserve, op.Min(share(op, tokens, budget.diverse), op.Sub(low, reserve))
 
     counts = budget.resolve(most)
-    return fixed(counts, budget.batch)._replace(of=of, kept="n0")
+    return fixed(counts, budget.diversity_group_size)._replace(of=of, kept="n0")
 
 
 def share(op: Any, tokens: ir.Value, part: Share) -> ir.Value:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.bundle import Bundle, Plan
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.plans import Plan
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.rotary import Positions, Rotary

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.clip_processor import ClipProcessor
+from sinkprune.runtime.square_processor import SquareProcessor
 
 Array = np.ndarray[Any, Any]
 Size = tuple[int, int]
@@ -33,7 +33,7 @@ class LlavaNextProcessor:
 
     def __init__(self, settings: Mapping[str, Any], side: int) -> None:
         self._settings, self._side = settings, side
-        self._clip = ClipProcessor(settings)
+        self._square = SquareProcessor(settings)
 
     def __call__(self, image: Image.Image) -> Array:
         """[1+tiles,3,side,side] fp32 of an RGB image: the whole image first, then its tiles in raster order."""
@@ -43,7 +43,7 @@ class LlavaNextProcessor:
         shown.paste(image.resize(canvas.shown, resample), (canvas.left, canvas.top))
         corners = ((x, y) for y in range(0, canvas.height, side) for x in range(0, canvas.width, side))
         tiles = [shown.crop((x, y, x + side, y + side)) for x, y in corners]
-        return np.stack([self._clip(view) for view in (image.resize((side, side), resample), *tiles)])
+        return np.stack([self._square(view) for view in (image.resize((side, side), resample), *tiles)])
 
     def canvas(self, size: Size) -> Canvas:
         """The canvas for an image of `size`: the pinpoint that loses least of it, then wastes least of itself."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sinkprune.contract.bundle import Plan
+from sinkprune.contract.plans import Plan
 from sinkprune.runtime.answer import Kept
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")

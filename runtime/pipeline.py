@@ -13,9 +13,11 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Bundle, Plan, PlanSpec, read_bundle, verify
+from sinkprune.contract.bundle import Bundle, read_bundle, verify
 from sinkprune.contract.engines_manifest import Limits, verify_engines
 from sinkprune.contract.errors import ImageError, NumericsError, PromptError, PruningError, UsageError
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import DTYPES
 from sinkprune.contract.report import PARTS
 from sinkprune.runtime.answer import Answer, Kept
@@ -34,7 +36,7 @@ from sinkprune.runtime.chain import (
     surviving_rows,
 )
 from sinkprune.runtime.clip import Shown
-from sinkprune.runtime.context import Length, too_long
+from sinkprune.runtime.context_length import Length, too_long
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import PictureLike, decoded, naming
@@ -306,7 +308,7 @@ class Pipeline:
         decoded: str = self._prompts.tokenizer.decode(ids, skip_special_tokens=True)
         return "" if decoded.endswith("\ufffd") and not final else decoded[len(text) :]
 
-    def _load_plan(self, plan: PlanSpec) -> None:
+    def _load_plan(self, plan: Plan) -> None:
         for graph in filter(None, [plan.sanitizer, *plan.select_after.values()]):
             self.chain.plan_engine(graph)
 

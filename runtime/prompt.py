@@ -16,8 +16,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from sinkprune.contract.bundle import Tokens
 from sinkprune.contract.errors import BundleError, PromptError
+from sinkprune.contract.manifest import Tokens
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from checkpoints import Shape, make_checkpoint
 from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import DialectName
+from sinkprune.contract.manifest import DialectName
 from sinkprune.export.bundle_writer import Request, export_bundle
 
 SHAPES = {
@@ -75,7 +75,7 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         name: str,
         precision: str = "fp32",
         budgets: tuple[str, ...] | None = None,
-        dialect: DialectName = "onnx24",
+        dialect: DialectName = "opset23",
         max_images: int = 1,
         max_frames: int = 0,
     ) -> Path:

@@ -18,7 +18,7 @@ import numpy as np
 import onnxruntime
 
 from fake_device import FakeDevice
-from sinkprune.contract.bundle import MANIFEST, Bundle, GraphSpec
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import (
     FORMAT_VERSION,
     EnginesManifest,
@@ -27,6 +27,7 @@ from sinkprune.contract.engines_manifest import (
     Range,
     write_engines_manifest,
 )
+from sinkprune.contract.manifest import MANIFEST, GraphSpec
 from sinkprune.contract.manifest_file import file_specs, sha256
 
 Array = np.ndarray[Any, Any]

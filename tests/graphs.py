@@ -14,9 +14,9 @@ import onnx
 import onnx.inliner
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.bundle import LanguageModel
+from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export import equal_mean
-from sinkprune.export.dialects import onnx24
+from sinkprune.export.dialects import opset23
 from sinkprune.export.graph import Graph
 from sinkprune.export.methods import PlanFacts, PlanGraphs, load_method
 from sinkprune.export.precision import PRECISIONS
@@ -37,14 +37,14 @@ def language_model(num_heads: int = 4, num_kv_heads: int = 4, head_dim: int = 8)
 
 def sanitizer_graph(n: int, d: int, budget: Budget, precision: str = "fp32") -> Graph:
     """`sanitizer` of `budget` for groups of `n` tokens of width `d`."""
-    graph: Graph = _plan(PlanFacts(language_model(), n, d, PRECISIONS[precision], onnx24), budget).sanitizer
+    graph: Graph = _plan(PlanFacts(language_model(), n, d, PRECISIONS[precision], opset23), budget).sanitizer
     return graph
 
 
 def select_graph(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32") -> Graph:
     """The first `select_after_*` of `budget` for an image of `tokens` visual tokens."""
     graph: Graph = _plan(
-        PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision], onnx24), budget
+        PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision], opset23), budget
     ).select_after[0]
     return graph
 
@@ -82,7 +82,7 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
 @cache
 def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking, precision: str = "fp32") -> Run:
     """A select that keeps the `kept` visual rows the rows of `asking` attend to most, loaded."""
-    graph = Graph("select", PRECISIONS[precision], onnx24)
+    graph = Graph("select", PRECISIONS[precision], opset23)
     build_select(graph, model, best(kept), budget, asking)
     return loaded(graph)
 
@@ -90,7 +90,7 @@ def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking
 @cache
 def quota_select(model: LanguageModel, images: int, budget: Budget, precision: str = "fp32") -> Run:
     """A select of every text row that keeps the own quota of each of up to `images` images, loaded."""
-    graph = Graph("select", PRECISIONS[precision], onnx24)
+    graph = Graph("select", PRECISIONS[precision], opset23)
     build_select(graph, model, best_of_each_image(images), budget, every_text_row)
     return loaded(graph)
 
@@ -109,7 +109,7 @@ def operators_on_fp16(graph: Graph) -> set[str]:
 
 
 def _deep_facts(n: int, d: int, precision: str) -> PlanFacts:
-    return PlanFacts(replace(language_model(), num_layers=32), n, d, PRECISIONS[precision], onnx24)
+    return PlanFacts(replace(language_model(), num_layers=32), n, d, PRECISIONS[precision], opset23)
 
 
 def _plan(facts: PlanFacts, budget: Budget) -> Any:

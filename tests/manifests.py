@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import MANIFEST, read_bundle, verify
+from sinkprune.contract.bundle import read_bundle, verify
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest import MANIFEST
 
 
 def manifest_data(root: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from reference import keep_rows, text_attention
-from sinkprune.contract.budgets import parse_budget
+from sinkprune.contract.families import parse_budget
 
 Array = np.ndarray[Any, Any]
 Asking = Callable[[Array, list[int], list[int]], list[int]]

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
-from sinkprune.contract.bundle import Tokens
+from sinkprune.contract.manifest import Tokens
 from sinkprune.export.text import SpecialTokens, small_text
 from sinkprune.runtime.prompt import PromptEncoder
 

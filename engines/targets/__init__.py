@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from sinkprune.contract.bundle import Bundle, GraphSpec
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Range, Realisation, Target
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import GraphSpec
 from sinkprune.engines.preflight import Memory
 from sinkprune.engines.progress import BuildProgress
 

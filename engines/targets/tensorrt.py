@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sinkprune.contract.bundle import Bundle, TensorSpec
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest import TensorSpec
 from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, OutOfMemoryError
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor

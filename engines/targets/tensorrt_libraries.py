@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sinkprune.contract.bundle import Bundle, Manifest
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.files import write_whole
+from sinkprune.contract.manifest import Manifest
 from sinkprune.engines.onnx_model import read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.runtime.device import open_device
@@ -26,7 +27,7 @@ _HOST_COPIES = 2.2
 # The least there must be, to time kernels on them.
 _GPU_COPIES = 1
 # The first version whose parser takes RMSNormalization and RotaryEmbedding.
-_FIRST_WITH_ONNX24 = (10, 15)
+_FIRST_WITH_OPSET23 = (10, 15)
 # Orin and Thor, whose GPU uses the machine's memory.
 _BOARDS = (87, 110)
 
@@ -85,15 +86,15 @@ class TensorRT:
         self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Attention in fp32 does not build, dialect onnx24 needs 10.15, and of trt10 every operator is looked up."""
+        """Attention in fp32 does not build, opset 23 needs 10.15, and of opset 20 every operator is looked up."""
         _refuse_fp32_attention(bundle, self.target)
         manifest = bundle.manifest
-        if manifest.dialect == "onnx24" and _version(self.trt) < _FIRST_WITH_ONNX24:
+        if manifest.dialect == "opset23" and _version(self.trt) < _FIRST_WITH_OPSET23:
             raise EnginesError(
-                f"bundle '{bundle.path}' is of dialect onnx24, which needs TensorRT 10.15 or later; "
-                f"{self.trt.__version__} is installed here. {_export_again(manifest, 'fp16', 'trt10')}"
+                f"bundle '{bundle.path}' is of dialect opset23, which needs TensorRT 10.15 or later; "
+                f"{self.trt.__version__} is installed here. {_export_again(manifest, 'fp16', 'opset20')}"
             )
-        if manifest.dialect == "trt10":
+        if manifest.dialect == "opset20":
             models = {graph: read_model(bundle.graph_path(graph)) for graph in manifest.graphs}
             from sinkprune.engines.trt10_checker import check_trt10
 
@@ -200,10 +201,10 @@ class TensorRTRTX:
 
 def _refuse_fp32_attention(bundle: Bundle, target: str) -> None:
     manifest = bundle.manifest
-    if manifest.precision == "fp32" and manifest.dialect == "onnx24":
+    if manifest.precision == "fp32" and manifest.dialect == "opset23":
         raise EnginesError(
             f"bundle '{bundle.path}' is fp32, and {target} compiles ONNX's Attention in fp16 only. "
-            f"{_export_again(manifest, 'fp16', 'onnx24')}"
+            f"{_export_again(manifest, 'fp16', 'opset23')}"
         )
 
 

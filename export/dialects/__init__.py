@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from sinkprune.contract.bundle import DialectName
-from sinkprune.export.dialects import onnx24, trt10
+from sinkprune.contract.manifest import DialectName
+from sinkprune.export.dialects import opset20, opset23
 
 
 class Dialect(Protocol):
@@ -40,4 +40,4 @@ class Dialect(Protocol):
         ...
 
 
-DIALECTS: dict[DialectName, Dialect] = {"onnx24": onnx24, "trt10": trt10}
+DIALECTS: dict[DialectName, Dialect] = {"opset23": opset23, "opset20": opset20}

@@ -1,15 +1,18 @@
 """Model families: one module each. A module reads a configuration and writes the weight graphs.
 
-To add a family, add its module and its name below, and its counterpart in `sinkprune.runtime.families`.
+`FAMILY` of a module is its class, which `sinkprune.contract.families` names. How to add one: docs/new-family.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
-from sinkprune.contract.bundle import LanguageModel
 from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.towers import Tower
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.methods import UpTo
 from sinkprune.export.text import SpecialTokens
@@ -23,8 +26,8 @@ class Family(Protocol):
 
     name: str
     language_model: LanguageModel
-    vision: dict[str, Any]
-    """Facts for the runtime's module of the same name."""
+    vision: Tower
+    """Facts of the tower, for the runtime's module of the same name."""
     visual_width: int
     projector: str | None
     """The weight graph behind the tower; None where the tower ends in the decoder's width."""
@@ -77,18 +80,14 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
 
     `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
     """
-    from sinkprune.export.families.llava import Llava
-    from sinkprune.export.families.llava_next import LlavaNext
-    from sinkprune.export.families.qwen2_5_vl import Qwen25VL
-    from sinkprune.export.families.qwen2_vl import Qwen2VL
-
-    kinds: tuple[type[Llava | LlavaNext | Qwen25VL | Qwen2VL], ...] = (Llava, LlavaNext, Qwen25VL, Qwen2VL)
-    families = {kind.model_type: kind for kind in kinds}
     model_type = config.get("model_type")
-    if model_type not in families:
+    rows = {row.model_type: row for row in FAMILIES.values()}
+    if model_type not in rows:
         found = ", ".join(config.get("architectures") or [str(model_type)])
-        supported = ", ".join(family.architecture for family in families.values())
+        supported = ", ".join(row.architecture for row in rows.values())
         raise CheckpointError(
             f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."
         )
-    return families[model_type](source, config, salience)
+    module = import_module(f"{__name__}.{rows[model_type].module}")
+    family: Family = module.FAMILY(source, config, salience)
+    return family

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkprune.contract.bundle import LanguageModel
 from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.manifest import LanguageModel
 
 Expectation = tuple[str, Any, Sequence[Any]]
 """A setting's name, what was found, and what is supported."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
-from sinkprune.export.clip import ACTIVATIONS, Clip, activation, build_vision
+from sinkprune.contract.families import FAMILIES
 from sinkprune.export.families.configuration import check_settings, check_shapes, parse_config, read_language_model
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
 from sinkprune.export.text import SpecialTokens
+from sinkprune.export.vit import ACTIVATIONS, ViT, activation, build_vision
 
 
 class Llava:
     """A `LlavaForConditionalGeneration` configuration."""
 
     name = "llava"
-    model_type = "llava"
-    architecture = "LlavaForConditionalGeneration"
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = "projector"
     most_groups = 1
@@ -43,10 +41,10 @@ class Llava:
         self._config: Any = parse_config(source, self._config_class(), config)
         self._check()
         self._llama = _read_llama(self._config.text_config)
-        self._clip = _read_clip(self._config)
+        self._vit = _read_vit(self._config)
         self.language_model = self._llama.facts
-        self.visual_tokens, self.visual_width = self._clip.tokens, self._clip.hidden_size
-        self.vision = {**asdict(self._clip), "tokens": self._clip.tokens}
+        self.visual_tokens, self.visual_width = self._vit.tokens, self._vit.hidden_size
+        self.vision = self._vit
         self.image_token: int = self._config.image_token_id
 
     def _config_class(self) -> Any:
@@ -71,7 +69,7 @@ class Llava:
     @property
     def default_processor(self) -> dict[str, Any]:
         """CLIP's processor, at the tower's image size."""
-        size = self._clip.image_size
+        size = self._vit.image_size
         return {
             "image_processor_type": "CLIPImageProcessor",
             "do_convert_rgb": True,
@@ -94,7 +92,7 @@ class Llava:
         lm, d = self.language_model, self.language_model.hidden_size
         projector = self.visual_width * d + d * d + 2 * d
         rows = 2 * lm.vocab_size + 1 + len(self.extra_rows)
-        return self._clip.parameters + projector + lm.decoder_parameters + rows * d
+        return self._vit.parameters + projector + lm.decoder_parameters + rows * d
 
     def graphs(self, segments: Sequence[range]) -> list[str]:
         """vision, projector, decoder_0, ..., head."""
@@ -103,7 +101,7 @@ class Llava:
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
         """Write the weight graph `name`."""
         if name == "vision":
-            build_vision(graph, self._clip)
+            build_vision(graph, self._vit)
         elif name == "projector":
             self._build_projector(graph)
         elif name == "head":
@@ -124,7 +122,7 @@ class Llava:
             raise CheckpointError(
                 f"checkpoint '{self._source}' has image processor '{kind}', expected {' or '.join(self.processors)}."
             )
-        side = self._clip.image_size
+        side = self._vit.image_size
         shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
         if (shown.get("height"), shown.get("width")) != (side, side):
             raise CheckpointError(
@@ -162,7 +160,7 @@ class Llava:
             ("vision_feature_select_strategy", config.vision_feature_select_strategy, ("default",)),
             ("quantization_config", getattr(config, "quantization_config", None), (None,)),
         ]
-        check_settings(self._source, self.architecture, settings)
+        check_settings(self._source, FAMILIES[self.name].architecture, settings)
         check_shapes(self._source, text, config.image_token_id)
         if not isinstance(config.vision_feature_layer, int):
             raise CheckpointError(
@@ -183,9 +181,9 @@ def _read_llama(text: Any) -> Llama:
     return Llama(read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 
 
-def _read_clip(config: Any) -> Clip:
+def _read_vit(config: Any) -> ViT:
     vision = config.vision_config
-    return Clip(
+    return ViT(
         hidden_size=vision.hidden_size,
         intermediate_size=vision.intermediate_size,
         num_heads=vision.num_attention_heads,
@@ -194,6 +192,7 @@ def _read_clip(config: Any) -> Clip:
         patch_size=vision.patch_size,
         layer_norm_eps=vision.layer_norm_eps,
         activation=vision.hidden_act,
+        tokens=(vision.image_size // vision.patch_size) ** 2,
     )
 
 
@@ -201,3 +200,6 @@ def _feature_blocks(config: Any) -> int:
     """How many blocks the feature layer needs: hidden state 0 is the embedding, i the output of block i-1."""
     layer: int = config.vision_feature_layer
     return layer if layer >= 0 else int(config.vision_config.num_hidden_layers) + 1 + layer
+
+
+FAMILY = Llava

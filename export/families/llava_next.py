@@ -27,15 +27,13 @@ class LlavaNext(Llava):
     """
 
     name = "llava-next"
-    model_type = "llava_next"
-    architecture = "LlavaNextForConditionalGeneration"
     extra_rows: Mapping[str, str] = {"image_newline": "image_newline"}
     decoders: Sequence[str] = ("llama", "mistral")
     processors: Sequence[str] = ("LlavaNextImageProcessor",)
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         super().__init__(source, config, salience)
-        side = self._clip.image_size
+        side = self._vit.image_size
         self._pinpoints = [list(pinpoint) for pinpoint in self._config.image_grid_pinpoints]
         if not self._pinpoints or any(
             len(p) != 2 or min(p) < 1 or p[0] % side or p[1] % side for p in self._pinpoints
@@ -66,7 +64,7 @@ class LlavaNext(Llava):
         """LlavaNextImageProcessor's settings, gaps filled with their defaults."""
         # What it calls padding fills up a batch; here every image is a batch of its own.
         known = {**super().processor(settings), "do_pad": False}
-        side, size = self._clip.image_size, known["size"]
+        side, size = self._vit.image_size, known["size"]
         if set(size.values()) != {side}:
             raise CheckpointError(
                 f"checkpoint '{self._source}': its image processor shows the whole image at {size}, expected {side} "
@@ -78,3 +76,6 @@ class LlavaNext(Llava):
                 f"{known['image_grid_pinpoints']}, config.json has {self._pinpoints}. They do not belong together."
             )
         return known
+
+
+FAMILY = LlavaNext

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from math import isqrt
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
+from sinkprune.contract.families import FAMILIES
 from sinkprune.export.families.configuration import (
     Expectation,
     check_settings,
@@ -39,8 +39,6 @@ class Qwen25VL:
     """A `Qwen2_5_VLForConditionalGeneration` configuration."""
 
     name = "qwen2.5-vl"
-    model_type = "qwen2_5_vl"
-    architecture = "Qwen2_5_VLForConditionalGeneration"
     parts = QWEN2_5
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = None
@@ -67,15 +65,11 @@ class Qwen25VL:
         facts = read_language_model(text, text.rope_parameters["mrope_section"])
         # The model's code fixes which projections have biases.
         self._decoder = Llama(facts, text.rms_norm_eps, qkv_bias=True, output_bias=False, mlp_bias=False)
-        self._vision = self._read_vision(self._config.vision_config)
+        self.vision = self._vision = self._read_vision(
+            self._config.vision_config, behind=1 if salience == "last" else 2
+        )
         self.language_model = facts
         self.visual_width = self._vision.out_size
-        self._salience_block = self._vision.num_blocks - (1 if salience == "last" else 2)
-        self.vision = {
-            **asdict(self._vision),
-            "salience_block": self._salience_block,
-            "tokens_per_second": getattr(self._config.vision_config, "tokens_per_second", None),
-        }
         self.image_token: int = self._config.image_token_id
 
     def _config_class(self) -> Any:
@@ -137,7 +131,7 @@ class Qwen25VL:
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
         """Write the weight graph `name`."""
         if name == "vision":
-            build_vision(graph, self._vision, self.parts, self._salience_block)
+            build_vision(graph, self._vision, self.parts)
         elif name == "head":
             tied = self._config.tie_word_embeddings and "lm_head.weight" not in weights
             lm_head = self.embedding.removesuffix(".weight") if tied else "lm_head"
@@ -166,7 +160,7 @@ class Qwen25VL:
             ("temporal_patch_size", known["temporal_patch_size"], (vision.temporal_patch_size,)),
             ("merge_size", known["merge_size"], (vision.merge_size,)),
         ]
-        check_settings(self._source, self.architecture, expectations)
+        check_settings(self._source, FAMILIES[self.name].architecture, expectations)
         least, most, token = known["min_pixels"], known["max_pixels"], self._pixels_each
         if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most and token <= most):
             raise CheckpointError(
@@ -210,7 +204,7 @@ class Qwen25VL:
         fixed = {"do_resize": True, "resample": 3, "cap_pixels_per_frame": False}
         fixed |= {key: image[key] for key in _OF_PIXELS}
         expectations = [(f"{key} of videos", given[key], (fixed[key],)) for key in fixed if key in given]
-        check_settings(self._source, self.architecture, expectations)
+        check_settings(self._source, FAMILIES[self.name].architecture, expectations)
         frames, together = settings["max_frames"], self._vision.temporal_patch_size
         if frames < together:
             raise UsageError(
@@ -240,7 +234,7 @@ class Qwen25VL:
         rope = text.rope_parameters or {}
         sections = rope.get("mrope_section") or []
         settings = [
-            ("text_config.model_type", text.model_type, (f"{self.model_type}_text",)),
+            ("text_config.model_type", text.model_type, (f"{FAMILIES[self.name].model_type}_text",)),
             ("text_config.hidden_act", text.hidden_act, ("silu",)),
             ("text_config.use_sliding_window", bool(text.use_sliding_window), (False,)),
             ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",)),
@@ -248,7 +242,7 @@ class Qwen25VL:
             *self._vision_settings(vision, text),
             ("quantization_config", getattr(config, "quantization_config", None), (None,)),
         ]
-        check_settings(self._source, self.architecture, settings)
+        check_settings(self._source, FAMILIES[self.name].architecture, settings)
         check_shapes(self._source, text, config.image_token_id)
         head = _vision_head(self._vision_width(vision), vision.num_heads)
         expectations = [
@@ -281,7 +275,8 @@ class Qwen25VL:
         width: int = vision.hidden_size
         return width
 
-    def _read_vision(self, vision: Any) -> QwenVision:
+    def _read_vision(self, vision: Any, behind: int) -> QwenVision:
+        """The tower; its salience is that of the block so many from the end."""
         return QwenVision(
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
@@ -294,9 +289,14 @@ class Qwen25VL:
             merge_size=vision.spatial_merge_size,
             rope_theta=float(vision.rope_parameters["rope_theta"]),
             out_size=vision.out_hidden_size,
+            salience_block=vision.depth - behind,
+            tokens_per_second=vision.tokens_per_second,
         )
 
 
 def _vision_head(width: int, heads: int) -> int:
     """The size of a head; 0 where heads do not share the width evenly."""
     return width // heads if width % heads == 0 else 0
+
+
+FAMILY = Qwen25VL

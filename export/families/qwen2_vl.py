@@ -13,8 +13,6 @@ class Qwen2VL(Qwen25VL):
     """A `Qwen2VLForConditionalGeneration` configuration."""
 
     name = "qwen2-vl"
-    model_type = "qwen2_vl"
-    architecture = "Qwen2VLForConditionalGeneration"
     parts = QWEN2
 
     def _config_class(self) -> Any:
@@ -36,7 +34,7 @@ class Qwen2VL(Qwen25VL):
         width: int = vision.embed_dim
         return width
 
-    def _read_vision(self, vision: Any) -> Qwen2Vision:
+    def _read_vision(self, vision: Any, behind: int) -> Qwen2Vision:
         return Qwen2Vision(
             hidden_size=vision.embed_dim,
             intermediate_size=int(vision.embed_dim * vision.mlp_ratio),
@@ -49,4 +47,9 @@ class Qwen2VL(Qwen25VL):
             merge_size=vision.spatial_merge_size,
             rope_theta=float(vision.rope_parameters["rope_theta"]),
             out_size=vision.hidden_size,
+            salience_block=vision.depth - behind,
+            tokens_per_second=None,
         )
+
+
+FAMILY = Qwen2VL

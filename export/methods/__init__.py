@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.contract.bundle import LanguageModel
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision

@@ -25,9 +25,9 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     op = graph.op
     index = _loneliest(graph, facts, features)
     if count > 1:
-        function = diversity_select(rounds=-(-(count - 1) // budget.batch), opset=facts.dialect.OPSET)
+        function = diversity_select(rounds=-(-(count - 1) // budget.diversity_group_size), opset=facts.dialect.OPSET)
         candidate = op.Not(mask_of(graph, features, index))
-        others = op.call(function, features.tokens, candidate, index, [count - 1], batch=budget.batch)
+        others = op.call(function, features.tokens, candidate, index, [count - 1], batch=budget.diversity_group_size)
         index = ascending(graph, op.Concat(index, others, axis=1), count)
     give_tokens(graph, facts, features, index, count)
     return PlanGraphs(Counts(outliers=0, sink=0, reserve=0, diverse=count, stages=()), graph)

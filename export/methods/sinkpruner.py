@@ -30,7 +30,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 def build_counts(facts: PlanFacts, budget: Budget, counts: Counts) -> PlanGraphs:
     """The plan that keeps `counts`, with the options of `budget`."""
     selects = _selects(facts, budget, counts.stages)
-    return PlanGraphs(counts, _sanitizer(facts, budget, fixed(counts, budget.batch)), selects)
+    return PlanGraphs(counts, _sanitizer(facts, budget, fixed(counts, budget.diversity_group_size)), selects)
 
 
 METHODS = {"sinkpruner": build}
@@ -84,7 +84,7 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
         if counts.outliers:
             candidate = op.And(candidate, op.Not(outlier))
         function = diversity_select(counts.rounds, opset=facts.dialect.OPSET)
-        chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=budget.batch)
+        chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=budget.diversity_group_size)
         index = op.Concat(index, chosen, axis=1)
 
     # 5: Z = [sink ; RES ; DIV]

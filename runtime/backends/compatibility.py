@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkprune.contract.bundle import MANIFEST, Bundle
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.manifest_file import sha256
 
 TARGETS: dict[str, Target] = {

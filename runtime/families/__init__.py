@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.bundle import Manifest
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.clip import Shown, Video
 from sinkprune.runtime.rotary import Positions
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.bundle import Manifest
 from sinkprune.contract.errors import VideoError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.clip import Shown, Video
-from sinkprune.runtime.clip_processor import ClipProcessor
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.rotary import Positions
+from sinkprune.runtime.square_processor import SquareProcessor
 
 
 class Llava:
@@ -24,7 +24,7 @@ class Llava:
     def __init__(self, manifest: Manifest) -> None:
         self._vision = manifest.vision
         self._width = manifest.language_model.hidden_size
-        self._processor = ClipProcessor(manifest.processor)
+        self._processor = SquareProcessor(manifest.processor)
 
     def visual_tokens(self, size: tuple[int, int]) -> int:
         """N, the same for every image."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.bundle import Manifest
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.llava_next_processor import LlavaNextProcessor

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.bundle import Manifest
 from sinkprune.contract.errors import VideoError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.clip import ClipSize, Shown, Video, shown
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.qwen_processor import Grid, QwenProcessor, Size

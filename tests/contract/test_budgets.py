@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import BUDGETS, OPTIONS, Budget, Counts, Share, parse_budget, prune_layers
+from sinkprune.contract.budgets import OPTIONS, Budget, Counts, Share, prune_layers
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.families import FAMILIES, parse_budget
 
 LLAVA_576 = {
     "retain-192": Counts(6, 1, 192, 192, (345, 195, 138)),
@@ -37,7 +38,7 @@ def test_a_share_is_the_floor_or_one(numerator: int, denominator: int, tokens: i
 
 
 def test_the_llava_table_holds_what_the_method_says() -> None:
-    assert {name: budget.resolve(576) for name, budget in BUDGETS["llava"].items()} == LLAVA_576
+    assert {name: budget.resolve(576) for name, budget in FAMILIES["llava"].budgets.items()} == LLAVA_576
 
 
 def test_retain_64_keeps_129_tokens_with_the_sink() -> None:
@@ -50,7 +51,7 @@ def test_retain_64_keeps_129_tokens_with_the_sink() -> None:
 @pytest.mark.parametrize("name", LLAVA_576)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 16, 49, 64, 144, 256, 480, 575, 576, 577, 729, 1024, 2880])
 def test_other_grids_scale_every_count(name: str, tokens: int) -> None:
-    row, counts = LLAVA_576[name], BUDGETS["llava"][name].resolve(tokens)
+    row, counts = LLAVA_576[name], FAMILIES["llava"].budgets[name].resolve(tokens)
     low = tokens - counts.outliers
     assert counts.outliers == max(1, -(-tokens // 100))
     assert counts.stages == tuple(max(1, stage * tokens // 576) for stage in row.stages)
@@ -60,11 +61,11 @@ def test_other_grids_scale_every_count(name: str, tokens: int) -> None:
 
 @pytest.mark.parametrize(("tokens", "outliers"), [(576, 6), (480, 5), (2880, 29), (100, 1), (101, 2), (1, 1)])
 def test_outliers_are_one_per_cent_rounded_up(tokens: int, outliers: int) -> None:
-    assert BUDGETS["llava"]["retain-64"].resolve(tokens).outliers == outliers
+    assert FAMILIES["llava"].budgets["retain-64"].resolve(tokens).outliers == outliers
 
 
 def test_a_single_token_is_the_sink_alone() -> None:
-    counts = BUDGETS["llava"]["retain-192"].resolve(1)
+    counts = FAMILIES["llava"].budgets["retain-192"].resolve(1)
     assert (counts.outliers, counts.sink, counts.reserve, counts.diverse) == (1, 1, 0, 0)
     assert counts.kept == 1
     assert counts.stages == (1, 1, 1)
@@ -78,7 +79,7 @@ def test_reserve_is_clipped_first_and_diverse_to_what_is_left() -> None:
 
 
 def test_groups_share_the_stages_and_each_has_its_own_sanitizer_counts() -> None:
-    one, five = (BUDGETS["llava"]["retain-64"].resolve(576, groups) for groups in (1, 5))
+    one, five = (FAMILIES["llava"].budgets["retain-64"].resolve(576, groups) for groups in (1, 5))
     assert (five.outliers, five.reserve, five.diverse) == (one.outliers, one.reserve, one.diverse)
     assert five.stages == (550, 370, 210)
 
@@ -146,7 +147,7 @@ def test_an_unknown_budget_is_refused_with_the_known_names(name: str) -> None:
         parse_budget("llava", name)
     message = str(caught.value)
     assert f"'{name}'" in message
-    for known in [*BUDGETS["llava"], *OPTIONS, "'llava'"]:
+    for known in [*FAMILIES["llava"].budgets, *OPTIONS, "'llava'"]:
         assert known in message
 
 

@@ -14,19 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests import changed, manifest_data, refusal, write_data
-from sinkprune.contract.bundle import (
-    CHAT_TEMPLATE,
-    EMBEDDING,
-    FORMAT_VERSION,
-    MANIFEST,
-    TOKENIZER,
-    Bundle,
-    Manifest,
-    read_bundle,
-    verify,
-    write_manifest,
-)
+from sinkprune.contract.bundle import Bundle, read_bundle, verify, write_manifest
 from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest
 from sinkprune.contract.manifest_file import file_specs
 
 VALUES = st.recursive(

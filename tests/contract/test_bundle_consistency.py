@@ -11,8 +11,8 @@ import pytest
 
 from manifests import changed, manifest_data, refusal, write_data
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 
 
 @pytest.fixture

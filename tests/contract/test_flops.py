@@ -10,9 +10,11 @@ from statistics import mean
 
 import pytest
 
-from sinkprune.contract.budgets import BUDGETS, prune_layers
-from sinkprune.contract.bundle import LanguageModel, Manifest, read_bundle
+from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.flops import decode_bytes, layer_flops, prefill_flops
+from sinkprune.contract.manifest import LanguageModel, Manifest
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
@@ -50,7 +52,7 @@ def visual_per_layer(budget: str, layers: int = 32) -> tuple[int, list[int]]:
     """Tokens sent to the LLM, and the visual tokens each layer runs on (method.md section 2)."""
     if budget == "none":
         return 576, [576] * layers
-    counts = BUDGETS["llava"][budget].resolve(576)
+    counts = FAMILIES["llava"].budgets[budget].resolve(576)
     lengths = [counts.kept] * 3 + [counts.stages[0]] * 4 + [counts.stages[1]] * 9
     return counts.kept, lengths + [counts.stages[2]] * (layers - 16)
 

@@ -11,17 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.bundle import (
-    Checkpoint,
-    GraphSpec,
-    LanguageModel,
-    Manifest,
-    Plan,
-    TensorSpec,
-    Tokens,
-)
 from sinkprune.contract.engines_manifest import EnginesManifest, EngineSpec
+from sinkprune.contract.manifest import Checkpoint, GraphSpec, LanguageModel, Manifest, TensorSpec, Tokens
 from sinkprune.contract.manifest_file import FileSpec
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.schema import SchemaError, from_json, to_json
 
 

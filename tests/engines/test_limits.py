@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.contract.bundle import Manifest, TensorSpec, read_bundle
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, UsageError
+from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.limits import profiles, resolve_limits
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.backends import Engine

@@ -17,9 +17,10 @@ if platform.machine() != "x86_64":
 
 import onnx
 
-from sinkprune.contract.bundle import Bundle, TensorSpec
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest import TensorSpec
 from sinkprune.engines.limits import profiles
 from sinkprune.engines.progress import SilentProgress
 from sinkprune.engines.targets import Built, Job

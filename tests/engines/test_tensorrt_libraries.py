@@ -96,25 +96,25 @@ def test_networks_are_strongly_typed(library: Libraries) -> None:
 
 
 def test_onnx24_needs_10_15(library: Libraries, bundle: Callable[..., Bundle]) -> None:
-    library("10.15.1").check_bundle(bundle("onnx24"))
+    library("10.15.1").check_bundle(bundle("opset23"))
     for version in ("10.3.0", "10.14.1"):
         with pytest.raises(EnginesError) as caught:
-            library(version).check_bundle(bundle("onnx24"))
+            library(version).check_bundle(bundle("opset23"))
         message = str(caught.value)
         assert f"needs TensorRT 10.15 or later; {version} is installed here" in message
-        assert "-o BUNDLE --precision fp16 --dialect trt10 --random-weights" in message
+        assert "-o BUNDLE --precision fp16 --dialect opset20 --random-weights" in message
 
 
 def test_fp32_attention_is_refused_and_its_lowering_is_not(library: Libraries, bundle: Callable[..., Bundle]) -> None:
     with pytest.raises(EnginesError, match=r"is fp32, and tensorrt compiles ONNX's Attention in fp16 only"):
-        library().check_bundle(bundle("onnx24", "fp32"))
-    library("10.3.0").check_bundle(bundle("trt10", "fp32"))
+        library().check_bundle(bundle("opset23", "fp32"))
+    library("10.3.0").check_bundle(bundle("opset20", "fp32"))
 
 
-def test_trt10_graphs_are_looked_up_operator_by_operator(
+def test_opset20_graphs_are_looked_up_operator_by_operator(
     library: Libraries, bundle: Callable[..., Bundle], tmp_path: Path
 ) -> None:
-    changed = export_random(tmp_path, budgets=("retain-64",), dialect="trt10", precision="fp16")
+    changed = export_random(tmp_path, budgets=("retain-64",), dialect="opset20", precision="fp16")
     library("10.3.0").check_bundle(changed)
     model = onnx.load(changed.graph_path("head"), load_external_data=False)
     model.graph.node[0].op_type = "NonZero"
@@ -158,7 +158,7 @@ def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
         return registry.Registration("sinkprune", {"TopRho": "sum"}) if sm >= 80 else None
 
     monkeypatch.setattr(registry, "register_for_build", register_for_build)
-    trt, source = library("10.3.0", 87), bundle("trt10")
+    trt, source = library("10.3.0", 87), bundle("opset20")
     plain = onnx.load(source.graph_path("head"), load_external_data=False)
     assert trt.fit(plain) is plain
     assert (trt.plugins, asked) == ({}, [])

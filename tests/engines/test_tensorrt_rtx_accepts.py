@@ -1,7 +1,7 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
-That is every method at every budget, in both dialects; of `trt10` also what SinkPruner needs in fp32. The builder is
-the one of `sinkprune-build`, with its profiles; it compares each network with the contract, and refuses inputs that
+That is every method at every budget, in both dialects; in `opset20` also what SinkPruner needs in fp32. The builder
+is that of `sinkprune-build`, with its profiles; it compares each network with the contract, and refuses inputs that
 no layer reads.
 
 TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
@@ -35,7 +35,7 @@ from sinkprune.export.methods import all_methods
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 # Deep enough for the layers that every method prunes after.
 DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
-KINDS = [("onnx24", "fp16"), ("trt10", "fp16"), ("trt10", "fp32")]
+KINDS = [("opset23", "fp16"), ("opset20", "fp16"), ("opset20", "fp32")]
 # The kernel's name, as it stands in a plan.
 FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = (86, 89, 120)
@@ -119,7 +119,7 @@ def test_graphs_with_weights_compile(
     ("dialect", "precision", "method"),
     [
         *((dialect, "fp16", method) for dialect in DIALECTS for method in all_methods()),
-        ("trt10", "fp32", "sinkpruner"),
+        ("opset20", "fp32", "sinkpruner"),
     ],
 )
 def test_every_plan_of_a_method_compiles(

@@ -1,4 +1,4 @@
-"""The checker passes every `trt10` graph, and refuses each thing TensorRT 10.3's list does not hold."""
+"""The checker passes every `opset20` graph, and refuses each thing TensorRT 10.3's list does not hold."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FORBIDDEN = sorted(
 def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
     """Every graph of a bundle with every method and option that writes other operators."""
     made: dict[tuple[str, str], Graphs] = {}
-    folder = tmp_path_factory.mktemp("trt10")
+    folder = tmp_path_factory.mktemp("opset20")
     (folder / "config.json").write_text(json.dumps(CONFIG))
 
     def get(dialect: str, precision: str) -> Graphs:
@@ -83,7 +83,7 @@ def refusal(model: onnx.ModelProto, graph: str = "small") -> str:
         check_trt10(model, graph)
     message = str(caught.value)
     assert message.startswith(f"graph '{graph}'")
-    assert message.endswith("Export the bundle with --dialect trt10.")
+    assert message.endswith("Export the bundle with --dialect opset20.")
     return message
 
 
@@ -95,14 +95,14 @@ def small(body: str, opset: int = MAX_OPSET, ir_version: int = 10) -> onnx.Model
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_every_trt10_graph_of_every_method_passes(precision: str, export: Export) -> None:
-    graphs = export("trt10", precision)
+    graphs = export("opset20", precision)
     assert len(graphs) > 50
     for name, model in graphs.items():
         check_trt10(model, name)
 
 
 def test_every_onnx24_graph_is_refused(export: Export) -> None:
-    graphs = export("onnx24", "fp16")
+    graphs = export("opset23", "fp16")
     for name, model in graphs.items():
         message = refusal(model, name)
         if name == "vision" or name.startswith("decoder_"):
@@ -122,7 +122,7 @@ def test_the_list_is_of_operators_that_opset_20_has() -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_forbidden_operator_anywhere_is_refused_by_name(data: st.DataObject, export: Export) -> None:
-    graphs = export("trt10", "fp16")
+    graphs = export("opset20", "fp16")
     name = data.draw(st.sampled_from(["vision", "projector", "decoder_1", "head", SANITIZER, SELECT]))
     model = onnx.ModelProto()
     model.CopyFrom(graphs[name])
@@ -138,7 +138,7 @@ def test_a_forbidden_operator_anywhere_is_refused_by_name(data: st.DataObject, e
 @given(data=st.data())
 def test_a_newer_version_anywhere_is_refused(data: st.DataObject, export: Export) -> None:
     model = onnx.ModelProto()
-    model.CopyFrom(export("trt10", "fp32")[SANITIZER])
+    model.CopyFrom(export("opset20", "fp32")[SANITIZER])
     place = data.draw(st.sampled_from([model, *model.functions]))
     version = data.draw(st.integers(21, 30))
     next(opset for opset in place.opset_import if not opset.domain).version = version
@@ -156,7 +156,7 @@ def test_a_newer_ir_version_is_refused() -> None:
 
 def test_an_attribute_in_a_function_is_refused_with_its_function(export: Export) -> None:
     model = onnx.ModelProto()
-    model.CopyFrom(export("trt10", "fp16")[SANITIZER])
+    model.CopyFrom(export("opset20", "fp16")[SANITIZER])
     body = next(function for function in model.functions if function.name == "TopRho")
     sort = next(node for node in body.node if node.op_type == "TopK")
     next(attribute for attribute in sort.attribute if attribute.name == "sorted").i = 0
@@ -167,7 +167,7 @@ def test_an_attribute_in_a_function_is_refused_with_its_function(export: Export)
 
 def test_a_type_in_a_function_is_refused_with_its_function(export: Export) -> None:
     model = onnx.ModelProto()
-    model.CopyFrom(export("trt10", "fp16")[SANITIZER])
+    model.CopyFrom(export("opset20", "fp16")[SANITIZER])
     body = next(function for function in model.functions if function.name == "DiversitySelect")
     body.node.append(onnx.helper.make_node("Cast", ["count"], ["wide"], "Widen", to=onnx.TensorProto.DOUBLE))
     message = refusal(model, SANITIZER)

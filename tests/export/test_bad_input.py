@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from commands import BIN, assert_refused, run
-from sinkprune.contract.budgets import BUDGETS, OPTIONS
+from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.families import FAMILIES
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.command import main
 from sinkprune.export.presets import PRESETS
@@ -174,7 +175,7 @@ def test_help_lists_every_budget_option_and_preset(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     words = capsys.readouterr().out.replace(",", " ").split()
-    assert {*BUDGETS["llava"], *OPTIONS, *PRESETS} <= set(words)
+    assert {*FAMILIES["llava"].budgets, *OPTIONS, *PRESETS} <= set(words)
 
 
 def test_the_size_of_a_small_bundle_is_told_in_megabytes(checkpoint: Checkpoints, tmp_path: Path) -> None:

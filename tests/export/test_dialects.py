@@ -16,7 +16,8 @@ from PIL import Image
 from commands import run
 from graphs import Array, Run, loaded
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import DialectName, GraphSpec, TensorSpec, read_bundle
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.manifest import DialectName, GraphSpec, TensorSpec
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
@@ -61,7 +62,7 @@ both_precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def test_every_name_of_the_contract_has_its_dialect() -> None:
-    assert tuple(DIALECTS) == get_args(DialectName) == ("onnx24", "trt10")
+    assert tuple(DIALECTS) == get_args(DialectName) == ("opset23", "opset20")
 
 
 @both_precisions
@@ -174,7 +175,7 @@ def test_every_graph_computes_the_same_in_both_dialects(
     kind: str, precision: str, bundle: Bundles, photo: Image.Image
 ) -> None:
     compared, (checkpoint, budgets, images) = 0, KINDS[kind]
-    root = bundle(checkpoint, precision, budgets, "onnx24", images)
+    root = bundle(checkpoint, precision, budgets, "opset23", images)
     for name, spec, engines in pairs(bundle, kind, precision):
         for sizes in (PREFILL, CONTINUED, DECODE) if name.startswith(("decoder", "head")) else (PREFILL,):
             inputs = seen(spec, root, photo) if name == "vision" else given(spec, sizes)
@@ -210,9 +211,9 @@ def test_the_answers_are_the_same(kind: str, bundle: Bundles, photo: Image.Image
 
 
 @both_precisions
-def test_trt10_graphs_are_valid_and_use_every_input(precision: str, bundle: Bundles) -> None:
-    root = bundle("gqa-112", precision, BUDGETS, "trt10")
-    assert read_bundle(root).manifest.dialect == "trt10"
+def test_opset20_graphs_are_valid_and_use_every_input(precision: str, bundle: Bundles) -> None:
+    root = bundle("gqa-112", precision, BUDGETS, "opset20")
+    assert read_bundle(root).manifest.dialect == "opset20"
     for path in (root / "graphs").rglob("*.onnx"):
         onnx.checker.check_model(path, full_check=True)
         model = onnx.load(path, load_external_data=False)
@@ -234,11 +235,11 @@ def test_the_command_exports_a_dialect_that_runs(
         "--budgets",
         "retain-64",
         "--dialect",
-        "trt10",
+        "opset20",
         "--json",
     )
     assert exported.code == 0, exported.stderr
-    assert json.loads(exported.stdout)["dialect"] == "trt10"
+    assert json.loads(exported.stdout)["dialect"] == "opset20"
     ask = [
         "--image",
         photo_file,

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphs
-from sinkprune.contract.budgets import BUDGETS, Counts, Share, parse_budget, prune_layers, scaled_layers
+from sinkprune.contract.budgets import Counts, Share, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
-from sinkprune.export.dialects import onnx24
+from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.export.dialects import opset23
 from sinkprune.export.equal_mean import (
     UnreachableMean,
     constant_ratio,
@@ -24,7 +25,7 @@ from sinkprune.export.methods import PlanFacts, PlanGraphs, all_methods
 from sinkprune.export.precision import PRECISIONS
 
 MODELS = {
-    (32, 576): (*BUDGETS["llava"], "retain-64+no-sanitizer", "retain-64+drop-sink"),
+    (32, 576): (*FAMILIES["llava"].budgets, "retain-64+no-sanitizer", "retain-64+drop-sink"),
     (22, 576): ("retain-192", "retain-64"),
     (8, 64): ("retain-192", "retain-64"),
 }
@@ -36,7 +37,7 @@ AT_LEAST = {"fastv": 54.9, "sparsevlm": 54.9, "sinkpruner-no-sanitizer": 54.9, "
 
 def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=num_layers)
-    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], onnx24)
+    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset23)
 
 
 def realised(plan: PlanGraphs, num_layers: int) -> Fraction:
@@ -80,7 +81,7 @@ def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_to
     ],
 )
 def test_what_llava_7b_cannot_reach_is_said_with_both_means(method: str, unreachable: set[str]) -> None:
-    for name in BUDGETS["llava"]:
+    for name in FAMILIES["llava"].budgets:
         budget = parse_budget("llava", name)
         if name not in unreachable:
             all_methods()[method](facts(), budget)
@@ -121,7 +122,7 @@ def test_pyramiddrop_halves_where_halving_meets_the_mean() -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.integers(4, 60), st.integers(20, 3000), st.sampled_from(sorted(BUDGETS["llava"])))
+@given(st.integers(4, 60), st.integers(20, 3000), st.sampled_from(sorted(FAMILIES["llava"].budgets)))
 def test_nearest_schedules_on_any_model(num_layers: int, visual_tokens: int, name: str) -> None:
     model, budget = facts(num_layers, visual_tokens), parse_budget("llava", name)
     cuts = prune_layers(num_layers)

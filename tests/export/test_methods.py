@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import graphs
 from reference import largest
 from reference_methods import BEFORE_LLM, divprune, visionzip
-from sinkprune.contract.budgets import Budget, parse_budget
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.families import parse_budget
 from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.methods import all_methods
 

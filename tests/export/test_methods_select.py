@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import graphs
 import reference
 from reference_methods import IN_LLM, asking_rows, rows_like_the_image
-from sinkprune.contract.budgets import Budget, parse_budget
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.families import parse_budget
 from sinkprune.export.methods import fastv, pyramiddrop, sinkpruner, sparsevlm
 from sinkprune.export.select import every_text_row, last_row, text_like_the_image
 

@@ -13,8 +13,8 @@ import torch
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import BUDGETS
 from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.families import FAMILIES
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 
@@ -68,8 +68,8 @@ def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
     assert hub.language_model == preset.language_model
     assert hub.language_model.rope_sections == (16, 24, 24)
     assert hub.vision == preset.vision
-    assert (hub.vision["intermediate_size"], hub.vision["salience_block"]) == (5120, 30)
-    assert BUDGETS[hub.name] == BUDGETS["qwen2.5-vl"]
+    assert (hub.vision.intermediate_size, hub.vision.salience_block) == (5120, 30)
+    assert FAMILIES[hub.name].budgets == FAMILIES["qwen2.5-vl"].budgets
 
 
 def test_parameters_are_those_of_transformers() -> None:

@@ -17,9 +17,9 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from commands import assert_refused, run
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import BUDGETS
-from sinkprune.contract.bundle import decoder_segments
 from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.manifest import decoder_segments
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
@@ -108,8 +108,8 @@ def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
     assert hub.language_model == preset.language_model
     assert hub.language_model.rope_sections == (16, 24, 24)
     assert hub.vision == preset.vision
-    assert hub.vision["full_attention_blocks"] == (7, 15, 23, 31)
-    assert (hub.vision["window_side"], hub.vision["rope_theta"]) == (4, 10_000)
+    assert hub.vision.full_attention_blocks == (7, 15, 23, 31)
+    assert (hub.vision.window_side, hub.vision.rope_theta) == (4, 10_000)
     assert hub.tokens_of(hub.processor(HUB_PROCESSOR)).most == 16384
 
 
@@ -125,11 +125,11 @@ def test_the_72b_is_read_and_planned() -> None:
     model = family.language_model
     assert family.parameters == 73_410_777_344
     assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (80, 64, 8, 128)
-    assert (model.hidden_size, family.visual_width, family.vision["intermediate_size"]) == (8192, 8192, 3456)
+    assert (model.hidden_size, family.visual_width, family.vision.intermediate_size) == (8192, 8192, 3456)
     processor = family.processor({**HUB_PROCESSOR, "max_pixels": 376320})
     tokens = family.tokens_of(processor)
-    facts = PlanFacts(model, tokens, family.visual_width, PRECISIONS["fp16"], DIALECTS["trt10"])
-    for name, budget in BUDGETS[family.name].items():
+    facts = PlanFacts(model, tokens, family.visual_width, PRECISIONS["fp16"], DIALECTS["opset20"])
+    for name, budget in FAMILIES[family.name].budgets.items():
         plan = load_method("sinkpruner")(facts, budget)
         assert tuple(plan.select_after) == (2, 6, 15), name
         assert plan.sanitizer is not None

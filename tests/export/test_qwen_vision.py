@@ -65,7 +65,7 @@ def test_salience_of_the_last_block_on_request(
     # The last block is full-attention in one of them and windowed in the other.
     request = Request(str(checkpoint(name)), budgets=("prune-77.8",), salience="last")
     vision = export_bundle(request, tmp_path / "bundle").vision
-    assert vision["salience_block"] == vision["num_blocks"] - 1
+    assert vision.salience_block == vision.num_blocks - 1
     pipeline, image = Pipeline.load(tmp_path / "bundle"), photo.resize((300, 520))
     expected = reference(checkpoint(name), pipeline, image, block=-1)["salience"]
     np.testing.assert_allclose(outputs(pipeline, image)["salience"], expected, rtol=1e-4, atol=1e-9)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import graphs
 import reference
-from sinkprune.contract.budgets import OPTIONS, Budget, Share, parse_budget
+from sinkprune.contract.budgets import OPTIONS, Budget, Share
+from sinkprune.contract.families import parse_budget
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -43,7 +44,7 @@ def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms
             reserve=budget.reserve.of(n),
             diverse=budget.diverse.of(n),
             per_mille=budget.outlier_per_mille,
-            batch=budget.batch,
+            batch=budget.diversity_group_size,
             remove_outliers=budget.remove_outliers,
             aggregate=budget.aggregate,
             raster=budget.order == "raster",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import graphs
 import reference
 from sinkprune.contract.budgets import Budget, Share
-from sinkprune.contract.bundle import DialectName
+from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS

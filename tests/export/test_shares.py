@@ -9,16 +9,16 @@ import pytest
 
 import graphs
 import reference
-from sinkprune.contract.budgets import BUDGETS, parse_budget
 from sinkprune.contract.errors import BudgetError
-from sinkprune.export.dialects import onnx24
+from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.export.dialects import opset23
 from sinkprune.export.methods import PlanFacts, UpTo, all_methods, load_method
 from sinkprune.export.precision import PRECISIONS
 
 D = 16
 MODEL = replace(graphs.language_model(), rope_sections=(1, 1, 2))
 NAMES = [
-    *BUDGETS["qwen2.5-vl"],
+    *FAMILIES["qwen2.5-vl"].budgets,
     "prune-66.7+raster",
     "prune-77.8+keep-outliers",
     "prune-77.8+drop-sink",
@@ -28,7 +28,7 @@ NAMES = [
 
 
 def facts(most: int = 480, precision: str = "fp32", images: int = 1) -> PlanFacts:
-    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], onnx24, images=images)
+    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], opset23, images=images)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -50,7 +50,7 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision
             salience[0],
             reserve=counts.reserve,
             diverse=counts.diverse,
-            batch=budget.batch,
+            batch=budget.diversity_group_size,
             remove_outliers=budget.remove_outliers,
             aggregate=budget.aggregate,
             raster=budget.order == "raster",
@@ -59,7 +59,7 @@ def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision
         np.testing.assert_allclose(out["kept_tokens"][0], kept, atol=1e-5 if precision == "fp32" else 1e-3)
 
 
-@pytest.mark.parametrize("name", [*BUDGETS["qwen2.5-vl"], "prune-66.7+visual-keys"])
+@pytest.mark.parametrize("name", [*FAMILIES["qwen2.5-vl"].budgets, "prune-66.7+visual-keys"])
 def test_one_select_keeps_its_share_of_the_images_tokens(name: str) -> None:
     budget, draw = parse_budget("qwen2.5-vl", name), np.random.default_rng(1)
     selects = load_method("sinkpruner")(facts(), budget).select_after
@@ -119,14 +119,14 @@ def test_more_than_topk_gives_is_refused_with_the_size_that_fits(
 
 
 def test_what_is_ranked_of_a_clip_is_of_all_its_frames_unless_they_stand_apart() -> None:
-    clip = PlanFacts(MODEL, UpTo(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], onnx24, groups=11, joined=True)
+    clip = PlanFacts(MODEL, UpTo(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], opset23, groups=11, joined=True)
     with pytest.raises(BudgetError, match=r"up to 11000 .* keeps 4400 in one step.*fewer --max-frames.*per-frame"):
         load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80"))
     assert load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80+per-frame")).sanitizer is not None
 
 
 def test_an_image_of_many_tiles_can_be_too_much_to_rank() -> None:
-    tiles = PlanFacts(graphs.language_model(), 576, D, PRECISIONS["fp32"], onnx24, groups=37)
+    tiles = PlanFacts(graphs.language_model(), 576, D, PRECISIONS["fp32"], opset23, groups=37)
     with pytest.raises(BudgetError, match=r"up to 21312 visual tokens, .* keeps 4070 .* 3840. Choose a smaller"):
         load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-320"))
     assert load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-160")).sanitizer is not None

@@ -16,7 +16,8 @@ from logits import QUESTION, ask
 from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import Request, export_bundle
 
 NEW_TOKENS = 6

@@ -13,11 +13,12 @@ from PIL import Image, ImageOps
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
 from transformers.image_utils import load_image
 
-from sinkprune.contract.bundle import Manifest, read_bundle
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.clip_processor import ClipProcessor
+from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.images import read_image
+from sinkprune.runtime.square_processor import SquareProcessor
 
 SETTINGS: dict[str, Any] = {
     "do_convert_rgb": True,
@@ -70,7 +71,7 @@ def theirs(path: Path, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 def assert_equal_to_transformers(path: Path, settings: dict[str, Any]) -> None:
     expected = theirs(path, settings)
-    found = ClipProcessor(settings)(read_image(path))
+    found = SquareProcessor(settings)(read_image(path))
     assert found.dtype == np.float32
     assert found.flags.c_contiguous
     assert found.shape == expected.shape
@@ -87,9 +88,9 @@ def test_equals_transformers_at_odd_sizes(
     assert_equal_to_transformers(path, {**SETTINGS, "do_pad": do_pad})
 
 
-def test_llava_processor_without_padding_is_the_clip_processor(photo_file: Path) -> None:
+def test_llava_processor_without_padding_is_the_square_processor(photo_file: Path) -> None:
     expected = LlavaImageProcessorPil(**SETTINGS)(load_image(str(photo_file)), return_tensors="np")
-    found = ClipProcessor(SETTINGS)(read_image(photo_file))
+    found = SquareProcessor(SETTINGS)(read_image(photo_file))
     assert np.abs(found - expected["pixel_values"][0]).max() <= 1e-5
 
 
@@ -143,29 +144,29 @@ def test_equals_transformers_for_photos_turned_by_exif(orientation: int, photo: 
     photo.save(path, exif=exif, quality=95)
     assert read_image(path).size == (photo.size if orientation < 5 else photo.size[::-1])
     assert_equal_to_transformers(path, SETTINGS)
-    upright = ClipProcessor(SETTINGS)(photo)
-    turned = ClipProcessor(SETTINGS)(read_image(path))
+    upright = SquareProcessor(SETTINGS)(photo)
+    turned = SquareProcessor(SETTINGS)(read_image(path))
     assert (np.abs(turned - upright).mean() < 0.05) == (orientation == 1)
 
 
 def test_a_panorama_is_refused_with_its_size_and_the_ratio_that_works() -> None:
     with pytest.raises(ImageError) as caught:
-        ClipProcessor(SETTINGS)(Image.new("RGB", (30000, 10)))
+        SquareProcessor(SETTINGS)(Image.new("RGB", (30000, 10)))
     message = str(caught.value)
     assert "30000x10" in message
     assert str(336 * 3000) in message
     ratio = int(message.split(" below ")[1].split(":1")[0])
-    assert ClipProcessor(SETTINGS).source_box((ratio, 1))[1::2] == (0, 1)
+    assert SquareProcessor(SETTINGS).source_box((ratio, 1))[1::2] == (0, 1)
 
 
 def test_a_panorama_is_refused_before_padding_makes_it_a_giant_square() -> None:
     with pytest.raises(ImageError, match="12000x10"):
-        ClipProcessor({**SETTINGS, "do_pad": True})(Image.new("RGB", (12000, 10)))
+        SquareProcessor({**SETTINGS, "do_pad": True})(Image.new("RGB", (12000, 10)))
 
 
 def test_an_image_without_pixels_is_refused_with_its_size() -> None:
     with pytest.raises(ImageError, match="0x10"):
-        ClipProcessor(SETTINGS)(Image.new("RGB", (0, 10)))
+        SquareProcessor(SETTINGS)(Image.new("RGB", (0, 10)))
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,7 @@ def test_token_boxes_of_a_padded_image_reach_into_the_padding(manifest: Manifest
 @pytest.mark.parametrize("size", [(333, 517), (100, 37), (1, 1)])
 def test_the_source_box_of_a_crop_larger_than_the_image_surrounds_it(size: tuple[int, int]) -> None:
     settings = {**SETTINGS, "size": {"shortest_edge": 100}}
-    left, top, right, bottom = ClipProcessor(settings).source_box(size)
+    left, top, right, bottom = SquareProcessor(settings).source_box(size)
     assert left < 0 < top + bottom
     scale = min(size) / 100
     assert right - left == pytest.approx(336 * scale, rel=0.01)

@@ -12,8 +12,8 @@ from tokenizers import AddedToken
 
 from checkpoints import IMAGE_TOKEN, TEMPLATE
 from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder, llama
-from sinkprune.contract.bundle import Tokens
 from sinkprune.contract.errors import BundleError, PromptError
+from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.prompt import PromptEncoder
 
 PROMPTS = [

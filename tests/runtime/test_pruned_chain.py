@@ -15,8 +15,9 @@ from conftest import SHAPES
 from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import OPTIONS, parse_budget, prune_layers
-from sinkprune.contract.bundle import Plan
+from sinkprune.contract.budgets import OPTIONS, prune_layers
+from sinkprune.contract.families import parse_budget
+from sinkprune.contract.plans import Plan
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends.ort import OrtBackend
 from sinkprune.runtime.chain import Prefill, decode_one_token, encode, prefill, surviving_rows

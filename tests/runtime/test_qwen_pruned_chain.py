@@ -16,8 +16,9 @@ from logits import ask
 from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import PruningError
+from sinkprune.contract.families import parse_budget
 
 PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 6

@@ -17,8 +17,9 @@ from masking import embedded, masked_forward
 from picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
 from reference import sanitize
 from sinkprune import Pipeline
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import ImageError, PromptError
+from sinkprune.contract.families import parse_budget
 
 Array = np.ndarray[Any, Any]
 Size = tuple[int, int]

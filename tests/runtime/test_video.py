@@ -23,8 +23,9 @@ from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
 from reference import sanitize
 from sinkprune import Clip, Pipeline
-from sinkprune.contract.budgets import parse_budget, prune_layers
+from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
+from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.clip import shown
 from video_files import write_video

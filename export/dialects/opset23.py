@@ -1,4 +1,4 @@
-"""Dialect `onnx24`: the native RMSNormalization, RotaryEmbedding and Attention operators of ONNX opset 23.
+"""Dialect `opset23`: the native RMSNormalization, RotaryEmbedding and Attention operators of ONNX opset 23.
 
 For ONNX Runtime, TensorRT 10.15 or later, and TensorRT-RTX.
 """

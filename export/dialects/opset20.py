@@ -1,4 +1,4 @@
-"""Dialect `trt10`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `onnx24`.
+"""Dialect `opset20`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `opset23`.
 
 The parser of 10.3 is built with ONNX 1.16, so that IR version 10 is the last it knows. What it takes is in
 `sinkprune.engines.trt10_checker`.

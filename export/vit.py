@@ -6,33 +6,16 @@ keys, never the full matrix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import onnx_ir as ir
 
+from sinkprune.contract.towers import ViTTower
 from sinkprune.export.graph import WeightedGraph
 
 _FLOAT = ir.DataType.FLOAT
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Shape of a CLIP vision tower."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_blocks: int
-    """Blocks that are computed: up to and with the one whose output is the visual feature."""
-    image_size: int
-    patch_size: int
-    layer_norm_eps: float
-    activation: str
-
-    @property
-    def tokens(self) -> int:
-        """N: the visual tokens of one image."""
-        return (self.image_size // self.patch_size) ** 2
+class ViT(ViTTower):
+    """A tower that can be written."""
 
     @property
     def parameters(self) -> int:
@@ -42,51 +25,51 @@ class Clip:
         return self.num_blocks * block + d * (3 * self.patch_size**2 + self.tokens + 2 + 2)
 
 
-def build_vision(graph: WeightedGraph, clip: Clip) -> None:
+def build_vision(graph: WeightedGraph, vit: ViT) -> None:
     """`vision` of the graph contract for CLIP: pixel values to patch tokens, their norms and their salience."""
-    op, n, d = graph.op, clip.tokens, clip.hidden_size
-    pixels = graph.input("pixel_values", ["G", 3, clip.image_size, clip.image_size])
-    x = _embed(graph, clip, pixels)
+    op, n, d = graph.op, vit.tokens, vit.hidden_size
+    pixels = graph.input("pixel_values", ["G", 3, vit.image_size, vit.image_size])
+    x = _embed(graph, vit, pixels)
     query = key = None
-    for block in range(clip.num_blocks):
-        x, query, key = _block(graph, clip, f"vision_tower.encoder.layers.{block}", x)
+    for block in range(vit.num_blocks):
+        x, query, key = _block(graph, vit, f"vision_tower.encoder.layers.{block}", x)
     tokens = op.Slice(x, [1], [n + 1], [1])
     norms = op.ReduceL2(op.Cast(tokens, to=_FLOAT), [-1], keepdims=0)
     graph.output("tokens", tokens, ["G", n, d])
     graph.output("norms", norms, ["G", n], _FLOAT)
-    graph.output("salience", _cls_salience(graph, clip, query, key), ["G", n], _FLOAT)
+    graph.output("salience", _cls_salience(graph, vit, query, key), ["G", n], _FLOAT)
 
 
-def _embed(graph: WeightedGraph, clip: Clip, pixels: ir.Value) -> ir.Value:
+def _embed(graph: WeightedGraph, vit: ViT, pixels: ir.Value) -> ir.Value:
     """[G,1+N,D]: the class embedding and the patches, with positions, normed."""
-    op, d, p, name = graph.op, clip.hidden_size, clip.patch_size, "vision_tower.embeddings"
+    op, d, p, name = graph.op, vit.hidden_size, vit.patch_size, "vision_tower.embeddings"
     kernel = graph.parameter(f"{name}.patch_embedding.weight", [d, 3, p, p])
     patches = op.Conv(pixels, kernel, kernel_shape=[p, p], strides=[p, p])
-    patches = op.Transpose(op.Reshape(patches, [0, d, clip.tokens]), perm=[0, 2, 1])
+    patches = op.Transpose(op.Reshape(patches, [0, d, vit.tokens]), perm=[0, 2, 1])
     cls = op.Reshape(graph.parameter(f"{name}.class_embedding", [d]), [1, 1, d])
     cls = op.Expand(cls, op.Concat(op.Shape(pixels, start=0, end=1), [1, d], axis=0))
-    positions = graph.parameter(f"{name}.position_embedding.weight", [clip.tokens + 1, d])
+    positions = graph.parameter(f"{name}.position_embedding.weight", [vit.tokens + 1, d])
     x = op.Add(op.Concat(cls, patches, axis=1), positions)
-    return _layer_norm(graph, clip, x, "vision_tower.pre_layrnorm")
+    return _layer_norm(graph, vit, x, "vision_tower.pre_layrnorm")
 
 
-def _block(graph: WeightedGraph, clip: Clip, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _block(graph: WeightedGraph, vit: ViT, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One encoder block; returns its output, and the queries and keys [G,H,1+N,h] of its attention."""
-    op, d, m, count = graph.op, clip.hidden_size, clip.intermediate_size, clip.num_heads
+    op, d, m, count = graph.op, vit.hidden_size, vit.intermediate_size, vit.num_heads
 
     def heads(y: ir.Value, which: str) -> ir.Value:
         y = graph.linear(y, f"{name}.self_attn.{which}", d, d, bias=True)
         return op.Transpose(op.Reshape(y, [0, 0, count, d // count]), perm=[0, 2, 1, 3])
 
-    y = _layer_norm(graph, clip, x, f"{name}.layer_norm1")
+    y = _layer_norm(graph, vit, x, f"{name}.layer_norm1")
     query, key, value = heads(y, "q_proj"), heads(y, "k_proj"), heads(y, "v_proj")
     mixed = graph.dialect.attention(op, query, key, value)
     mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d])
     x = op.Add(x, graph.linear(mixed, f"{name}.self_attn.out_proj", d, d, bias=True))
 
-    y = _layer_norm(graph, clip, x, f"{name}.layer_norm2")
+    y = _layer_norm(graph, vit, x, f"{name}.layer_norm2")
     y = graph.linear(y, f"{name}.mlp.fc1", d, m, bias=True)
-    y = activation(graph, clip.activation, y)
+    y = activation(graph, vit.activation, y)
     return op.Add(x, graph.linear(y, f"{name}.mlp.fc2", m, d, bias=True)), query, key
 
 
@@ -100,17 +83,17 @@ def activation(graph: WeightedGraph, name: str, x: ir.Value) -> ir.Value:
 ACTIVATIONS = ("quick_gelu", "gelu")
 
 
-def _layer_norm(graph: WeightedGraph, clip: Clip, x: ir.Value, name: str) -> ir.Value:
-    d = clip.hidden_size
+def _layer_norm(graph: WeightedGraph, vit: ViT, x: ir.Value, name: str) -> ir.Value:
+    d = vit.hidden_size
     weight, bias = graph.parameter(f"{name}.weight", [d]), graph.parameter(f"{name}.bias", [d])
-    return graph.op.LayerNormalization(x, weight, bias, axis=-1, epsilon=clip.layer_norm_eps)
+    return graph.op.LayerNormalization(x, weight, bias, axis=-1, epsilon=vit.layer_norm_eps)
 
 
-def _cls_salience(graph: WeightedGraph, clip: Clip, query: ir.Value | None, key: ir.Value | None) -> ir.Value:
+def _cls_salience(graph: WeightedGraph, vit: ViT, query: ir.Value | None, key: ir.Value | None) -> ir.Value:
     """[G,N] fp32: head mean of the CLS row of softmax attention, patch columns."""
     op = graph.op
     cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)
-    cls = op.Mul(cls, (clip.hidden_size // clip.num_heads) ** -0.5)
+    cls = op.Mul(cls, (vit.hidden_size // vit.num_heads) ** -0.5)
     scores = op.MatMul(cls, op.Transpose(op.Cast(key, to=_FLOAT), perm=[0, 1, 3, 2]))
     row = op.ReduceMean(op.Softmax(scores, axis=-1), [1, 2], keepdims=0)
-    return op.Slice(row, [1], [clip.tokens + 1], [1])
+    return op.Slice(row, [1], [vit.tokens + 1], [1])

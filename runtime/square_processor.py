@@ -18,7 +18,7 @@ Size = tuple[int, int]
 """Width and height in pixels, as Pillow orders them."""
 
 
-class ClipProcessor:
+class SquareProcessor:
     """`settings` are those of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:

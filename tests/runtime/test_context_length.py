@@ -13,7 +13,7 @@ from logits import QUESTION
 from picture_prompts import BUDGETS
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.errors import PromptError
-from sinkprune.runtime.context import Length, too_long
+from sinkprune.runtime.context_length import Length, too_long
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""The model families: one row each, by the name a bundle bears.
+
+A row names a module in `sinkprune.export.families` and one in `sinkprune.runtime.families`, which are loaded when a
+checkpoint or a bundle of the family is (docs/new-family.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sinkprune.contract.budgets import LLAVA_BUDGETS, LLAVA_NEXT_BUDGETS, OPTIONS, QWEN_BUDGETS, Budget
+from sinkprune.contract.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """What is known of a family before any of its modules is loaded."""
+
+    model_type: str
+    """In config.json."""
+    architecture: str
+    """The class in transformers."""
+    module: str
+    """The name of its modules in `export/families/` and `runtime/families/`."""
+    budgets: Mapping[str, Budget]
+    """By name (method.md section 3)."""
+
+
+FAMILIES: dict[str, FamilyRow] = {
+    "llava": FamilyRow("llava", "LlavaForConditionalGeneration", "llava", LLAVA_BUDGETS),
+    "llava-next": FamilyRow("llava_next", "LlavaNextForConditionalGeneration", "llava_next", LLAVA_NEXT_BUDGETS),
+    "qwen2.5-vl": FamilyRow("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN_BUDGETS),
+    "qwen2-vl": FamilyRow("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN_BUDGETS),
+}
+
+
+def parse_budget(family: str, name: str) -> Budget:
+    """The budget that `name` means for `family`; raises `BudgetError` with the known names."""
+    base, *options = name.split("+")
+    rows = FAMILIES[family].budgets
+    if base not in rows:
+        raise BudgetError(
+            f"unknown budget '{base}' (in '{name}'); family '{family}' has: {', '.join(rows)}. "
+            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}."
+        )
+    unknown = [option for option in options if option not in OPTIONS]
+    if unknown:
+        raise BudgetError(f"unknown option '{unknown[0]}' in budget '{name}'; known options: {', '.join(OPTIONS)}.")
+    budget = rows[base]
+    for option in options:
+        budget = OPTIONS[option](budget)
+    return budget

@@ -1,0 +1,92 @@
+"""The graph contract (docs/graph-contract.md), compared with what a manifest says its graphs take and give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest import Manifest, TensorSpec
+from sinkprune.contract.precision import DTYPES
+
+
+def check_interfaces(path: Path, manifest: Manifest) -> None:
+    """Refuse graphs that give something else than is needed of them, or take something that nobody gives them.
+
+    `path` is the manifest's, for the message. Raises `BundleError`.
+    """
+    for graph, given, needed in _interfaces(manifest):
+        spec = manifest.graphs[graph]
+        outputs = {tensor.name: tensor for tensor in spec.outputs}
+        # Needed tensors come one by one: an absurd number of layers is refused at its first that is missing.
+        for expected in needed:
+            _check_tensor(path, graph, "output", outputs.get(expected.name), expected)
+        inputs = {tensor.name: tensor for tensor in given}
+        for declared in spec.inputs:
+            _check_tensor(path, graph, "input", declared, inputs.get(declared.name))
+
+
+def _check_tensor(path: Path, graph: str, role: str, found: TensorSpec | None, expected: TensorSpec | None) -> None:
+    if found and expected and found.dtype == expected.dtype and len(found.shape) == len(expected.shape):
+        sizes = zip(found.shape, expected.shape, strict=True)
+        if all(wanted is None or size == wanted for size, wanted in sizes):
+            return
+    told = [f"{spec.name} {spec.dtype}{list(spec.shape)}" if spec else "none" for spec in (found, expected)]
+    raise BundleError(
+        f"'{path}': graph '{graph}' does not fit the model's facts and cuts: its {role} is {told[0]}, expected "
+        f"{told[1]}. Export or copy the bundle again."
+    )
+
+
+_Interface = tuple[str, Iterable[TensorSpec], Iterable[TensorSpec]]
+
+
+def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
+    """Every graph, what it is given and what it must give (docs/graph-contract.md); a size of None is any size.
+
+    What `vision` is given is the family's own: the runtime checks it when it loads the family.
+    """
+    lm, dtype = manifest.language_model, DTYPES[manifest.precision].name
+    vision = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
+    tokens, width = vision["tokens"][1:] if len(vision.get("tokens", ())) == 3 else (None, None)
+
+    def floats(name: str, *shape: Any) -> TensorSpec:
+        return TensorSpec(name, dtype, shape)  # type: ignore[arg-type]
+
+    def rows(suffix: str = "") -> list[TensorSpec]:
+        tables = [floats(f"{table}{suffix}", 1, None, lm.head_dim // 2) for table in ("cos", "sin")]
+        return [floats(f"hidden{suffix}", 1, None, lm.hidden_size), *tables]
+
+    def index(*names: str) -> list[TensorSpec]:
+        return [TensorSpec(name, "int64", (None,)) for name in names]
+
+    def caches(prefix: str, layers: range) -> Iterator[TensorSpec]:
+        for layer in layers:
+            yield floats(f"{prefix}key_{layer}", 1, lm.num_kv_heads, None, lm.head_dim)
+            yield floats(f"{prefix}value_{layer}", 1, lm.num_kv_heads, None, lm.head_dim)
+
+    # Without a projector the tower's tokens are the decoder's rows.
+    features = [floats("tokens", None, tokens, width if manifest.projector else lm.hidden_size)]
+    features += [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
+    query = floats("query", 1, lm.num_heads, None, lm.head_dim)
+    yield "vision", manifest.graphs["vision"].inputs, features
+    if manifest.projector:
+        embeddings = floats("embeddings", None, None, lm.hidden_size)
+        yield manifest.projector, [floats("tokens", None, None, width)], [embeddings]
+    for number, layers in enumerate(manifest.segments):
+        asked = [query] if layers.stop != lm.num_layers else []
+        gives = chain([*rows("_out")[:1], *asked], caches("", layers))
+        yield f"decoder_{number}", chain(rows(), caches("past_", layers)), gives
+    yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
+    for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
+        if plan.sanitizer:
+            kept = plan.counts.kept if plan.counts else None
+            index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
+            yield plan.sanitizer, features, [floats("kept_tokens", None, kept, width), index_of_kept]
+        key = floats("key", 1, lm.num_kv_heads, None, lm.head_dim)
+        selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), features[1]]
+        left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
+        for graph in plan.select_after.values():
+            yield graph, selected, left

@@ -1,0 +1,174 @@
+"""The content of `bundle.json`, field by field. It may grow; what is there keeps its name and meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest_file import FileSpec, ManifestFile
+from sinkprune.contract.plans import Plan, find_plan
+from sinkprune.contract.precision import PrecisionName
+from sinkprune.contract.towers import Tower
+
+T = TypeVar("T")
+
+FORMAT_VERSION = 4
+MANIFEST = "bundle.json"
+EMBEDDING = "weights/embedding.safetensors"
+TOKENIZER = "weights/tokenizer.json"
+CHAT_TEMPLATE = "weights/chat_template.jinja"
+
+Dtype = Literal["float32", "float16", "int64", "bool"]
+DialectName = Literal["opset23", "opset20"]
+"""The operators of the graphs, by the ONNX opset they are of: 20 is what TensorRT 10.3 (JetPack 6) takes."""
+FORMER_DIALECTS: dict[str, DialectName] = {"onnx24": "opset23", "trt10": "opset20"}
+"""What they were called up to format 3."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of a graph; a `str` dimension is dynamic."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """One ONNX graph of the bundle: its file (relative to the bundle) and its typed interface."""
+
+    file: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Facts of the decoder. Sizes are in elements."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    rope_theta: float
+    rope_sections: tuple[int, ...] = ()
+    """How many rotary frequencies turn with each axis of a position (time, height, width) in mRoPE; empty where a
+    position is one number."""
+
+    @property
+    def decoder_parameters(self) -> int:
+        """Weights of all decoder layers, biases aside."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * q + 2 * kv + 3 * self.intermediate_size + 2
+        return self.num_layers * layer * self.hidden_size
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids the runtime must know."""
+
+    image: int
+    stop: tuple[int, ...]
+    bos: str
+    """The text of the first special token, for chat templates that write it; empty if there is none."""
+    eos: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where the weights came from."""
+
+    source: str
+    config_sha256: str
+    random_weights: bool
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `bundle.json`."""
+
+    format_version: int
+    sinkprune_version: str
+    family: str
+    precision: PrecisionName
+    dialect: DialectName
+    checkpoint: Checkpoint
+    language_model: LanguageModel
+    vision: Tower
+    """Facts of the vision tower."""
+    most_visual_tokens: int
+    """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
+    max_images: int
+    """The most images a prompt may have."""
+    projector: str | None
+    """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
+    processor: dict[str, Any]
+    """The image processor's settings, in the checkpoint's own words."""
+    tokens: Tokens
+    cut_after: tuple[int, ...]
+    """The 0-based decoder layers after which the decoder is cut into segments."""
+    budgets: dict[str, Budget]
+    plans: dict[str, dict[str, Plan]]
+    """Plans by method, then budget."""
+    graphs: dict[str, GraphSpec]
+    files: dict[str, FileSpec]
+
+    @property
+    def segments(self) -> tuple[range, ...]:
+        """The layers of `decoder_0`, `decoder_1`, ..."""
+        return decoder_segments(self.cut_after, self.language_model.num_layers)
+
+    @property
+    def any_resolution(self) -> bool:
+        """Whether images differ in their number of visual tokens."""
+        shapes = [tensor.shape for tensor in self.graphs["vision"].outputs if tensor.name == "norms"]
+        return any(isinstance(size, str) for shape in shapes for size in shape[1:])
+
+    def plan(self, method: str, budget: str) -> Plan | None:
+        """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""
+        return find_plan(self.plans, self.budgets, method, budget)
+
+    def tower(self, kind: type[T]) -> T:
+        """The facts of the vision tower, which must be of this kind; raises `BundleError`."""
+        if not isinstance(self.vision, kind):
+            raise BundleError(
+                f"the bundle's `vision` holds the fields of {type(self.vision).__name__}, family '{self.family}' has "
+                f"a {kind.__name__}. Export it again."
+            )
+        return self.vision
+
+
+def decoder_segments(cut_after: Sequence[int], num_layers: int) -> tuple[range, ...]:
+    """The layers between the cuts behind the layers `cut_after` (0-based, ascending)."""
+    starts = [0, *(layer + 1 for layer in cut_after)]
+    return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True))
+
+
+def from_format_3(data: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of format 3 in the words of format 4: dialects after their opset, and what `batch` of a budget was."""
+    budgets = {name: dict(budget) for name, budget in data["budgets"].items()}
+    for budget in budgets.values():
+        budget["diversity_group_size"] = budget.pop("batch")
+    dialect = FORMER_DIALECTS.get(data["dialect"], data["dialect"])
+    return {**data, "format_version": 4, "dialect": dialect, "budgets": budgets}
+
+
+BUNDLE = ManifestFile(
+    name=MANIFEST,
+    format_version=FORMAT_VERSION,
+    folder="bundle",
+    a_folder="a bundle",
+    error=BundleError,
+    make="sinkprune-export CHECKPOINT -o {root}",
+    again="Export or copy the bundle again.",
+    former={3: from_format_3},
+    upgrade="Upgrade sinkprune, or export the checkpoint again with this one.",
+)

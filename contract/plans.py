@@ -1,0 +1,63 @@
+"""Pruning plans: the weightless graphs of a method at a budget, and how they are found in a bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from sinkprune.contract.budgets import UNPRUNED, Counts
+from sinkprune.contract.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The weightless graphs of one method at one budget, by their name under `graphs`."""
+
+    sanitizer: str | None
+    """The graph between `vision` and `projector`; None if every visual token goes to the LLM."""
+    select_after: dict[str, str]
+    """The graph behind each pruning layer, by the layer's 0-based number, ascending."""
+    positions: Literal["keep", "compact"]
+    """Whether survivors of a stage keep their position ids or are renumbered."""
+    counts: Counts | None
+    """The token counts its graphs realise on one group of this bundle's visual tokens; None where images differ in
+    theirs, and the graphs take the budget's shares of what they are given."""
+
+    @property
+    def graphs(self) -> list[str]:
+        """All of them."""
+        return [*([self.sanitizer] if self.sanitizer else []), *self.select_after.values()]
+
+    @property
+    def cuts(self) -> list[int]:
+        """The 0-based layers that it prunes after."""
+        return [int(layer) for layer in self.select_after]
+
+
+def find_plan(
+    plans: Mapping[str, Mapping[str, Plan]], budgets: Container[str], method: str, budget: str
+) -> Plan | None:
+    """The plan of `method` at `budget` among a bundle's `plans`, None for the unpruned engines.
+
+    `budgets` are the names of all budgets of the bundle. Raises `BudgetError` with what the bundle holds.
+    """
+    if method not in plans:
+        raise BudgetError(
+            f"this bundle holds no method '{method}'; it holds: {', '.join(plans)}. "
+            "Others must be exported first, with sinkprune-export --methods."
+        )
+    if budget == UNPRUNED:
+        return None
+    if budget in budgets and budget not in plans[method]:
+        raise BudgetError(
+            f"method '{method}' cannot run on as few visual tokens as budget '{budget}' asks for, on this model; "
+            f"it can at: {', '.join(plans[method])}."
+        )
+    if budget not in plans[method]:
+        held = ", ".join([UNPRUNED, *plans[method]])
+        raise BudgetError(
+            f"this bundle holds no budget '{budget}' for method '{method}'; it holds: {held}. "
+            "Others must be exported first, with sinkprune-export --budgets."
+        )
+    return plans[method][budget]

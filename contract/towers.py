@@ -1,0 +1,55 @@
+"""Facts of vision towers: what `bundle.json` holds below `vision`, written by the export and read by the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ViTTower:
+    """CLIP's vision transformer up to its feature layer, on square crops of one size: LLaVA-1.5 and LLaVA-NeXT."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_blocks: int
+    """Blocks that are computed: up to and with the one whose output is the visual feature."""
+    image_size: int
+    """Pixels along a side of the crop."""
+    patch_size: int
+    """Pixels along a side of a patch; a patch is a visual token."""
+    layer_norm_eps: float
+    activation: str
+    tokens: int
+    """N, the visual tokens of a crop."""
+
+
+@dataclass(frozen=True)
+class QwenTower:
+    """The vision tower of Qwen2-VL and Qwen2.5-VL: any resolution, `merge_size`**2 patches to a visual token."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_blocks: int
+    full_attention_blocks: tuple[int, ...]
+    """0-based; all others attend within windows."""
+    window_side: int
+    """Merged tokens along a window's side; 0 where no block has windows."""
+    patch_size: int
+    """Pixels along a side of a patch."""
+    temporal_patch_size: int
+    """Frames of a patch."""
+    merge_size: int
+    """Patches along a side of a merged token."""
+    rope_theta: float
+    out_size: int
+    """The decoder's width."""
+    salience_block: int
+    """The 0-based block whose attention is the salience."""
+    tokens_per_second: float | None
+    """How far positions in time go on in a second of a clip; None where they count frames."""
+
+
+Tower = ViTTower | QwenTower
+"""The facts of any tower; their fields tell which it is."""
