@@ -34,12 +34,13 @@ from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import DIALECTS, Dialect
-from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_method
+from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.pruning.equal_mean import UnreachableMean
+from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs, UpTo
 from sinkprune.export.text import Text, read_text, small_text
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
@@ -170,14 +171,11 @@ class _Writer:
     def weight_graphs(self, segments: Sequence[range]) -> dict[str, GraphSpec]:
         """Every graph that holds weights, one after the other."""
         family = self._source.family
-        (self._root / "graphs" / "weights").mkdir(parents=True)
         specs = {}
         for name in family.graphs(segments):
             weights = _Reported(self._source.weights, name, self._progress)
-            location = f"weights/{name}.bin"
-            with (self._root / "graphs" / location).open("wb") as data:
-                graph = WeightedGraph(name, self._precision, self._dialect, weights, data, location)
-                family.build(name, graph, segments, weights)
+            graph = WeightedGraph(name, self._precision, self._dialect, weights)
+            family.build(name, graph, segments, weights)
             specs[name] = graph.save(self._root, f"graphs/{name}.onnx")
         return specs
 

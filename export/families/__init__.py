@@ -14,7 +14,7 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.towers import Tower
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import UpTo
+from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.text import SpecialTokens
 
 SalienceBlock = Literal["penultimate", "last"]

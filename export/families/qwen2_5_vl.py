@@ -18,7 +18,7 @@ from sinkprune.export.families.configuration import (
 )
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
-from sinkprune.export.methods import UpTo
+from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.qwen2_5_vision import QWEN2_5, QwenVision, build_vision
 from sinkprune.export.text import SpecialTokens
 

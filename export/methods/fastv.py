@@ -6,9 +6,9 @@ method.md section 6. After layer 2 (0-based, of 32) the visual tokens stay that 
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, scaled_layers
-from sinkprune.export.equal_mean import scaled_stages
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_selects, last_row
+from sinkprune.export.pruning.equal_mean import scaled_stages
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import build_selects, last_row
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:

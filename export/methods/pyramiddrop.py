@@ -8,9 +8,9 @@ here the share that meets the budget's mean.
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, scaled_layers
-from sinkprune.export.equal_mean import constant_ratio
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_selects, last_row
+from sinkprune.export.pruning.equal_mean import constant_ratio
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import build_selects, last_row
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:

@@ -8,9 +8,9 @@ layer, and picks by these. Its recycling of dropped tokens is left out.
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, prune_layers
-from sinkprune.export.equal_mean import scaled_stages
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_selects, text_like_the_image
+from sinkprune.export.pruning.equal_mean import scaled_stages
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import build_selects, text_like_the_image
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:

@@ -23,9 +23,10 @@ from sinkprune.contract.manifest import decoder_segments
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
-from sinkprune.export.methods import PlanFacts, load_method
+from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.pruning.plan import PlanFacts
 
 # Qwen/Qwen2.5-VL-7B-Instruct's config.json: the decoder's settings stand at the top.
 HUB_CONFIG: dict[str, Any] = {

@@ -10,15 +10,12 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.methods import PlanFacts
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.shares import Count
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
-
-
-Count = int | ir.Value
-"""A number of tokens: known when the graph is written, or [1] int64 within it."""
 
 
 class Features(NamedTuple):
