@@ -83,6 +83,14 @@ class Graph:
         return GraphSpec(file, inputs, tuple(_spec(value) for value in self._graph.outputs))
 
 
+class _Weight(ir.LazyTensor):
+    """A weight, read when it is written."""
+
+    def tofile(self, file: Any) -> None:
+        # What numpy raises where the disk is full does not say so.
+        file.write(np.ascontiguousarray(self.numpy()).data)
+
+
 class WeightedGraph(Graph):
     """A graph whose weights come from `weights`, and lie in the file `weights/<name>.bin` beside it."""
 
@@ -99,10 +107,10 @@ class WeightedGraph(Graph):
 
         def read() -> ir.Tensor[Any]:
             array = self._read(name, shape).reshape(stored)
-            return ir.Tensor(np.ascontiguousarray(array.T if transposed else array))
+            return ir.Tensor(array.T if transposed else array)
 
         laid_out = ir.Shape(stored[::-1] if transposed else stored)
-        return self.builder.initializer(ir.LazyTensor(read, self.float, laid_out, name=name), name)
+        return self.builder.initializer(_Weight(read, self.float, laid_out, name=name), name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """`x @ weight.T + bias`, with the weight stored [inputs, outputs] as MatMul reads it."""
@@ -117,7 +125,7 @@ class WeightedGraph(Graph):
             value: value.const_value
             for value in self._graph.initializers.values()
             # Constants stay in the graph.
-            if isinstance(value.const_value, ir.LazyTensor)
+            if isinstance(value.const_value, _Weight)
         }
         written = convert_tensors_to_external(
             list(weights.values()), folder, location, alignment=_PAGE, align_threshold=_PAGE - 1

@@ -22,10 +22,9 @@ from sinkprune.export.pruning.sanitizer import (
     joined,
     largest,
     new_sanitizer,
-    vector,
 )
 from sinkprune.export.pruning.select import build_selects, every_text_row
-from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of
+from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of, vector
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:

@@ -19,6 +19,11 @@ Count = int | ir.Value
 """A number of tokens: known when the graph is written, or [1] int64 within it."""
 
 
+def vector(count: Count) -> list[int] | ir.Value:
+    """`count` as operators take it, of shape [1]."""
+    return [count] if isinstance(count, int) else count
+
+
 class SanitizerCounts(NamedTuple):
     """What a sanitizer keeps."""
 
@@ -76,10 +81,8 @@ def surviving(graph: Graph, rows: ir.Value, kept: int | Share, tokens: Dim) -> i
     if isinstance(kept, Share):
         norms = graph.input("norms", ["G", tokens], ir.DataType.FLOAT)
         most = _share(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)
-    else:
-        most = [kept]
     # K_s >= V: every visual row survives
-    return op.Min(op.Shape(rows), most)
+    return op.Min(op.Shape(rows), most if isinstance(kept, Share) else [kept])
 
 
 def _share(op: Any, tokens: ir.Value, part: Share) -> ir.Value:
