@@ -255,7 +255,7 @@ def test_limits_given_at_export_are_the_bundles(checkpoint: Callable[[str], Path
     outcome = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", *limits, "--budgets", "prune-88.9")
     assert outcome.code == 0, outcome.stderr
     family = Pipeline.load(tmp_path / "out").family
-    assert (family.visual_tokens((28, 28)), family.visual_tokens((2000, 2000))) == (64, 121)
+    assert [family.see(Image.new("RGB", size)).layout.tokens for size in ((28, 28), (2000, 2000))] == [64, 121]
 
 
 def test_other_methods_are_refused_with_the_reason(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
