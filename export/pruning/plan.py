@@ -54,6 +54,11 @@ class PlanFacts:
         return self.tokens
 
     @property
+    def most_in_group(self) -> int:
+        """The most visual tokens of a group."""
+        return self.tokens.most if isinstance(self.tokens, UpTo) else self.tokens
+
+    @property
     def most_visual_tokens(self) -> int:
         """The most visual tokens of an image or clip, in all its groups."""
         return self.tokens.in_all if isinstance(self.tokens, UpTo) else self.groups * self.tokens
