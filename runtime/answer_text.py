@@ -15,7 +15,7 @@ class AnswerText:
         self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
         self.text = ""
-        """All pieces so far."""
+        """What all pieces given so far add up to."""
 
     def add(self, token: int) -> str:
         """What `token` adds to the text; empty while a character is not whole."""

@@ -100,6 +100,6 @@ def status(text: str) -> Iterator[None]:
 
 
 def write_line(text: str) -> None:
-    """A line on stdout."""
+    """Write a line of a command's output to stdout, at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
