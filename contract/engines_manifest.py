@@ -36,6 +36,9 @@ class Range:
 
 OptimisationProfile = dict[str, Range]
 """The shapes that one optimisation profile of a TensorRT engine takes and is tuned for, by the input's name."""
+OptimisationProfiles = dict[str, OptimisationProfile]
+"""The optimisation profiles of one engine by their names, in the engine's order; empty for an engine that takes any
+shape."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,9 @@ class EngineSpec:
 
     file: str
     """The engine's file, relative to the engines folder."""
-    optimisation_profiles: dict[str, OptimisationProfile]
-    """By name, in the engine's order. `prefill`, and `decode` for graphs that run in both; or `clip` and `image`, for
-    graphs that are given groups where no one optimisation profile can hold both. The narrower stands last.
-
-    Empty for onnxruntime, whose models take any shape.
-    """
+    optimisation_profiles: OptimisationProfiles
+    """`prefill`, and `decode` for graphs that run in both; or `clip` and `image`, for graphs that are given groups
+    where no one optimisation profile can hold both. The narrower stands last. Empty for onnxruntime."""
     nodes: dict[str, Realisation]
     """What became of each node of domain `sinkprune`, by the node's name."""
     device_memory: int | None

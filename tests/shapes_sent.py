@@ -1,4 +1,4 @@
-"""The shapes a pipeline really sends to its engines, against the profiles they would be built with."""
+"""The shapes a pipeline really sends to its engines, against the optimisation profiles they would be built with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Limits, Range
-from sinkprune.engines.limits import profiles
+from sinkprune.contract.engines_manifest import Limits, OptimisationProfile
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.ort import OrtBackend
 from sinkprune.runtime.clip import Clip
@@ -31,10 +31,10 @@ class Recorder:
         return self._engine(inputs)
 
 
-def shapes_outside_profiles(
+def shapes_outside_optimisation_profiles(
     bundle: Bundle, prompts: Sequence[Sequence[tuple[int, int] | Clip]]
 ) -> list[tuple[str, Shapes]]:
-    """What no profile holds when prompts with images of those sizes, or clips, run at every budget.
+    """What no optimisation profile holds when prompts with images of those sizes, or clips, run at every budget.
 
     Every graph must be run.
     """
@@ -53,16 +53,16 @@ def shapes_outside_profiles(
                 pipeline.generate(images, "What?", budget=budget, **options)
     assert all(calls.values()), "a graph was never run"
     limits = Limits(64, NEW_TOKENS, bundle.manifest.max_images)
-    ranges = {graph: profiles(bundle.manifest, limits, graph).values() for graph in calls}
+    profiles = optimisation_profiles(bundle.manifest, limits)
     return [
         (graph, shapes)
         for graph, sent in calls.items()
         for shapes in sent
-        if not any(_holds(profile, shapes) for profile in ranges[graph])
+        if not any(_holds(profile, shapes) for profile in profiles[graph].values())
     ]
 
 
-def _holds(profile: Mapping[str, Range], shapes: Shapes) -> bool:
+def _holds(profile: OptimisationProfile, shapes: Shapes) -> bool:
     """An engine is given more tensors than its graph takes."""
     return all(
         len(shapes[name]) == len(span.min)

@@ -95,10 +95,10 @@ class PluginV3:
         return bool(found.type == in_out[described.tokens].desc.type)
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Nothing depends on the profile."""
+        """Does nothing: a plugin is the same for all shapes."""
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """Bytes for the largest shapes of the profile."""
+        """Bytes of workspace for the largest shapes of the optimisation profile, which `inputs` and `outputs` describe."""
         return self._description.workspace(self._sizes([t.max for t in inputs], [t.max for t in outputs]))
 
     def get_valid_tactics(self) -> list[int]:

@@ -22,7 +22,7 @@ from sinkprune.runtime.tensorrt_library import import_tensorrt
 if TYPE_CHECKING:
     import onnx
 
-# Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the plan among them.
+# Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the engine among them.
 _HOST_COPIES = 2.2
 # The least there must be, to time kernels on them.
 _GPU_COPIES = 1
@@ -66,8 +66,8 @@ class Library(Protocol):
         """Keep what a build left in its configuration."""
         ...
 
-    def device_memory(self, plan: Any, log: Any) -> int | None:
-        """Bytes of activations of the engine in `plan`; None where there is no GPU to ask."""
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
+        """Bytes of activations that the engine just built needs; None where there is no GPU to ask."""
         ...
 
 
@@ -140,9 +140,9 @@ class TensorRT:
         """Write the timing cache."""
         write_whole(self._timing_cache, bytes(memoryview(config.get_timing_cache().serialize())))
 
-    def device_memory(self, plan: Any, log: Any) -> int | None:
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
         """By loading the engine, which also shows that it loads; raises `EnginesError`."""
-        engine = self.trt.Runtime(log).deserialize_cuda_engine(plan)
+        engine = self.trt.Runtime(log).deserialize_cuda_engine(serialized)
         if engine is None:
             raise EnginesError(f"tensorrt cannot load what it just built: {' '.join(log.errors)}")
         return int(engine.device_memory_size_v2)
@@ -194,7 +194,7 @@ class TensorRTRTX:
     def built(self, config: Any) -> None:
         """Nothing is left to keep."""
 
-    def device_memory(self, plan: Any, log: Any) -> int | None:
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
         """Unknown: the engine is compiled to the end where it is loaded."""
         return None
 

@@ -1,4 +1,4 @@
-"""Profiles derived from a bundle: they hold every shape the chain sends, and no request may exceed the model."""
+"""Optimisation profiles hold every shape the chain sends, and no request may exceed the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest, TensorSpec
-from sinkprune.engines.limits import profiles, resolve_limits
+from sinkprune.engines.limits import resolve_limits
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.ort import OrtBackend
@@ -81,26 +82,26 @@ def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
     several = replace(manifest, graphs=graphs, language_model=roomy, max_images=3)
     limits = resolved(several, images=3)
     assert limits.images == 3
-    ranges = profiles(several, limits, graph)["prefill"]
+    profiles = optimisation_profiles(several, limits)
+    ranges = profiles[graph]["prefill"]
     assert ranges["visual_group"] == Range((129,), (129,), (387,))
     assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
-    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (1, 3, 336, 336)
-    assert profiles(several, limits, "decoder_0")["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
+    assert profiles["vision"]["prefill"]["pixel_values"].max == (1, 3, 336, 336)
+    assert profiles["decoder_0"]["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
 
 
-def test_only_what_runs_in_both_has_two_profiles(manifest: Manifest) -> None:
-    for graph in manifest.graphs:
+def test_only_what_runs_in_both_has_two_optimisation_profiles(manifest: Manifest) -> None:
+    for graph, found in optimisation_profiles(manifest, Limits(100, 50, 1)).items():
         both = graph.startswith(("decoder_", "head"))
-        found = profiles(manifest, Limits(100, 50, 1), graph)
         assert list(found) == (["prefill", "decode"] if both else ["prefill"])
         for ranges in found.values():
             assert list(ranges) == [tensor.name for tensor in manifest.graphs[graph].inputs]
 
 
 def test_the_usual_shape_is_between_the_budgets(manifest: Manifest) -> None:
-    found = profiles(manifest, Limits(100, 50, 1), "projector")["prefill"]["tokens"]
-    assert found == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
-    last = profiles(manifest, Limits(100, 50, 1), "decoder_3")
+    profiles = optimisation_profiles(manifest, Limits(100, 50, 1))
+    assert profiles["projector"]["prefill"]["tokens"] == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
+    last = profiles["decoder_3"]
     assert last["prefill"]["hidden"] == Range((1, 1, 64), (1, 92 + 64, 64), (1, 576 + 100, 64))
     assert last["decode"]["past_key_4"] == Range((1, 4, 1, 16), (1, 4, 92 + 64 + 25, 16), (1, 4, 576 + 149, 16))
 
@@ -112,7 +113,7 @@ def test_a_dimension_the_contract_does_not_know(manifest: Manifest) -> None:
     with pytest.raises(
         BundleError, match=r"'head': input 'hidden' has the dynamic dimension 'Q', expected one of G,"
     ):
-        profiles(strange, Limits(100, 50, 1), "head")
+        optimisation_profiles(strange, Limits(100, 50, 1))
 
 
 class Recorder:
@@ -135,10 +136,10 @@ def fits(shapes: Shapes, ranges: dict[str, Range]) -> bool:
     )
 
 
-def test_every_shape_the_chain_sends_lies_in_a_profile(
+def test_every_shape_the_chain_sends_lies_in_an_optimisation_profile(
     checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to the limit exactly: a profile one token shorter would be too short."""
+    """Up to the limit exactly: an optimisation profile one token shorter would be too short."""
     export_bundle(Request(str(checkpoint("gqa-112")), methods=METHODS), tmp_path / "bundle")
     bundle = read_bundle(tmp_path / "bundle")
     graphs = {bundle.graph_path(graph): graph for graph in bundle.manifest.graphs}
@@ -157,11 +158,11 @@ def test_every_shape_the_chain_sends_lies_in_a_profile(
 
     limits = Limits(longest, NEW_TOKENS, 1)
     assert all(calls.values()), "a graph was never run"
+    profiles = optimisation_profiles(bundle.manifest, limits)
     for graph, sent in calls.items():
-        ranges = profiles(bundle.manifest, limits, graph)
         for shapes in sent:
-            assert any(fits(shapes, profile) for profile in ranges.values()), (graph, shapes, ranges)
-    tight = profiles(bundle.manifest, limits, "decoder_0")
+            assert any(fits(shapes, profile) for profile in profiles[graph].values()), (graph, shapes)
+    tight = profiles["decoder_0"]
     assert max(shapes["hidden"][1] for shapes in calls["decoder_0"]) == tight["prefill"]["hidden"].max[1]
     # The last new token is not fed back, so one past length less is reached.
     longest_past = max(shapes["past_key_0"][2] for shapes in calls["decoder_0"])

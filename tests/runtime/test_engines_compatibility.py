@@ -140,26 +140,26 @@ def test_engines_that_lack_a_graph_are_refused(small: Bundle, build: FakeBuild) 
     Loading(small, build).refused("'head'", "sinkprune-build")
 
 
-def test_a_truncated_plan_is_refused(small: Bundle, build: FakeBuild) -> None:
-    plan = build.folder / build.manifest.engines["decoder_1"].file
-    plan.write_bytes(plan.read_bytes()[:-10])
-    Loading(small, build).refused("decoder_1.plan", "bytes")
+def test_a_truncated_engine_is_refused(small: Bundle, build: FakeBuild) -> None:
+    engine = build.folder / build.manifest.engines["decoder_1"].file
+    engine.write_bytes(engine.read_bytes()[:-10])
+    Loading(small, build).refused("decoder_1.engine", "bytes")
 
 
-def test_an_altered_plan_is_refused(small: Bundle, build: FakeBuild) -> None:
-    plan = build.folder / build.manifest.engines["decoder_1"].file
-    plan.write_bytes(bytes(plan.stat().st_size))
-    Loading(small, build).refused("decoder_1.plan", "altered")
+def test_an_altered_engine_is_refused(small: Bundle, build: FakeBuild) -> None:
+    engine = build.folder / build.manifest.engines["decoder_1"].file
+    engine.write_bytes(bytes(engine.stat().st_size))
+    Loading(small, build).refused("decoder_1.engine", "altered")
 
 
-def test_what_tensorrt_says_of_a_plan_it_cannot_load_is_told(small: Bundle, build: FakeBuild) -> None:
-    plan = build.folder / build.manifest.engines["vision"].file
-    plan.write_bytes(bytes(plan.stat().st_size))
+def test_what_tensorrt_says_of_an_engine_it_cannot_load_is_told(small: Bundle, build: FakeBuild) -> None:
+    engine = build.folder / build.manifest.engines["vision"].file
+    engine.write_bytes(bytes(engine.stat().st_size))
     built = open_engines(build.folder, small)
     device = FakeDevice()
     backend = TensorRTBackend("tensorrt", FakeTensorRT(device), device, built)
     with pytest.raises(
-        BackendError, match=r"vision\.plan.* MB of GPU memory free: the plan is no plan\. .*--force"
+        BackendError, match=r"vision\.engine.* MB of GPU memory free: the engine is no engine\. .*--force"
     ) as told:
         Pipeline(small, backend, built)
     assert "a warning" not in str(told.value)
@@ -167,9 +167,10 @@ def test_what_tensorrt_says_of_a_plan_it_cannot_load_is_told(small: Bundle, buil
 
 def test_an_engine_that_is_not_as_listed_is_refused(small: Bundle, build: FakeBuild) -> None:
     engines = build.manifest.engines
-    head = replace(engines["head"], profiles={"prefill": engines["head"].profiles["prefill"]})
+    prefill = {"prefill": engines["head"].optimisation_profiles["prefill"]}
+    head = replace(engines["head"], optimisation_profiles=prefill)
     build.change(engines={**engines, "head": head})
-    with pytest.raises(BackendError, match=r"'head' has 2 profiles.*not what engines.json lists"):
+    with pytest.raises(BackendError, match=r"'head' has 2 optimisation profiles.*not what engines.json lists"):
         Loading(small, build)()
 
 
@@ -182,9 +183,9 @@ def test_memory_that_runs_out_while_loading_names_need_and_free(small: Bundle, b
     # What engines.json cannot tell, because no GPU was there when they were built, shows when they are loaded.
     engines = {graph: replace(spec, device_memory=None) for graph, spec in build.manifest.engines.items()}
     build.change(engines=engines)
-    plans = sum(spec.size for spec in build.manifest.files.values())
+    weights = sum(spec.size for spec in build.manifest.files.values())
     with pytest.raises(BackendError, match=r"out of memory: 50000 bytes are needed, \d+ of \d+ are free"):
-        Loading(small, build, total=plans + 4000)()
+        Loading(small, build, total=weights + 4000)()
 
 
 def test_a_library_that_is_not_installed_is_one_sentence(

@@ -204,7 +204,7 @@ def test_one_row_with_a_past_is_decoded_all_else_is_prefill(rows: int, past: int
     assert outputs["key_0"].shape == (1, model.num_kv_heads, past + rows, model.head_dim)
 
 
-def test_the_head_decodes_with_its_own_profile(rig: Rig) -> None:
+def test_the_head_decodes_with_its_own_optimisation_profile(rig: Rig) -> None:
     hidden = np.zeros((1, 1, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
     rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
     assert [len(context.enqueued) for context in rig.contexts("head")] == [0, 1]
@@ -217,7 +217,7 @@ def test_the_head_decodes_with_its_own_profile(rig: Rig) -> None:
         (1, 801, ["'decoder_0'", "'past_key_0'", "801", "'decode'", "800", "--max-new-tokens"]),
     ],
 )
-def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[str], rig: Rig) -> None:
+def test_shapes_beyond_an_optimisation_profile_are_refused(rows: int, past: int, said: list[str], rig: Rig) -> None:
     with pytest.raises(BackendError) as refusal:
         run_decoder(rig, rows, past)
     for words in said:
@@ -225,7 +225,7 @@ def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[st
     assert rig.enqueued() == 0
 
 
-def test_the_head_names_the_profile_that_comes_nearest(rig: Rig) -> None:
+def test_the_head_names_the_optimisation_profile_that_comes_nearest(rig: Rig) -> None:
     hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
     with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
         rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
