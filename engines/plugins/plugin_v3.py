@@ -98,7 +98,7 @@ class PluginV3:
         """Does nothing: a plugin is the same for all shapes."""
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """Bytes of workspace for the largest shapes of the optimisation profile, which `inputs` and `outputs` describe."""
+        """Bytes of workspace for the largest shapes of an optimisation profile, in `inputs` and `outputs`."""
         return self._description.workspace(self._sizes([t.max for t in inputs], [t.max for t in outputs]))
 
     def get_valid_tactics(self) -> list[int]:
