@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
-from sinkprune.calibration.evaluation.outliers import PlantedOutliers
+from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.plot import plot_evaluation
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
@@ -60,9 +60,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         items = load_task(options.task, options.limit)
     if options.blind:
         items = [blinded(item) for item in items]
-    pipeline = load_pipeline(options, bundle)
-    if options.plant_outliers:
-        pipeline.chain.vision = PlantedOutliers(pipeline.chain.vision, pipeline.backend)
+    pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
     replies = _ask(pipeline, items, combinations, options.max_new_tokens)
     result = report(
         pipeline,
