@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 VERSION = "10.99.0"
 ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
-"""Bytes of activations by engine; 2000 for the others."""
+"""Bytes of activations by graph; 2000 for the others."""
 LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
 
 _ROWS = 800
@@ -275,13 +275,16 @@ def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfi
 
 
 def build_fake_engines(
-    bundle: Bundle, folder: Path, profiles: Mapping[str, OptimisationProfiles] | None = None
+    bundle: Bundle,
+    folder: Path,
+    profiles: Mapping[str, OptimisationProfiles] | None = None,
+    activations: Mapping[str, int] = ACTIVATIONS,
 ) -> FakeBuild:
     """Fake engines of every graph, with `profiles` or wide ones, and an engines.json that says what they are."""
     engines = {}
     for graph, spec in bundle.manifest.graphs.items():
         own = profiles[graph] if profiles else wide_optimisation_profiles(graph, spec)
-        need = ACTIVATIONS.get(graph, 2000)
+        need = activations.get(graph, 2000)
         description = {
             "graph": graph,
             "onnx": str(bundle.graph_path(graph)),
