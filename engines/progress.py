@@ -14,39 +14,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class BuildProgress(Protocol):
-    """Is told of graphs, and of the phases within one, which nest. Calls may come from any thread."""
+    """Is told how far a build is: of its graphs, and of the phases within one, which nest.
+
+    Calls may come from any thread.
+    """
 
     def graph(self, name: str, number: int, total: int) -> None:
         """The graph `name` is being built, after `number` of `total` others."""
         ...
 
-    def phase_start(self, name: str, parent: str | None, steps: int) -> None: ...
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """The phase `name` of so many steps begins, within the phase `parent` if there is one."""
+        ...
 
     def step_complete(self, name: str, step: int) -> None:
         """The step `step`, counted from 0, of the phase `name` is done."""
         ...
 
-    def phase_finish(self, name: str) -> None: ...
+    def phase_finish(self, name: str) -> None:
+        """The phase `name` is over, done or not."""
+        ...
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Shows nothing of a build."""
 
     def graph(self, name: str, number: int, total: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def step_complete(self, name: str, step: int) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def phase_finish(self, name: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class TerminalProgress:
-    """Lines on stderr: the graphs, and below them the phases that are running. Silent where it is no terminal."""
+    """Shows a build on stderr: a bar of its graphs, and below it the phases that run. Silent without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -73,11 +80,11 @@ class TerminalProgress:
         self._progress.stop()
 
     def graph(self, name: str, number: int, total: int) -> None:
-        """A bar of all graphs."""
+        """Set the bar of all graphs to `number` of `total`, with the name of the one that is built."""
         self._progress.update(self._graphs, description=name, completed=number, total=total)
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """A bar for the phase, indented below its parent's."""
+        """Add a bar for the phase, indented below its parent's."""
         self._depths[name] = self._depths.get(parent or "", 0) + 1
         self._phases[name] = self._progress.add_task("  " * self._depths[name] + name, total=steps)
 
