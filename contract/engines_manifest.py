@@ -72,7 +72,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class EnginesManifest:
-    """The content of `engines.json`."""
+    """The content of `engines.json`: the engines of a folder, and what they were built from, with and for."""
 
     format_version: int
     sinkprune_version: str
@@ -125,7 +125,7 @@ class Engines:
     manifest: EnginesManifest
 
     def file(self, name: str) -> Path:
-        """The path of a file named in the manifest."""
+        """The path of the file that `engines.json` calls `name`."""
         return self.path / name
 
     def engine_path(self, graph: str) -> Path:

@@ -23,7 +23,7 @@ from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes
-from sinkprune.engines.progress import BuildProgress, SilentProgress
+from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
 
 # What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
@@ -37,7 +37,7 @@ def build_engines(
     limits: Limits,
     *,
     force: bool = False,
-    progress: BuildProgress | None = None,
+    progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`; with `force`, engines that are there are replaced.
 
@@ -50,7 +50,7 @@ def build_engines(
     check_memory(bundle, profiles, builder.memories())
     needed = sum(weight_bytes(bundle, graph) + _CODE_BYTES for graph in profiles)
     with staging(output, ENGINES, needed, "build a bundle with fewer methods and budgets") as root:
-        writer = _Writer(bundle, root, builder, progress or SilentProgress())
+        writer = _Writer(bundle, root, builder, progress)
         engines = writer.engines(profiles)
         files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
         manifest = EnginesManifest(

@@ -7,52 +7,36 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-class BuildProgress(Protocol):
-    """Is told how far a build is: of its graphs, and of the phases within one, which nest.
+class BuildProgress:
+    """Is told how far a build is: of its graphs, and of the phases within one, which nest. Shows nothing by itself.
 
     Calls may come from any thread.
     """
 
     def graph(self, name: str, number: int, total: int) -> None:
         """The graph `name` is being built, after `number` of `total` others."""
-        ...
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """The phase `name` of so many steps begins, within the phase `parent` if there is one."""
-        ...
 
     def step_complete(self, name: str, step: int) -> None:
         """The step `step`, counted from 0, of the phase `name` is done."""
-        ...
 
     def phase_finish(self, name: str) -> None:
         """The phase `name` is over, done or not."""
-        ...
 
 
-class SilentProgress:
-    """Shows nothing of a build."""
-
-    def graph(self, name: str, number: int, total: int) -> None:
-        """Does nothing."""
-
-    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """Does nothing."""
-
-    def step_complete(self, name: str, step: int) -> None:
-        """Does nothing."""
-
-    def phase_finish(self, name: str) -> None:
-        """Does nothing."""
+SILENT = BuildProgress()
+"""Shows nothing of a build."""
 
 
-class TerminalProgress:
+class TerminalProgress(BuildProgress):
     """Shows a build on stderr: a bar of its graphs, and below it the phases that run. Silent without a terminal."""
 
     def __init__(self) -> None:
@@ -89,7 +73,7 @@ class TerminalProgress:
         self._phases[name] = self._progress.add_task("  " * self._depths[name] + name, total=steps)
 
     def step_complete(self, name: str, step: int) -> None:
-        """Advance the phase's bar."""
+        """Advance the phase's bar behind the step `step`, counted from 0."""
         if name in self._phases:
             self._progress.update(self._phases[name], completed=step + 1)
 

@@ -21,8 +21,8 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.runtime.pipeline import Pipeline
 
+# Where a task names no longest answer.
 _MAX_NEW_TOKENS = 128
-"""Where a task names no longest answer."""
 
 
 def manifest() -> Any:

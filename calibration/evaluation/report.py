@@ -67,7 +67,7 @@ class CombinationReport:
     relative_ci95: Interval | None
     """The 95 % interval of `relative`, by paired bootstrap over the questions; None where `relative` is."""
     by_kind: dict[str, KindReport]
-    """The same by the kind of the question."""
+    """How it answered the questions of each kind, by the kind's name."""
     mean_visual_tokens: float
     """Visual tokens a decoder layer ran on, mean over all layers and questions (input counting)."""
     ttft_ms: Spread
@@ -102,7 +102,7 @@ class EvaluationReport:
     versions: dict[str, str]
     """Of sinkprune, Python and the engine library, by name."""
     none: CombinationReport
-    """The unpruned engines."""
+    """The unpruned engines, which all others are compared with."""
     methods: dict[str, dict[str, CombinationReport]]
     """Each combination, by method, then budget."""
     unreachable: tuple[Combination, ...]

@@ -70,7 +70,7 @@ class Plugin:
     """What a plugin takes, gives and launches, whichever way TensorRT is given it."""
 
     name: str
-    """The operator of the ONNX node."""
+    """The name of the plugin, and the operator of the ONNX nodes it stands in for."""
     inputs: tuple[Tensor, ...]
     shape_inputs: tuple[Tensor, ...]
     """Inputs behind `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
@@ -83,7 +83,7 @@ class Plugin:
     """Its kernels in order, from device addresses (by tensor name, and `workspace`), sizes, and the tokens' type as
     `Launch.dtype` names it."""
     single: SingleKernel
-    """The same work as one kernel."""
+    """The same work as `launches`, as one kernel."""
 
     @property
     def fields(self) -> tuple[str, ...]:

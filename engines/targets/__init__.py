@@ -22,7 +22,7 @@ class Job:
     """One graph that an engine is to be built of."""
 
     graph: str
-    """Its name in the bundle."""
+    """The graph's name in the bundle."""
     model: Path
     """Its ONNX file, with its weights beside it."""
     spec: GraphSpec

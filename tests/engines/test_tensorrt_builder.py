@@ -22,7 +22,7 @@ from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import TensorSpec
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.progress import SilentProgress
+from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
@@ -51,7 +51,7 @@ def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
 
 
 def build(job: Job, output: Path) -> Built:
-    return TensorRTBuilder(TensorRTRTX((86,))).build(job, output, SilentProgress())
+    return TensorRTBuilder(TensorRTRTX((86,))).build(job, output, SILENT)
 
 
 def refusal(job: Job, output: Path) -> str:

@@ -25,7 +25,7 @@ if platform.machine() != "x86_64":
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.progress import SilentProgress
+from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
@@ -84,7 +84,7 @@ def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     spec, path = bundle.manifest.graphs[graph], bundle.graph_path(graph)
     builder = TensorRTBuilder(TensorRTRTX(COMPUTE_CAPABILITIES))
     job = Job(graph, path, spec, optimisation_profiles(bundle.manifest, LIMITS)[graph])
-    built = builder.build(job, folder / "engine", SilentProgress())
+    built = builder.build(job, folder / "engine", SILENT)
     names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]
     assert list(built.optimisation_profiles) == names
     assert set(built.nodes.values()) <= {"function"}
