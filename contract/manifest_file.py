@@ -53,7 +53,7 @@ class ManifestFile:
         path = root / self.name
         data = self._parse(root, path)
         version = data.get("format_version") if isinstance(data, dict) else None
-        if version != self.format_version and version not in self.former:
+        if type(version) is not int or version not in (self.format_version, *self.former):
             raise self.error(
                 f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {self.upgrade}"
             )

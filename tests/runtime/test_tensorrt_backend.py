@@ -25,7 +25,6 @@ from fake_tensorrt import (
     RuntimeConfig,
     build_fake_engines,
 )
-from logits import QUESTION, ask
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError
@@ -37,6 +36,7 @@ from sinkprune.runtime.decoding import decode_one_token, prefill
 from sinkprune.runtime.encoding import encode
 from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.stopwatch import Stopwatch
+from steps import QUESTION, ask
 
 Array = np.ndarray[Any, Any]
 NEW_TOKENS = 4
