@@ -67,10 +67,10 @@ def test_ids_with_a_clip_equal_transformers(
     photo: Image.Image,
 ) -> None:
     pipe = pipeline(name, max_frames=8)
-    size = pipe.family.shown(Clip(frames(7, (170, 140), photo), fps=2)).size
+    clip = Clip(frames(7, (170, 140), photo), fps=2)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint(name))
     # Three pairs of frames, each of 5 x 6 tokens of 28 pixels; the published template writes <|video_pad|> for clips.
     text = rendered(tokenizer, name, 1, question).replace("<|image_pad|>", "<|video_pad|>" * 90)
     expected = tokenizer(text)["input_ids"]
     assert expected.count(VIDEO_TOKEN) == 90
-    assert found(pipe, [size], question, VIDEO_TOKEN) == expected
+    assert found(pipe, [clip], question, VIDEO_TOKEN) == expected
