@@ -46,8 +46,8 @@ class OutOfMemoryError(EnginesError):
 def check_memory(bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], memories: tuple[Memory, ...]) -> None:
     """Refuse a build whose largest graph needs more than is free; raises `OutOfMemoryError`, which tells both.
 
-    `profiles` are by graph. Graphs are built one after the other, so the largest counts. The need is an estimate: see
-    `needed_bytes`.
+    `profiles` are the optimisation profiles by graph. Graphs are built one after the other, so the largest counts.
+    The need is an estimate: see `needed_bytes`.
     """
     for graph, own in profiles.items():
         if any(needed_bytes(bundle, graph, own, memory) > memory.free for memory in memories):
