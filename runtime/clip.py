@@ -34,16 +34,13 @@ class Video(Protocol):
     @property
     def count(self) -> int:
         """How many frames the video has."""
-        ...
 
     @property
     def fps(self) -> float:
         """How many frames a second of the video has."""
-        ...
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """The frames at `indices`, ascending, as RGB images; raises `VideoError`."""
-        ...
 
 
 @dataclass(frozen=True)

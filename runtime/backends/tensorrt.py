@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.row_runs import row_runs
@@ -33,7 +34,7 @@ def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
     return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
 
 
-class TensorRTBackend:
+class TensorRTBackend(Backend):
     """TensorRT or TensorRT-RTX on a device, with engines that were found to fit both.
 
     Tensors are `DeviceTensor`. All work is enqueued on the device's one stream; only `numpy` and `elapsed_ms` wait.
@@ -63,7 +64,6 @@ class TensorRTBackend:
         self._specs = {built.path(graph): (graph, spec) for graph, spec in built.engines.manifest.engines.items()}
 
     def load(self, path: Path) -> TensorRTEngine:
-        """The engine in the file `path`, which engines.json lists; raises `BackendError` if it cannot be loaded."""
         graph, spec = self._specs[path]
         free, _ = self._device.memory()
         self._session.errors.clear()
@@ -78,7 +78,6 @@ class TensorRTBackend:
         return TensorRTEngine(graph, engine, spec, self._session)
 
     def tensor(self, array: np.ndarray[Any, Any]) -> DeviceTensor:
-        """`array` on the device; the copy is enqueued, and the array may be changed at once."""
         array = np.ascontiguousarray(array)
         tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
         self._device.copy_in(tensor.address, array)
@@ -100,11 +99,9 @@ class TensorRTBackend:
         return joined
 
     def mark(self) -> Any:
-        """A mark in the stream: the moment at which all work enqueued before it is done. For `elapsed_ms`."""
         return self._device.record_event()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds on the device between two marks of `mark`; waits for the second."""
         return self._device.elapsed_ms(start, end)
 
     @staticmethod
