@@ -12,9 +12,8 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import VideoError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.images import to_rgb
-
-Array = np.ndarray[Any, Any]
 
 
 class ClipSize(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.row_runs import row_runs
 
@@ -57,15 +58,15 @@ class OrtBackend(Backend):
             )
         return _OrtEngine(session, self._device)
 
-    def tensor(self, array: np.ndarray[Any, Any]) -> Any:
+    def tensor(self, array: Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
-    def numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
+    def numpy(self, tensor: Any) -> Array:
         """`tensor` as a host array in memory of its own."""
         # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
         return np.array(tensor.numpy())
 
-    def join(self, parts: Sequence[Any], order: np.ndarray[Any, Any]) -> Any:
+    def join(self, parts: Sequence[Any], order: Array) -> Any:
         """[1,S,d]: rows of `parts` in `order`. On a CPU one copy; on a GPU by way of the host, because onnxruntime's
         Python copies no piece of a tensor from device to device."""
         rows = [tensor.numpy().reshape(-1, tensor.shape()[-1]) for tensor in parts]

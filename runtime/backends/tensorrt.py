@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
@@ -77,19 +78,19 @@ class TensorRTBackend(Backend):
             )
         return TensorRTEngine(graph, engine, spec, self._session)
 
-    def tensor(self, array: np.ndarray[Any, Any]) -> DeviceTensor:
+    def tensor(self, array: Array) -> DeviceTensor:
         array = np.ascontiguousarray(array)
         tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
         self._device.copy_in(tensor.address, array)
         return tensor
 
-    def numpy(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+    def numpy(self, tensor: DeviceTensor) -> Array:
         """`tensor` as a host array; waits until all work enqueued before is done."""
         array = np.empty(tensor.shape, tensor.dtype)
         self._device.copy_out(array, tensor.address)
         return array
 
-    def join(self, parts: Sequence[DeviceTensor], order: np.ndarray[Any, Any]) -> DeviceTensor:
+    def join(self, parts: Sequence[DeviceTensor], order: Array) -> DeviceTensor:
         """[1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
         width, dtype = parts[0].shape[-1], parts[0].dtype
         shape, row = (1, len(order), width), width * dtype.itemsize

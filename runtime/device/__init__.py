@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.precision import Array
 
 Address = int
 """A device address in bytes."""
@@ -42,10 +43,10 @@ class Device(Protocol):
     def free(self, address: Address) -> None:
         """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
+    def copy_in(self, address: Address, array: Array) -> None:
         """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
+    def copy_out(self, array: Array, address: Address) -> None:
         """Fill a C-contiguous host array from the device, after all that was enqueued before."""
 
     def copy(self, destination: Address, source: Address, size: int) -> None:

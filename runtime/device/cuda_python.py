@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.device import Address, Device
 from sinkprune.runtime.device.system_memory import available_bytes
 
@@ -81,7 +82,7 @@ class CudaPythonDevice(Device):
     def free(self, address: Address) -> None:
         self._do(self._cuda.cuMemFree, address)
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
+    def copy_in(self, address: Address, array: Array) -> None:
         if not array.nbytes:
             return
         staging = self._free_staging(array.nbytes)
@@ -89,7 +90,7 @@ class CudaPythonDevice(Device):
         self._do(self._cuda.cuMemcpyHtoDAsync, address, staging.address, array.nbytes, self._stream)
         self._do(self._cuda.cuEventRecord, staging.copied, self._stream)
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
+    def copy_out(self, array: Array, address: Address) -> None:
         if array.nbytes:
             self._do(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
         self.synchronize()

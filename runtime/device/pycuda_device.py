@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.device import Address, Device
 from sinkprune.runtime.device.system_memory import available_bytes
 
@@ -64,7 +65,7 @@ class PycudaDevice(Device):
     def free(self, address: Address) -> None:
         self._allocations.pop(address).free()
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
+    def copy_in(self, address: Address, array: Array) -> None:
         if not array.nbytes:
             return
         # Pinned memory lives until its copy is done.
@@ -74,7 +75,7 @@ class PycudaDevice(Device):
         self._do(self._cuda.memcpy_htod_async, address, staging, self._stream)
         self._staging.append((staging, self._cuda.Event().record(self._stream)))
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
+    def copy_out(self, array: Array, address: Address) -> None:
         if array.nbytes:
             self._do(self._cuda.memcpy_dtoh_async, array, address, self._stream)
         self.synchronize()

@@ -8,16 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.clip import Picture, Shown, Video
-
-Array = np.ndarray[Any, Any]
 
 
 class Seen(NamedTuple):
