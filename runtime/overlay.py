@@ -7,17 +7,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.answer import Kept
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
 Colour = tuple[int, int, int]
-Array = np.ndarray[Any, Any]
 
 _SINK: Colour = (213, 24, 40)
 _SALIENCE: Colour = (0, 140, 255)

@@ -17,6 +17,7 @@ from sinkprune.contract.engines_manifest import verify_engines
 from sinkprune.contract.errors import PromptError, PruningError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.precision import Array
 from sinkprune.contract.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.answer import Answer, Kept
@@ -37,7 +38,6 @@ from sinkprune.runtime.request import Request, new_request
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.stopwatch import Stopwatch
 
-Array = np.ndarray[Any, Any]
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from sinkprune.contract.precision import Array
 
 
 class Positions(NamedTuple):

@@ -11,19 +11,20 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device import Address
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.device import Address, Device
 from sinkprune.runtime.device.system_memory import available_bytes
 
 T = TypeVar("T")
 
 
-class PycudaDevice:
+class PycudaDevice(Device):
     """The first CUDA device; its primary context is the one TensorRT uses too. Calls must come from one thread."""
 
     has_graphs = False
 
     def __init__(self) -> None:
-        """Raises `BackendError` if there is no driver or no GPU."""
+        """Open the first device; raises `BackendError` if pycuda, a driver or a GPU is missing."""
         self._cuda = _import_driver()
         device = self._do(self._start)
         self._context = device.retain_primary_context()
@@ -39,13 +40,16 @@ class PycudaDevice:
         self._staging: list[tuple[Any, Any]] = []
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes; on a board that shares its memory with the CPU, what the system can make free."""
+        """Free and total bytes of the device's memory.
+
+        On a board that shares its memory with the CPU, free is what the system can make free.
+        """
         free, total = self._cuda.mem_get_info()
         # What was just read from disk counts as used there, though it is only cached.
         return (max(free, available_bytes()) if self._integrated else free), total
 
     def allocate(self, size: int) -> Address:
-        """`size` bytes; raises `BackendError` that names need and free."""
+        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
         try:
             allocation = self._cuda.mem_alloc(size)
         except self._cuda.MemoryError as error:
@@ -59,11 +63,9 @@ class PycudaDevice:
         return address
 
     def free(self, address: Address) -> None:
-        """Give memory back; waits for all work."""
         self._allocations.pop(address).free()
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
-        """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
+    def copy_in(self, address: Address, array: Array) -> None:
         if not array.nbytes:
             return
         # Pinned memory lives until its copy is done.
@@ -73,31 +75,25 @@ class PycudaDevice:
         self._do(self._cuda.memcpy_htod_async, address, staging, self._stream)
         self._staging.append((staging, self._cuda.Event().record(self._stream)))
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
-        """Fill a C-contiguous host array from the device, after all that was enqueued before."""
+    def copy_out(self, array: Array, address: Address) -> None:
         if array.nbytes:
             self._do(self._cuda.memcpy_dtoh_async, array, address, self._stream)
         self.synchronize()
 
     def copy(self, destination: Address, source: Address, size: int) -> None:
-        """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
         self._do(self._cuda.memcpy_dtod_async, destination, source, size, self._stream)
 
     def synchronize(self) -> None:
-        """Wait until the stream has done all it was given."""
         self._do(self._stream.synchronize)
 
     def record_event(self) -> Any:
-        """Enqueue a mark; with a second one, it tells the time that passed on the device."""
         return self._cuda.Event().record(self._stream)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two recorded events; waits for the second."""
         self._do(end.synchronize)
         return float(end.time_since(start))
 
     def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of a cubin or PTX."""
         return self._do(self._cuda.module_from_buffer, image + b"\0").get_function(name)
 
     def launch(
@@ -108,22 +104,18 @@ class PycudaDevice:
         shared_bytes: int,
         arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel; addresses are uint64, integers int32."""
         if shared_bytes > 48 << 10:
             # More than a kernel gets unasked.
             kernel.set_attribute(self._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         kernel(*arguments, block=(threads, 1, 1), grid=grid, shared=shared_bytes, stream=self._stream)
 
     def begin_capture(self) -> None:
-        """pycuda has no CUDA graphs."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def end_capture(self) -> Any:
-        """pycuda has no CUDA graphs."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def replay(self, graph: Any) -> None:
-        """pycuda has no CUDA graphs."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def _start(self) -> Any:
