@@ -34,7 +34,6 @@ class Weights(Protocol):
 
     def tensor(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         """The tensor `name`; raises `CheckpointError` if it is missing or not of `shape`."""
-        ...
 
     def __contains__(self, name: str) -> bool: ...
 
