@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.schedule import PictureSchedule
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What became of an image's visual tokens. Indices are into the N tokens of a group."""
+    """What became of a picture's visual tokens: G' groups of N' were sanitised apart, and indices are into the N'."""
 
-    size: Any
-    """The image's size, as its family takes it: width and height, or a `ClipSize`."""
+    layout: VisualLayout
+    """What the picture is to the model."""
+    schedule: PictureSchedule
+    """How many tokens were to be kept."""
     index: Array
-    """[G,n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
+    """[G',n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
     norms: Array
-    """[G,N] token norms."""
+    """[G',N'] token norms."""
     salience: Array
-    """[G,N] token salience."""
-    after_stage: dict[int, Array]
+    """[G',N'] token salience."""
+    after_stage: Mapping[int, Array]
     """By pruning layer: the places in `index` (flattened) that survived it, ascending."""
 
 
@@ -39,17 +45,17 @@ class Answer:
     prompt_tokens: int
     """Text tokens of the rendered prompt; visual tokens are counted apart."""
     visual_tokens: int
-    """Visual tokens of all images before anything is dropped."""
+    """Visual tokens of all pictures before anything is dropped."""
     tokens_per_layer: list[int]
     """Visual tokens each decoder layer ran on."""
     kv_bytes: int
     """Bytes of keys and values after the prefill."""
     ms: dict[str, float | None]
-    """preprocess, vision, sanitizer, projector, prefill, select, ttft, per_token (None for one token), latency."""
+    """Milliseconds by part, those of `sinkprune.contract.report.PARTS`; `per_token` is None for one token."""
     images: tuple[Kept, ...]
-    """What became of each image's tokens."""
+    """What became of each picture's tokens."""
 
     @property
     def kept(self) -> Kept:
-        """That of the first image."""
+        """What became of the first picture's tokens."""
         return self.images[0]

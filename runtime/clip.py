@@ -82,6 +82,10 @@ class Shown:
     size: ClipSize
 
 
+Picture = Image.Image | Shown
+"""What a model sees: an RGB image, or the frames of a clip."""
+
+
 def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:
     """The frames of `video` by a processor's settings, so many `together` to a token; raises `VideoError`."""
     if video.count < 1:

@@ -1,11 +1,19 @@
-"""What to say of a request that is longer than the model's context, and what would fit."""
+"""Whether a request fits the model's context and the engines it runs on; refusals say what would fit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import PromptError
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.clip import Clip, Shown
+from sinkprune.runtime.pictures import PictureLike
+from sinkprune.runtime.request import Request
+from sinkprune.runtime.video_file import VideoFile
 
 
 class Length(NamedTuple):
@@ -16,6 +24,42 @@ class Length(NamedTuple):
     new: int
     limit: int
     """The model's positions."""
+
+
+def check_length(
+    manifest: Manifest, limits: Limits | None, request: Request, text: int, layouts: Sequence[VisualLayout]
+) -> None:
+    """Refuse a request with so many `text` tokens beside pictures of these layouts; raises `PromptError`.
+
+    `limits` are those of engines; None for graphs, which have none.
+    """
+    if limits is not None:
+        for what, asked, most, flag in (
+            ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
+            ("new tokens", request.max_new_tokens, limits.new_tokens, "--max-new-tokens"),
+        ):
+            if asked > most:
+                raise PromptError(
+                    f"{asked} {what} are more than the {most} the engines were built for. Ask for less, or build "
+                    f"them again with sinkprune-build {flag} {asked}."
+                )
+    visual = schedule(manifest, request.method, request.budget, layouts).rows
+    length = Length(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
+    if sum(length[:3]) > length.limit:
+        budgets = manifest.plans[request.method]
+        kept = {name: schedule(manifest, request.method, name, layouts).rows for name in budgets}
+        raise too_long(length, kept, _fewer_tokens(manifest, request.pictures))
+
+
+def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
+    """How pictures would have fewer tokens."""
+    if any(isinstance(picture, (Clip, VideoFile, Shown)) for picture in pictures):
+        return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
+    fewer = "fewer images" if len(pictures) > 1 else ""
+    if manifest.any_resolution:
+        given = f"{fewer} or smaller ones" if fewer else "a smaller image"
+        return f"Give {given}, or export again with a smaller --max-pixels."
+    return f"Give {fewer}." if fewer else "Ask for fewer new tokens."
 
 
 def too_long(length: Length, kept: Mapping[str, int], fewer_tokens: str) -> PromptError:

@@ -14,4 +14,6 @@ def grid_boxes(area: Box, rows: int, columns: int) -> np.ndarray[Any, Any]:
     """[rows*columns,4]: left, top, right, bottom of the equal boxes that tile `area`, in raster order."""
     left, top, right, bottom = area
     xs, ys = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
-    return np.array([[xs[c], ys[r], xs[c + 1], ys[r + 1]] for r in range(rows) for c in range(columns)])
+    tops, lefts = np.meshgrid(ys[:-1], xs[:-1], indexing="ij")
+    bottoms, rights = np.meshgrid(ys[1:], xs[1:], indexing="ij")
+    return np.stack([lefts, tops, rights, bottoms], axis=-1).reshape(-1, 4)

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from sinkprune.contract.plans import Plan
 from sinkprune.runtime.answer import Kept
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -61,10 +60,11 @@ class Fates:
         return alive
 
 
-def token_fates(plan: Plan, kept: Kept) -> Fates:
-    """The fates of all G*N tokens, from the selection the graphs reported."""
-    groups, n = kept.norms.shape
-    counts = plan.counts
+def token_fates(kept: Kept) -> Fates:
+    """The fates of all G*N tokens of a pruned picture, from the selection the graphs reported."""
+    (groups, n), counts = kept.norms.shape, kept.schedule.counts
+    if counts is None:
+        raise ValueError("an unpruned run has nothing to draw")
     sink, salience, alive = (np.zeros((groups, n), bool) for _ in range(3))
     source = kept.index + np.arange(groups)[:, None] * n
     for group in range(groups):
@@ -88,22 +88,14 @@ def token_fates(plan: Plan, kept: Kept) -> Fates:
     return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
 
 
-def draw_overlay(
-    images: Sequence[Image.Image],
-    boxes: Array,
-    views: Sequence[range],
-    method: str,
-    plan: Plan | None,
-    kept: Kept,
-) -> Image.Image:
-    """An image with every token's fate drawn on it, and a legend below. `boxes` [G*N,4] are in its pixels.
+def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Image.Image:
+    """A picture with every token's fate drawn on it, and a legend below.
 
-    Tokens of different `views` are drawn on pictures of their own, side by side: one of `images` for each, all of
-    one size.
+    Tokens of different views are drawn side by side, each on one of `images`, which are all of one size: an image as
+    often as it has views, or the frames of a clip. Of frames that share a token, the first is drawn.
     """
-    if plan is None:
-        raise ValueError("an unpruned run has nothing to draw")
-    fates = token_fates(plan, kept)
+    fates, boxes, views = token_fates(kept), kept.layout.boxes, kept.layout.views
+    images = images[:: -(-len(images) // len(views))] if len(images) > len(views) else images
     width, height = images[0].size
     scale = (_LONG_SIDE if len(views) <= 2 else _LONG_SIDE / 2) / max(width, height)
     size = (max(1, round(width * scale)), max(1, round(height * scale)))

@@ -112,7 +112,7 @@ def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
     model = pipeline.bundle.manifest.language_model
     tokens = [visual + answer.prompt_tokens for visual in answer.tokens_per_layer]
     decoder = prefill_flops(model, tokens)
-    encoder = sum(pipeline.family.encode_flops(kept.size, kept.index.size) for kept in answer.images)
+    encoder = sum(kept.layout.tower_flops + kept.layout.projector_flops * kept.index.size for kept in answer.images)
     return PrefillAndTtft(decoder, decoder + encoder)
 
 

@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
-from sinkprune.contract.errors import BundleError, PromptError
+from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
 
 
@@ -84,15 +84,14 @@ class PromptEncoder:
             if special.identity == tokens.image
         )
 
-    def encode(self, text: str | Sequence[str], images: int = 1) -> Prompt:
-        """The conversation of one user turn: `images` images and `text`.
+    def encode(self, texts: Sequence[str]) -> Prompt:
+        """The conversation of one user turn: `texts`, with an image between each two of them.
 
-        A str stands behind the images, a list of strs around them: what comes before each, and behind the last.
-        Raises `PromptError` if there is no text, or not one place for each image.
+        `sinkprune.runtime.request.check_texts` has refused those that say nothing. Raises `BundleError` where the
+        template does not write every image.
         """
-        pieces: Sequence[Any] = text if isinstance(text, (list, tuple)) else [*[""] * images, text]
-        _check_text(pieces, images)
-        encoded = self._encoder.encode(self._render(self._content(pieces))).ids
+        images = len(texts) - 1
+        encoded = self._encoder.encode(self._render(self._content(texts))).ids
         found = [place for place, token in enumerate(encoded) if token == self._image]
         if len(found) != images:
             raise BundleError(
@@ -149,23 +148,6 @@ class PromptEncoder:
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
-
-
-def _check_text(pieces: Sequence[str], images: int) -> None:
-    for piece in pieces:
-        if not isinstance(piece, str):
-            raise PromptError(
-                f"the prompt is a {type(piece).__name__}, expected a str. Ask something about the image."
-            )
-        if any("\ud800" <= character <= "\udfff" for character in piece):
-            raise PromptError("the prompt is not valid UTF-8. Check the terminal's encoding.")
-    if len(pieces) != images + 1:
-        raise PromptError(
-            f"the prompt has places for {len(pieces) - 1} images, and {images} were given. Give one image for each "
-            "place, or none of the places: then the images stand before the text."
-        )
-    if not any(piece.strip() for piece in pieces):
-        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
 
 
 class _Generation(Extension):

@@ -4,61 +4,103 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
+from itertools import accumulate, zip_longest
+from itertools import chain as joined
 from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.embedding import Embedding
-from sinkprune.runtime.families import Family
+from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.rotary import Positions
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
-class PictureRows:
-    """A picture in a prompt."""
-
-    size: Any
-    """Width and height of an image, or the size of a clip."""
-    hidden: Array
-    """[V,d]."""
-    tokens: Array
-    """[V] the token each row stands for, counted through all groups; -1 at the end of an unpruned line."""
-
-
-@dataclass(frozen=True)
 class PromptRows:
-    """All rows of a prompt."""
+    """All S rows of a prompt, of which V are visual."""
 
-    hidden: Array
-    """[S,d]."""
+    hidden: Tensor
+    """[1,S,d] on the device."""
     visual: Array
-    """[V] the rows that are visual tokens, ascending."""
+    """[V] int64: the rows that are visual tokens, ascending."""
     picture: Array
-    """[V] the number of the picture each of them belongs to."""
+    """[V] int64: the number of the picture each of them belongs to."""
     text: Array
-    """[L] the text rows behind the last picture."""
+    """[L] int64: the text rows behind the last picture."""
     positions: Positions
 
+    @property
+    def length(self) -> int:
+        """S."""
+        return self.positions.rows.shape[-1]
 
-def prompt_rows(
-    family: Family, embedding: Embedding, texts: Sequence[Sequence[int]], pictures: Sequence[PictureRows]
+
+def lay_out(
+    chain: Chain,
+    embedding: Embedding,
+    between_rows: str | None,
+    texts: Sequence[Sequence[int]],
+    pictures: Sequence[tuple[VisualLayout, Encoded]],
+    *,
+    pruned: bool,
 ) -> PromptRows:
-    """`texts` (token ids) with `pictures` between them: one text before each picture and one behind the last."""
-    parts = zip_longest((embedding(ids) for ids in texts), (picture.hidden for picture in pictures))
-    hidden = [part for part in chain.from_iterable(parts) if part is not None]
-    ends = np.cumsum([len(part) for part in hidden])
-    counts = [len(picture.hidden) for picture in pictures]
-    visual = [np.arange(end - count, end) for end, count in zip(ends[1::2], counts, strict=True)]
-    positions = family.positions(
-        [len(ids) for ids in texts], [(picture.size, picture.tokens) for picture in pictures]
-    )
+    """`texts` (token ids) with `pictures` between them: one text before each picture and one behind the last.
+
+    Unpruned, a picture's rows stand in the order of the model's own prompt, and `between_rows` names the learned row
+    at the end of a line. Rows are joined on the device.
+    """
+    table = embedding([*joined.from_iterable(texts)])
+    if between_rows is not None:
+        table = np.concatenate([table, embedding.named(between_rows)[None]])
+    line_end, behind, starts = len(table) - 1, len(table), [0, *accumulate(map(len, texts))]
+    order, visual, picture_of, shown, place = [], [], [], [], 0
+    for number, ids in enumerate(texts):
+        order.append(np.arange(starts[number], starts[number + 1]))
+        place += len(ids)
+        if number < len(pictures):
+            layout, encoded = pictures[number]
+            count = encoded.kept_index.size
+            rows = np.arange(count) if pruned else layout.unpruned_rows
+            order.append(np.where(rows < 0, line_end, behind + rows))
+            visual.append(np.arange(place, place + len(rows)))
+            picture_of.append(np.full(len(rows), number))
+            shown.append((layout, encoded.source_tokens if pruned else rows))
+            behind, place = behind + count, place + len(rows)
+    parts = [chain.backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)]
     return PromptRows(
-        np.concatenate(hidden),
-        np.concatenate(visual),
-        np.repeat(np.arange(len(pictures)), counts),
-        np.arange(ends[-2], ends[-1]),
-        positions,
+        hidden=chain.backend.join(parts, np.concatenate(order)),
+        visual=np.concatenate(visual),
+        picture=np.concatenate(picture_of),
+        text=np.arange(place - len(texts[-1]), place),
+        positions=positions([len(ids) for ids in texts], shown),
+    )
+
+
+def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:
+    """The positions of a prompt's rows: texts of so many rows, and between them pictures of the `tokens` [V].
+
+    Text counts on along all axes; a token of a picture adds its own places, whatever was dropped beside it. New
+    tokens go on from the largest position of all.
+    """
+    rows, place, latest = [], 0, 0
+    for count, picture in zip_longest(texts, pictures):
+        rows.append(np.arange(place, place + count)[None])
+        place += count
+        if picture is not None:
+            layout, tokens = picture
+            if layout.places is None:
+                rows.append(np.arange(place, place + len(tokens))[None])
+                place += len(tokens)
+            else:
+                rows.append(place + layout.places[:, tokens])
+                latest = max(latest, place + int(layout.places.max()) + 1)
+                place += layout.extent
+    axes = max(map(len, rows))
+    return Positions(
+        np.concatenate([np.broadcast_to(part, (axes, part.shape[1])) for part in rows], axis=1), max(place, latest)
     )

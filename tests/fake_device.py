@@ -82,6 +82,10 @@ class FakeDevice:
         self._run()
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
 
+    def copy(self, destination: int, source: int, size: int) -> None:
+        self.calls.append("copy")
+        self.enqueue(lambda: ctypes.memmove(destination, source, size))
+
     def synchronize(self) -> None:
         self.calls.append("synchronize")
         self._run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,10 @@ class Backend(Protocol):
 
     def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """A tensor on the host."""
+        ...
+
+    def join(self, parts: Sequence[Tensor], order: np.ndarray[Any, Any]) -> Tensor:
+        """[1,S,d]: rows of `parts` [...,d], counted through all parts one behind the other, in `order` [S] int64."""
         ...
 
     def mark(self) -> Any:

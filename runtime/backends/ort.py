@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.runtime.backends.row_runs import row_runs
 
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
@@ -64,6 +65,15 @@ class OrtBackend:
         """A tensor on the host, in memory of its own."""
         # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
         return np.array(tensor.numpy())
+
+    def join(self, parts: Sequence[Any], order: np.ndarray[Any, Any]) -> Any:
+        """[1,S,d]: rows of `parts` in `order`. On a CPU one copy; on a GPU by way of the host, because onnxruntime's
+        Python copies no piece of a tensor from device to device."""
+        rows = [tensor.numpy().reshape(-1, tensor.shape()[-1]) for tensor in parts]
+        joined = np.empty((1, len(order), rows[0].shape[1]), rows[0].dtype)
+        for part, first, count, place in row_runs([len(part) for part in rows], order):
+            joined[0, place : place + count] = rows[part][first : first + count]
+        return self.tensor(joined)
 
     def mark(self) -> float:
         """Now: a call of an engine returns when its outputs are there."""

@@ -7,7 +7,9 @@ safe. Never run on a GPU yet; tested with fakes of the library and the device.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from importlib.metadata import entry_points
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.row_runs import row_runs
 from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
 from sinkprune.runtime.device import Device, open_device
 from sinkprune.runtime.device.memory_pool import MemoryPool
@@ -79,6 +82,15 @@ class TensorRTBackend:
         array = np.empty(tensor.shape, tensor.dtype)
         self._device.copy_out(array, tensor.address)
         return array
+
+    def join(self, parts: Sequence[DeviceTensor], order: np.ndarray[Any, Any]) -> DeviceTensor:
+        """[1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
+        width, dtype = parts[0].shape[-1], parts[0].dtype
+        shape, row = (1, len(order), width), width * dtype.itemsize
+        joined = DeviceTensor(self._pool.allocate(len(order) * row), shape, dtype)
+        for part, first, count, place in row_runs([prod(part.shape[:-1]) for part in parts], order):
+            self._device.copy(joined.address + place * row, parts[part].address + first * row, count * row)
+        return joined
 
     def mark(self) -> Any:
         """The moment at which all work enqueued before is done."""

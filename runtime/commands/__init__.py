@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from PIL import Image
 from rich.console import Console
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import Bundle, read_bundle, verify
-from sinkprune.contract.engines_manifest import verify_engines
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import PromptError
-from sinkprune.runtime.backends import BACKENDS, load_backend
-from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
-from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.pipeline import Pipeline, Wrap
 from sinkprune.runtime.video_file import VideoFile
 
 IMAGE_PLACE = "{image}"
@@ -64,21 +61,20 @@ def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
     return bundle
 
 
-def load_pipeline(options: argparse.Namespace, bundle: Bundle) -> Pipeline:
-    """Load `bundle` on the chosen backend."""
-    built = open_engines(options.engines, bundle) if options.engines else None
-    # What is missing is told before the sums, which take their time.
-    backend = load_backend(options.backend, options.threads, built)
-    if not options.skip_sums:
-        with status("checking sums"):
-            verify(bundle)
-            if built:
-                verify_engines(built.engines)
-    with status("loading the engines"):
-        return Pipeline(bundle, backend, built)
+def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
+    """Load `bundle` on the chosen backend, with something to look at meanwhile."""
+    return Pipeline.load(
+        bundle,
+        backend=options.backend,
+        threads=options.threads,
+        engines=options.engines,
+        check_sums=not options.skip_sums,
+        wrap=wrap,
+        during=status,
+    )
 
 
-def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Image.Image | Shown]:
+def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
     """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`."""
     sources = options.image or [VideoFile(path) for path in options.video]
     family = load_family(bundle.manifest)

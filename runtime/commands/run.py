@@ -15,7 +15,7 @@ from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.clip import Shown
+from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
     load_pipeline,
     new_parser,
@@ -79,21 +79,15 @@ def _run(arguments: Sequence[str] | None) -> None:
     else:
         write_line("\n" + _timings(answer))
     if options.overlay:
-        write_whole(options.overlay, picture_bytes(_overlay(pipeline, images, answer), options.overlay))
+        write_whole(options.overlay, picture_bytes(_overlay(images, answer), options.overlay))
 
 
-def _overlay(pipeline: Pipeline, images: list[Image.Image | Shown], answer: Answer) -> Image.Image:
-    """The images one above the other, with what became of their tokens."""
+def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
+    """The pictures one above the other, with what became of their tokens."""
     drawn = []
     for image, kept in zip(images, answer.images, strict=True):
-        groups, tokens = kept.norms.shape
-        plan = pipeline.bundle.manifest.plan_for(answer.method, answer.budget, tokens, groups)
-        boxes, views = pipeline.family.token_boxes(kept.size), pipeline.family.views(kept.size)
-        # Of frames that share a token, the first is drawn.
-        shown = (
-            image.frames[:: -(-len(image.frames) // len(views))] if isinstance(image, Shown) else [image] * len(views)
-        )
-        drawn.append(draw_overlay(shown, boxes, views, answer.method, plan, kept))
+        frames = image.frames if isinstance(image, Shown) else [image] * len(kept.layout.views)
+        drawn.append(draw_overlay(frames, answer.method, kept))
     return stacked(drawn)
 
 

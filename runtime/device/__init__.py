@@ -46,6 +46,10 @@ class Device(Protocol):
         """Fill a C-contiguous host array from the device, after all that was enqueued before."""
         ...
 
+    def copy(self, destination: Address, source: Address, size: int) -> None:
+        """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
+        ...
+
     def synchronize(self) -> None:
         """Wait until the stream has done all it was given."""
         ...

@@ -94,6 +94,10 @@ class CudaPythonDevice:
             self._do(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
         self.synchronize()
 
+    def copy(self, destination: Address, source: Address, size: int) -> None:
+        """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
+        self._do(self._cuda.cuMemcpyDtoDAsync, destination, source, size, self._stream)
+
     def synchronize(self) -> None:
         """Wait until the stream has done all it was given."""
         self._do(self._cuda.cuStreamSynchronize, self._stream)

@@ -79,6 +79,10 @@ class PycudaDevice:
             self._do(self._cuda.memcpy_dtoh_async, array, address, self._stream)
         self.synchronize()
 
+    def copy(self, destination: Address, source: Address, size: int) -> None:
+        """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
+        self._do(self._cuda.memcpy_dtod_async, destination, source, size, self._stream)
+
     def synchronize(self) -> None:
         """Wait until the stream has done all it was given."""
         self._do(self._stream.synchronize)

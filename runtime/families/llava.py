@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import VideoError
+from sinkprune.contract.layout import Array, VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.runtime.clip import Shown, Video
+from sinkprune.contract.towers import ViTTower
+from sinkprune.runtime.clip import Picture, Shown, Video
+from sinkprune.runtime.families import Seen
 from sinkprune.runtime.grid_boxes import grid_boxes
-from sinkprune.runtime.rotary import Positions
-from sinkprune.runtime.square_processor import SquareProcessor
+from sinkprune.runtime.square_processor import Size, SquareProcessor
 
 
 class Llava:
@@ -22,63 +21,67 @@ class Llava:
     between_rows: str | None = None
 
     def __init__(self, manifest: Manifest) -> None:
-        self._vision = manifest.vision
-        self._width = manifest.language_model.hidden_size
+        self._tower = manifest.tower(ViTTower)
+        self._side = self._tower.image_size // self._tower.patch_size
         self._processor = SquareProcessor(manifest.processor)
+        d, width = self._tower.hidden_size, manifest.language_model.hidden_size
+        self._projector_flops = 2 * (d * width + width**2)
 
-    def visual_tokens(self, size: tuple[int, int]) -> int:
-        """N, the same for every image."""
-        tokens: int = self._vision["tokens"]
-        return tokens
-
-    def groups(self, size: tuple[int, int]) -> int:
-        """The image."""
-        return 1
-
-    def unpruned_rows(self, size: tuple[int, int]) -> np.ndarray[Any, Any]:
-        """Every token, in raster order."""
-        return np.arange(self.visual_tokens(size))
-
-    def most_unpruned_rows(self, most: int) -> int:
-        """N."""
-        return most
-
-    def pictures(self, most: int) -> dict[str, tuple[int, int]]:
-        """Every image has as many."""
-        return {"image": (most, 1)}
-
-    def preprocess(self, image: Image.Image) -> dict[str, np.ndarray[Any, Any]]:
-        """`pixel_values` [1,3,image_size,image_size] fp32."""
-        return {"pixel_values": self._processor(image)[None]}
+    def see(self, picture: Picture) -> Seen:
+        """`pixel_values` [1,3,image_size,image_size] fp32 of an image, and its layout; raises `ImageError`."""
+        image = _image(picture)
+        return Seen({"pixel_values": self._pixels(image)}, self._layout(image.size))
 
     def shown(self, video: Video) -> Shown:
-        """Raises `VideoError`."""
-        raise VideoError("this bundle takes no video: its model is made for images. Give images, or another bundle.")
+        """Raises `VideoError`: LLaVA takes no video."""
+        raise _no_video()
 
-    def token_boxes(self, size: tuple[int, int]) -> np.ndarray[Any, Any]:
-        """[N,4]: left, top, right, bottom of each patch in pixels of the image."""
-        side = self._vision["image_size"] // self._vision["patch_size"]
-        return grid_boxes(self._processor.source_box(size), side, side)
+    def largest(self) -> dict[str, VisualLayout]:
+        """Every image has the same number of tokens."""
+        return {"image": self._layout((self._tower.image_size, self._tower.image_size))}
 
-    def views(self, size: tuple[int, int]) -> list[range]:
-        """One."""
-        return [range(self.visual_tokens(size))]
-
-    def positions(
-        self, texts: Sequence[int], images: Sequence[tuple[tuple[int, int], np.ndarray[Any, Any]]]
-    ) -> Positions:
-        """Row by row, whatever an image's rows stand for."""
-        return Positions.in_line(sum(texts) + sum(len(tokens) for _, tokens in images))
-
-    def vision_sizes(self, n: int, groups: int) -> dict[str, tuple[int, int, int]]:
+    def vision_sizes(self, tokens: int, groups: int) -> dict[str, tuple[int, int, int]]:
         """None: every image has the same size."""
         return {}
 
-    def encode_flops(self, size: tuple[int, int], kept: int) -> int:
-        """Matmul FLOPs of patches and computed CLIP blocks, and of the projector for `kept` tokens."""
-        vision = self._vision
-        n, d, m = vision["tokens"] + 1, vision["hidden_size"], vision["intermediate_size"]
-        patches = 2 * vision["tokens"] * 3 * vision["patch_size"] ** 2 * d
+    def _pixels(self, image: Image.Image) -> Array:
+        return self._processor(image)[None]
+
+    def _layout(self, size: Size) -> VisualLayout:
+        boxes = grid_boxes(self._processor.source_box(size), self._side, self._side)
+        return self._in_line(1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
+
+    def _in_line(self, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
+        """A layout whose rows have their numbers in the prompt for positions, whatever they stand for."""
+        return VisualLayout(
+            groups=groups,
+            tokens=self._tower.tokens,
+            unpruned_rows=rows,
+            boxes=boxes,
+            views=tuple(views),
+            places=None,
+            extent=0,
+            tower_flops=groups * self._crop_flops(),
+            projector_flops=self._projector_flops,
+        )
+
+    def _crop_flops(self) -> int:
+        """Matmul FLOPs of patches and computed CLIP blocks on one crop."""
+        tower = self._tower
+        n, d, m = tower.tokens + 1, tower.hidden_size, tower.intermediate_size
+        patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d
         block = 2 * (4 * n * d * d + 2 * n * n * d + 2 * n * d * m)
-        projector = 2 * kept * (d * self._width + self._width**2)
-        return int(patches + vision["num_blocks"] * block + projector)
+        return patches + tower.num_blocks * block
+
+
+def _image(picture: Picture) -> Image.Image:
+    if isinstance(picture, Shown):
+        raise _no_video()
+    return picture
+
+
+def _no_video() -> VideoError:
+    return VideoError("this bundle takes no video: its model is made for images. Give images, or another bundle.")
+
+
+FAMILY = Llava

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from sinkprune.runtime.clip import ClipSize
+from sinkprune.contract.layout import Array
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-
-Array = np.ndarray[Any, Any]
 
 
 class Qwen2VL(Qwen25VL):
@@ -17,5 +13,8 @@ class Qwen2VL(Qwen25VL):
 
     _mlp_matrices = 2
 
-    def _times(self, size: tuple[int, int] | ClipSize, frames: int) -> Array:
+    def _times(self, frames: int, fps: float) -> Array:
         return np.arange(frames)
+
+
+FAMILY = Qwen2VL

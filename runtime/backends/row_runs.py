@@ -1,0 +1,34 @@
+"""Rows of several tensors in a new order, as the fewest pieces that can be copied whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class RowRun(NamedTuple):
+    """Rows that stand together before and after."""
+
+    part: int
+    """The tensor they come from."""
+    first: int
+    """Their first row in it."""
+    length: int
+    place: int
+    """Their first row in the new order."""
+
+
+def row_runs(lengths: Sequence[int], order: np.ndarray[Any, Any]) -> list[RowRun]:
+    """The runs of `order` [S] int64, which counts rows through tensors of so many rows each."""
+    starts = np.cumsum([0, *lengths])
+    part = np.searchsorted(starts, order, side="right") - 1
+    breaks = np.flatnonzero((np.diff(order) != 1) | (np.diff(part) != 0)) + 1
+    places = [0, *breaks.tolist(), len(order)]
+    return [
+        RowRun(int(part[place]), int(order[place] - starts[part[place]]), end - place, place)
+        for place, end in pairwise(places)
+        if end > place
+    ]

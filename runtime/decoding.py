@@ -1,0 +1,133 @@
+"""The decoder's steps: prefill, and one token after the other. Plain functions over engines and tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.schedule import Schedule
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.chain import Chain
+from sinkprune.runtime.prompt_rows import PromptRows
+from sinkprune.runtime.stopwatch import Stopwatch
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class KVCache:
+    """The caches of every decoder segment, each at its own length."""
+
+    past: list[dict[str, Tensor]]
+    """For each segment its `past_key_i` and `past_value_i` [1,Hkv,P,h]."""
+    lengths: list[int]
+    """P of each segment."""
+    next_positions: list[int]
+    """The position id the next token has in each segment; they differ where positions are compact."""
+
+
+@dataclass
+class Prefill:
+    """What a prefill leaves behind."""
+
+    logits: Tensor
+    cache: KVCache
+    tokens_per_layer: list[int] = field(default_factory=list)
+    """The sequence length each layer ran on."""
+    keep_index: dict[int, Tensor] = field(default_factory=dict)
+    """After each pruning layer: the rows that survived it, among those it was given."""
+
+
+def prefill(
+    chain: Chain, schedule: Schedule, rows: PromptRows, clock: Stopwatch, norms: Tensor | None = None
+) -> Prefill:
+    """The first pass over all rows of a prompt, with the selects of the schedule's plan between the segments.
+
+    `norms` [G,N] are the picture's, for plans that keep shares of N: they read N off them.
+    """
+    backend, plan = chain.backend, schedule.plan
+    chain.load_plan(plan)
+    compact = plan is not None and plan.positions == "compact"
+    text = rows.length - len(rows.visual)
+    with clock.measure("prefill"):
+        cos, sin = chain.rotary.tables(rows.positions.rows)
+        state = {
+            "hidden": rows.hidden,
+            "cos": backend.tensor(cos),
+            "sin": backend.tensor(sin),
+            "visual_index": backend.tensor(rows.visual.astype(np.int64)),
+            "text_index": backend.tensor(rows.text.astype(np.int64)),
+        }
+        told = {} if norms is None else {"norms": norms}
+        result = Prefill(None, KVCache([], [], []))
+        picture = rows.picture
+        for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
+            # Known from the schedule: asking the device for a shape would wait for it.
+            length = text + sum(kept.reaching(layers.start) for kept in schedule.pictures)
+            past = {name: chain.no_past for layer in layers for name in _past_names(layer)}
+            outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **past})
+            result.cache.past.append(_grown(outputs, layers))
+            result.cache.lengths.append(length)
+            result.cache.next_positions.append(length if compact else rows.positions.next)
+            result.tokens_per_layer += [length] * len(layers)
+            state["hidden"] = outputs["hidden_out"]
+            last = layers[-1]
+            if plan is not None and str(last) in plan.select_after:
+                select, kept_rows = chain.plan_engine(plan.select_after[str(last)]), schedule.kept_after(last)
+                with clock.measure("select"):
+                    asked = {"query": outputs["query"], "key": outputs[f"key_{last}"], **told}
+                    if chain.several_images:
+                        quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
+                        asked |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
+                        picture = quota
+                    selected = select({**state, **asked})
+                state = {name: selected[f"{name}_out"] for name in state}
+                result.keep_index[last] = selected["keep_index"]
+        result.logits = chain.head({"hidden": state["hidden"]})["logits"]
+    return result
+
+
+def surviving_rows(chain: Chain, result: Prefill) -> dict[int, Array]:
+    """After each pruning layer: the rows of the prefill's input that survived so far, ascending."""
+    rows = np.arange(result.tokens_per_layer[0])
+    survivors = {}
+    for layer, keep in result.keep_index.items():
+        rows = rows[chain.backend.numpy(keep)]
+        survivors[layer] = rows
+    return survivors
+
+
+def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
+    """One token's embedding `row` [d] through all layers; grows `cache` and returns logits [1,vocab]."""
+    backend = chain.backend
+    hidden = backend.tensor(row[None, None])
+    tables: dict[int, dict[str, Tensor]] = {}
+    for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
+        position = cache.next_positions[segment]
+        if position not in tables:
+            cos, sin = chain.rotary.tables(np.array([position]))
+            tables[position] = {"cos": backend.tensor(cos), "sin": backend.tensor(sin)}
+        outputs = decoder({"hidden": hidden, **tables[position], **cache.past[segment]})
+        cache.past[segment] = _grown(outputs, layers)
+        cache.lengths[segment] += 1
+        cache.next_positions[segment] += 1
+        hidden = outputs["hidden_out"]
+    return chain.head({"hidden": hidden})["logits"]
+
+
+def kv_bytes(chain: Chain, cache: KVCache) -> int:
+    """Bytes of all keys and values in `cache`."""
+    model = chain.model
+    row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
+    return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))
+
+
+def _past_names(layer: int) -> Sequence[str]:
+    return (f"past_key_{layer}", f"past_value_{layer}")
+
+
+def _grown(outputs: Mapping[str, Tensor], layers: range) -> dict[str, Tensor]:
+    return {f"past_{which}_{layer}": outputs[f"{which}_{layer}"] for layer in layers for which in ("key", "value")}

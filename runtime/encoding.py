@@ -1,0 +1,71 @@
+"""The first step on the device: a picture's pixels to the embeddings of its visual tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.errors import NumericsError
+from sinkprune.contract.plans import Plan
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.chain import Chain
+from sinkprune.runtime.stopwatch import Stopwatch
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A picture as the LLM receives it: G' groups of N' tokens were sanitised apart, n0 of each kept."""
+
+    embeddings: Tensor
+    """[G',n0,d] on the device."""
+    device_norms: Tensor
+    """[G,N] fp32 on the device, as the tower gave them: some selects take them."""
+    kept_index: Array
+    """[G',n0] int64: the token each row stands for, of its group."""
+    norms: Array
+    """[G',N'] fp32."""
+    salience: Array
+    """[G',N'] fp32."""
+
+    @property
+    def source_tokens(self) -> Array:
+        """[G'*n0] int64: the token each row stands for, counted through all groups."""
+        groups, tokens = self.norms.shape
+        source: Array = (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
+        return source
+
+
+def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: Stopwatch) -> Encoded:
+    """Vision, the plan's sanitizer, and the projector where there is one, on the `inputs` of the graph `vision`.
+
+    Raises `NumericsError` if norms or salience are not finite.
+    """
+    backend = chain.backend
+    with clock.measure("vision"):
+        features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
+    tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
+    kept_index = None
+    if plan is not None and plan.sanitizer is not None:
+        sanitizer = chain.plan_engine(plan.sanitizer)
+        with clock.measure("sanitizer"):
+            sanitized = sanitizer({"tokens": tokens, "norms": norms, "salience": salience})
+        tokens, kept_index = sanitized["kept_tokens"], backend.numpy(sanitized["kept_index"])
+    if chain.projector is not None:
+        with clock.measure("projector"):
+            tokens = chain.projector({"tokens": tokens})["embeddings"]
+    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
+    if not (np.isfinite(host_norms).all() and np.isfinite(host_salience).all()):
+        raise NumericsError(
+            "the vision tower gave norms or salience that are not finite, so no token can be chosen by them. If the "
+            "bundle is fp16, its values may exceed that type; export it with --precision fp32."
+        )
+    if kept_index is None:
+        kept_index = np.broadcast_to(np.arange(host_norms.shape[1]), host_norms.shape)
+    # Frames that were sanitised as one are one group from here on.
+    groups = len(kept_index)
+    return Encoded(tokens, norms, kept_index, host_norms.reshape(groups, -1), host_salience.reshape(groups, -1))

@@ -1,0 +1,44 @@
+"""Whoever wants to watch a request: each of its steps hands over what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.decoding import Prefill
+from sinkprune.runtime.encoding import Encoded
+from sinkprune.runtime.families import Seen
+from sinkprune.runtime.prompt_rows import PromptRows
+
+
+class Observer:
+    """Is told what the steps of a request give, in their order. Override what you want to know.
+
+    Tensors are in the engine library's own buffers; `Backend.numpy` brings one to the host, which waits for it and so
+    adds to the times that are measured.
+    """
+
+    def seen(self, pictures: Sequence[Seen]) -> None:
+        """Inputs of the vision tower and layout of each picture."""
+
+    def encoded(self, pictures: Sequence[Encoded]) -> None:
+        """Embeddings, norms, salience and kept tokens of each picture."""
+
+    def laid_out(self, rows: PromptRows) -> None:
+        """The rows that the first decoder layer is given, and their positions."""
+
+    def prefilled(self, result: Prefill) -> None:
+        """Caches, the rows each layer ran on, and those that survived each stage."""
+
+    def chose(self, token: int, logits: np.ndarray[Any, Any]) -> None:
+        """A new token's id, and the logits [vocab] it was chosen by; the first are the prefill's."""
+
+    def answered(self, answer: Answer) -> None:
+        """The whole answer, with kept sets and milliseconds."""
+
+
+NOBODY = Observer()
+"""Watches nothing."""
