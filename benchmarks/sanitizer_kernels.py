@@ -42,7 +42,7 @@ NAMES = {"float32": "fp32", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Shape:
-    """One sanitizer."""
+    """The sizes of one sanitizer that is timed."""
 
     groups: int
     tokens: int
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def outliers(self) -> int:
-        """Members of the sink."""
+        """How many tokens of a group the sink is the mean of."""
         return max(1, -(-self.tokens * PER_MILLE // 1000))
 
     def traffic(self) -> int:
@@ -143,7 +143,7 @@ def _rows(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_benchmark, arguments)
 
 

@@ -26,16 +26,19 @@ class NormReport:
     """Norms of a tower's tokens over some pictures, each group's in units of its median."""
 
     model: str
+    """The checkpoint's name."""
     pictures: int
+    """How many pictures were looked at."""
     tokens: int
-    """All of them together."""
+    """How many visual tokens the pictures have together."""
     histogram: tuple[int, ...]
-    """Tokens by norm, in `edges`."""
+    """How many tokens have a norm between each two `edges`."""
     edges: tuple[float, ...]
+    """The bounds of the histogram's bins, ascending, one more than bins; in median norms."""
     largest: float
-    """The largest norm."""
+    """The largest norm, in median norms of its group."""
     outlier_share: float
-    """Of the tokens, those with a norm of at least `OUTLIER` medians."""
+    """The fraction of the tokens whose norm is at least `OUTLIER` medians."""
     top_overlap: float
     """Of the 1 % of a group's tokens with the largest norms, the share that is in the most salient 1 % too."""
     chance_overlap: float
@@ -43,13 +46,16 @@ class NormReport:
     top_salience_share: float
     """Share of the patches' salience that falls on the 1 % with the largest norms."""
     norm_salience_correlation: float
-    """Spearman's, mean over groups."""
+    """Spearman's rank correlation of a group's norms and salience, mean over groups."""
     verdict: str
     """In words: whether the tower has the outliers the paper describes."""
 
 
 def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormReport:
-    """Run the vision tower on `pictures` and look at what it gives."""
+    """Run the vision tower of `pipeline` on `pictures`, RGB, and report the norms and the salience it gives.
+
+    Raises `ImageError` for a picture that the model cannot be shown.
+    """
     encoded = [pipeline.encode(picture) for picture in pictures]
     norms = [group for features in encoded for group in features.norms]
     salience = [group for features in encoded for group in features.salience]

@@ -10,7 +10,10 @@ from sinkprune.runtime.plot import import_matplotlib
 
 
 def plot_norms(report: NormReport, suffix: str) -> bytes:
-    """A histogram with a logarithmic count, so that one token in a thousand can be seen; a picture file's bytes."""
+    """A histogram of the norms with a logarithmic count, so that one token in a thousand can be seen.
+
+    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
+    """
     figure = import_matplotlib()(figsize=(8, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.stairs(report.histogram, report.edges, fill=True, color="#0072B2")

@@ -41,9 +41,9 @@ class Counts:
     sink: int
     """1 if their mean takes the first place of each group's kept tokens, else 0."""
     reserve: int
-    """k_res of each group."""
+    """k_res: salient tokens kept of each group."""
     diverse: int
-    """k_div of each group."""
+    """k_div: diverse tokens kept of each group."""
     stages: tuple[int, ...]
     """The K_s visual tokens, over all groups, that survive each text-guided stage."""
 

@@ -20,7 +20,7 @@ from sinkprune.contract.manifest_file import outside
 
 @dataclass(frozen=True)
 class Bundle:
-    """A bundle on disk."""
+    """A bundle that was read: where it lies and what its manifest says."""
 
     path: Path
     manifest: Manifest
@@ -30,7 +30,7 @@ class Bundle:
         return self.path / name
 
     def graph_path(self, graph: str) -> Path:
-        """The path of a graph's ONNX file."""
+        """The path of the ONNX file of the graph that bears this name in the manifest."""
         return self.path / self.manifest.graphs[graph].file
 
 

@@ -1,7 +1,7 @@
-"""The engines: a folder of built plans and `engines.json`, what they were built from, with and for.
+"""A folder of engines and its `engines.json`: what the engines were built from, with and for.
 
-This module is the only reader and writer of `engines.json`. A plan is machine code for one library version and
-some GPUs; everything here is compared before any of it is loaded.
+This module is the only reader and writer of `engines.json`. TensorRT's engines are machine code for one version of
+the library and some GPUs; everything here is compared before any of them is loaded.
 """
 
 from __future__ import annotations
@@ -10,13 +10,99 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest_file import FileSpec, ManifestFile, outside
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "engines.json"
+
+Target = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+"""The library that engines are built by and run in."""
+Realisation = Literal["plugin", "function", "stripped"]
+"""What became of a `TopRho` or `DiversitySelect` node: our plugin, named as such by the parser; the compiled function
+body; or our plugin, after the function that would have won (before TensorRT 10.7) was stripped."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """The smallest, usual and largest shape of one input within an optimisation profile, in elements."""
+
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+
+OptimisationProfile = dict[str, Range]
+"""The shapes that one optimisation profile of a TensorRT engine takes and is tuned for, by the input's name."""
+OptimisationProfiles = dict[str, OptimisationProfile]
+"""The optimisation profiles of one engine by their names, in the engine's order; empty for an engine that takes any
+shape."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may be at most where engines are built for it; a larger one needs other engines."""
+
+    prompt_tokens: int
+    """Text tokens of a rendered prompt (`sinkprune-build --max-prompt`)."""
+    new_tokens: int
+    """Generated tokens of an answer (`sinkprune-build --max-new-tokens`)."""
+    images: int
+    """Images of a prompt (`sinkprune-build --max-images`)."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """The engine built of one graph, as `engines.json` lists it."""
+
+    file: str
+    """The engine's file, relative to the engines folder."""
+    optimisation_profiles: OptimisationProfiles
+    """`prefill`, and `decode` for graphs that run in both; or `clip` and `image`, for graphs that are given groups
+    where no one optimisation profile can hold both. The narrower stands last. Empty for onnxruntime."""
+    nodes: dict[str, Realisation]
+    """What became of each node of domain `sinkprune`, by the node's name."""
+    device_memory: int | None
+    """Bytes of activations an execution context needs; None where only a GPU could tell and the build had none."""
+    build_seconds: float
+    """How long the library took to build it."""
+
+
+@dataclass(frozen=True)
+class EnginesManifest:
+    """The content of `engines.json`: the engines of a folder, and what they were built from, with and for."""
+
+    format_version: int
+    sinkprune_version: str
+    target: Target
+    library_version: str
+    """The version of onnxruntime, tensorrt or tensorrt_rtx; engines load in exactly this one."""
+    compute_capabilities: tuple[int, ...]
+    """The GPUs the engines hold code for, e.g. 87 for sm_87; empty for onnxruntime."""
+    bundle_sha256: str
+    """The sha256 of the bundle's `bundle.json`, which holds the sums of all its files."""
+    checkpoint_sha256: str
+    """The sha256 of the checkpoint's `config.json`, as the bundle has it."""
+    plugins: dict[str, str]
+    """The sha256 of each plugin's kernels, by plugin name; a plugin must be there in this version when loaded."""
+    flags: dict[str, str]
+    """What the library was told when it built the engines, and on what, by the flag's name."""
+    limits: Limits
+    engines: dict[str, EngineSpec]
+    """The engines by graph name, as in the bundle."""
+    files: dict[str, FileSpec]
+    """Size and sha256 of every file of the folder but `engines.json`, by its path relative to the folder."""
+
+
+def from_format_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The JSON of format 1 in the words of format 2: `profiles` were TensorRT's optimisation profiles."""
+    engines = {graph: dict(engine) for graph, engine in data["engines"].items()}
+    for engine in engines.values():
+        engine["optimisation_profiles"] = engine.pop("profiles")
+    return {**data, "format_version": 2, "engines": engines}
+
 
 ENGINES = ManifestFile(
     name=MANIFEST,
@@ -26,98 +112,32 @@ ENGINES = ManifestFile(
     error=EnginesError,
     make="sinkprune-build BUNDLE -o {root} --target onnxruntime|tensorrt|tensorrt-rtx",
     again="Build or copy the engines again.",
+    former={1: from_format_1},
     upgrade="Upgrade sinkprune, or build the engines again with this one.",
 )
-
-Target = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
-Realisation = Literal["plugin", "function", "stripped"]
-"""What became of a `TopRho` or `DiversitySelect` node: our plugin, named as such by the parser; the compiled function
-body; or our plugin, after the function that would have won (before TensorRT 10.7) was stripped."""
-
-
-@dataclass(frozen=True)
-class Range:
-    """The smallest, usual and largest shape of one input within a profile."""
-
-    min: tuple[int, ...]
-    opt: tuple[int, ...]
-    max: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may be at most, and the flags of sinkprune-build that raise it."""
-
-    prompt_tokens: int
-    """Text tokens of a rendered prompt (`--max-prompt`)."""
-    new_tokens: int
-    """Generated tokens (`--max-new-tokens`)."""
-    images: int
-    """Images of a prompt (`--max-images`)."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """One built graph."""
-
-    file: str
-    """Relative to the engines folder."""
-    profiles: dict[str, dict[str, Range]]
-    """By profile name, in the engine's order: input ranges. `prefill`, and `decode` for graphs that run in both; or
-    `clip` and `image`, for graphs that are given groups where no one profile can hold both. The narrower stands last.
-
-    Empty for onnxruntime, whose models take any shape.
-    """
-    nodes: dict[str, Realisation]
-    """What became of each node of domain `sinkprune`, by the node's name."""
-    device_memory: int | None
-    """Bytes of activations an execution context needs; None where only a GPU could tell and the build had none."""
-    build_seconds: float
-
-
-@dataclass(frozen=True)
-class EnginesManifest:
-    """The content of `engines.json`."""
-
-    format_version: int
-    sinkprune_version: str
-    target: Target
-    library_version: str
-    """Of onnxruntime, tensorrt or tensorrt_rtx; engines load in exactly this one."""
-    compute_capabilities: tuple[int, ...]
-    """The SMs the plans hold code for, e.g. 87; empty for onnxruntime."""
-    bundle_sha256: str
-    """Of the bundle's `bundle.json`, which holds the sums of all its files."""
-    checkpoint_sha256: str
-    """Of the checkpoint's `config.json`, as in the bundle."""
-    plugins: dict[str, str]
-    """The sha256 of each plugin's kernels, by plugin name; a plugin must be there in this version when loaded."""
-    flags: dict[str, str]
-    """Builder flags that were set."""
-    limits: Limits
-    engines: dict[str, EngineSpec]
-    """By graph name, as in the bundle."""
-    files: dict[str, FileSpec]
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines on disk."""
+    """A folder of engines on disk, and what its `engines.json` says of them."""
 
     path: Path
     manifest: EnginesManifest
 
     def file(self, name: str) -> Path:
-        """The path of a file named in the manifest."""
+        """The path of the file that `engines.json` calls `name`."""
         return self.path / name
 
     def engine_path(self, graph: str) -> Path:
-        """The path of a graph's engine."""
+        """The path of the engine of the graph of that name, as in the bundle."""
         return self.path / self.manifest.engines[graph].file
 
 
 def read_engines(path: str | os.PathLike[str]) -> Engines:
-    """The engines at `path`, their manifest validated and every file present at its size; raises `EnginesError`."""
+    """The engines in the folder `path`, their manifest validated and every file present at its size.
+
+    Raises `EnginesError`. Sums are not compared: see `verify_engines`.
+    """
     root = Path(path)
     manifest = ENGINES.read(root, EnginesManifest)
     _check_consistent(root / MANIFEST, manifest)
@@ -126,7 +146,10 @@ def read_engines(path: str | os.PathLike[str]) -> Engines:
 
 
 def verify_engines(engines: Engines, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-    """Compare every file with its sha256; `on_bytes` is told of progress. Raises `EnginesError`."""
+    """Compare every file of `engines` with its sha256; raises `EnginesError` for the first that was altered.
+
+    `on_bytes` is told how many bytes were read since its last call.
+    """
     ENGINES.check_sums(engines.path, engines.manifest.files, on_bytes)
 
 
@@ -143,14 +166,14 @@ def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
     for graph, engine in manifest.engines.items():
         if engine.file not in manifest.files:
             raise EnginesError(f"'{path}' has no size and sha256 for '{engine.file}'. {ENGINES.again}")
-        if bool(engine.profiles) != (manifest.target != "onnxruntime"):
+        if bool(engine.optimisation_profiles) != (manifest.target != "onnxruntime"):
             raise EnginesError(
-                f"'{path}' has {len(engine.profiles)} profiles for '{graph}', which does not go with target "
-                f"'{manifest.target}'. {ENGINES.again}"
+                f"'{path}' has {len(engine.optimisation_profiles)} optimisation profiles for '{graph}', which does "
+                f"not go with target '{manifest.target}'. {ENGINES.again}"
             )
-        for profile, inputs in engine.profiles.items():
+        for name, inputs in engine.optimisation_profiles.items():
             for tensor, shapes in inputs.items():
-                _check_range(path, f"profile '{profile}' of '{graph}', input '{tensor}'", shapes)
+                _check_range(path, f"optimisation profile '{name}' of '{graph}', input '{tensor}'", shapes)
 
 
 def _check_range(path: Path, where: str, shapes: Range) -> None:

@@ -18,13 +18,13 @@ class FamilyRow:
     """What is known of a family before any of its modules is loaded."""
 
     model_type: str
-    """In config.json."""
+    """The `model_type` of a checkpoint's config.json."""
     architecture: str
-    """The class in transformers."""
+    """The class in transformers, as `architectures` of config.json names it."""
     module: str
     """The name of its modules in `export/families/` and `runtime/families/`."""
     budgets: Mapping[str, Budget]
-    """By name (method.md section 3)."""
+    """What its bundles can be exported for, by the budget's name (method.md section 3)."""
 
 
 FAMILIES: dict[str, FamilyRow] = {

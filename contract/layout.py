@@ -20,7 +20,7 @@ class VisualLayout:
     groups: int
     """G: what is sanitised apart, or seen at once. An image, its tiles, the temporal patches of a clip."""
     tokens: int
-    """N of each group."""
+    """N: how many visual tokens each group has."""
     unpruned_rows: Array
     """[V] int64: the token that each row of the model's own prompt stands for, unpruned; -1 at the end of a line."""
     boxes: Array

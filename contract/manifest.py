@@ -73,7 +73,7 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids the runtime must know."""
+    """Ids and texts of the special tokens that the runtime must know."""
 
     image: int
     stop: tuple[int, ...]
@@ -84,7 +84,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Where the weights came from."""
+    """The checkpoint that a bundle was exported from."""
 
     source: str
     config_sha256: str
@@ -93,7 +93,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `bundle.json`."""
+    """The content of `bundle.json`: everything about a bundle but its graphs, weights and texts themselves."""
 
     format_version: int
     sinkprune_version: str
@@ -103,7 +103,7 @@ class Manifest:
     checkpoint: Checkpoint
     language_model: LanguageModel
     vision: Tower
-    """Facts of the vision tower."""
+    """Facts of the vision tower, which the runtime's family reads."""
     most_visual_tokens: int
     """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
     max_images: int
@@ -117,7 +117,7 @@ class Manifest:
     """The 0-based decoder layers after which the decoder is cut into segments."""
     budgets: dict[str, Budget]
     plans: dict[str, dict[str, Plan]]
-    """Plans by method, then budget."""
+    """The plan of each method, then of each budget that the method reaches."""
     graphs: dict[str, GraphSpec]
     files: dict[str, FileSpec]
 

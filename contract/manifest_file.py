@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileSpec:
-    """What a file must be."""
+    """The size in bytes and the sha256 that a file must have."""
 
     size: int
     sha256: str
@@ -33,7 +33,7 @@ class ManifestFile:
     """A kind of manifest, and the words it is refused with."""
 
     name: str
-    """Of the file, e.g. `bundle.json`."""
+    """The file's name in its folder, e.g. `bundle.json`."""
     format_version: int
     folder: str
     """What the folder is, e.g. `bundle`, and with an article."""
@@ -42,9 +42,9 @@ class ManifestFile:
     make: str
     """The command that makes such a folder; `{root}` is its place."""
     again: str
-    """What to do about a damaged one."""
+    """What a user can do about a damaged folder, as a sentence."""
     upgrade: str
-    """What to do about one of another format version."""
+    """What a user can do about a folder of an unknown format version, as a sentence."""
     former: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     """By older format version: what puts its JSON into the words of the next."""
 
@@ -53,7 +53,7 @@ class ManifestFile:
         path = root / self.name
         data = self._parse(root, path)
         version = data.get("format_version") if isinstance(data, dict) else None
-        if version != self.format_version and version not in self.former:
+        if type(version) is not int or version not in (self.format_version, *self.former):
             raise self.error(
                 f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {self.upgrade}"
             )

@@ -26,7 +26,7 @@ class Plan:
 
     @property
     def graphs(self) -> list[str]:
-        """All of them."""
+        """The names of all its graphs, in the order they run."""
         return [*([self.sanitizer] if self.sanitizer else []), *self.select_after.values()]
 
     @property

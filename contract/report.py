@@ -53,7 +53,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """One budget, measured."""
+    """What was measured of one budget, beside what its FLOPs and bytes imply."""
 
     visual_tokens: int
     kept_after_sanitizer: int

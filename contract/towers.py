@@ -39,12 +39,12 @@ class QwenTower:
     patch_size: int
     """Pixels along a side of a patch."""
     temporal_patch_size: int
-    """Frames of a patch."""
+    """How many frames of a clip a patch holds."""
     merge_size: int
     """Patches along a side of a merged token."""
     rope_theta: float
     out_size: int
-    """The decoder's width."""
+    """Width of the tokens it gives, which is the decoder's."""
     salience_block: int
     """The 0-based block whose attention is the salience."""
     tokens_per_second: float | None

@@ -14,22 +14,20 @@ from sinkprune.contract.engines_manifest import (
     EnginesManifest,
     EngineSpec,
     Limits,
-    Range,
+    OptimisationProfiles,
     write_engines_manifest,
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.folders import check_replaceable, install, staging
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.manifest_file import file_specs, sha256
-from sinkprune.engines.limits import profiles
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes
-from sinkprune.engines.progress import BuildProgress, SilentProgress
+from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
 
-# What a plan takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
-_PLAN_BYTES = 16 << 20
-
-_Profiles = dict[str, dict[str, Range]]
+# What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
+_CODE_BYTES = 16 << 20
 
 
 def build_engines(
@@ -39,21 +37,21 @@ def build_engines(
     limits: Limits,
     *,
     force: bool = False,
-    progress: BuildProgress | None = None,
+    progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
-    """Build every graph of `bundle` into the new folder `output`; with `force` engines there are replaced.
+    """Build every graph of `bundle` into the new folder `output`; with `force`, engines that are there are replaced.
 
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
-    as it was. Raises `EnginesError`.
+    as it was. Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
     """
     check_replaceable(output, ENGINES, force=force)
     builder.check_bundle(bundle)
-    shapes = {graph: profiles(bundle.manifest, limits, graph) for graph in bundle.manifest.graphs}
-    check_memory(bundle, shapes, builder.memories())
-    needed = sum(weight_bytes(bundle, graph) + _PLAN_BYTES for graph in shapes)
+    profiles = optimisation_profiles(bundle.manifest, limits)
+    check_memory(bundle, profiles, builder.memories())
+    needed = sum(weight_bytes(bundle, graph) + _CODE_BYTES for graph in profiles)
     with staging(output, ENGINES, needed, "build a bundle with fewer methods and budgets") as root:
-        writer = _Writer(bundle, root, builder, progress or SilentProgress())
-        engines = writer.engines(shapes)
+        writer = _Writer(bundle, root, builder, progress)
+        engines = writer.engines(profiles)
         files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
         manifest = EnginesManifest(
             format_version=FORMAT_VERSION,
@@ -85,25 +83,25 @@ class _Writer:
     builder: Builder
     progress: BuildProgress
 
-    def engines(self, shapes: dict[str, _Profiles]) -> dict[str, EngineSpec]:
-        """One engine after the other: each may need most of the memory."""
+    def engines(self, profiles: dict[str, OptimisationProfiles]) -> dict[str, EngineSpec]:
+        """An engine of each graph, one after the other: each may need most of the memory."""
         specs = {}
-        for number, (graph, ranges) in enumerate(shapes.items()):
-            self.progress.graph(graph, number, len(shapes))
-            specs[graph] = self._engine(graph, ranges)
+        for number, graph in enumerate(profiles):
+            self.progress.graph(graph, number, len(profiles))
+            specs[graph] = self._engine(graph, profiles[graph])
         return specs
 
-    def _engine(self, graph: str, ranges: _Profiles) -> EngineSpec:
+    def _engine(self, graph: str, profiles: OptimisationProfiles) -> EngineSpec:
         file = f"engines/{graph}{self.builder.suffix}"
         (self.root / file).parent.mkdir(parents=True, exist_ok=True)
-        job = Job(graph, self.bundle.graph_path(graph), self.bundle.manifest.graphs[graph], ranges)
+        job = Job(graph, self.bundle.graph_path(graph), self.bundle.manifest.graphs[graph], profiles)
         start = time.perf_counter()
         try:
             built = self.builder.build(job, self.root / file, self.progress)
         except OutOfMemoryError as error:
-            told = need_and_free(self.bundle, graph, ranges, self.builder.memories())
+            told = need_and_free(self.bundle, graph, profiles, self.builder.memories())
             raise EnginesError(
                 f"{error} By estimate, {told}. End other programs, or use a machine with more."
             ) from error
         seconds = round(time.perf_counter() - start, 3)
-        return EngineSpec(file, built.profiles, built.nodes, built.device_memory, seconds)
+        return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)

@@ -27,7 +27,7 @@ TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be exported with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run `sinkprune-build` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_build, arguments)
 
 

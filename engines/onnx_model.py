@@ -12,11 +12,9 @@ if TYPE_CHECKING:
 
 
 def read_model(path: Path) -> onnx.ModelProto:
-    """The model in an ONNX file, without its weights.
+    """The model in the ONNX file `path`, its weights left on disk.
 
-    Raises:
-        BackendError: onnx is not installed.
-        EnginesError: The file holds no ONNX model.
+    Raises `BackendError` where onnx is not installed, and `EnginesError` for a file that holds no ONNX model.
     """
     try:
         import onnx

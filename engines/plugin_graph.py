@@ -24,7 +24,7 @@ _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
 
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
-    """The nodes of domain `sinkprune` by name; raises `EnginesError` if one has none of its own."""
+    """The nodes of domain `sinkprune` in `model`, by name; raises `EnginesError` if one has no name of its own."""
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     found = {node.name: node for node in nodes}
     if len(found) < len(nodes) or "" in found:

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from math import prod
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Range
+from sinkprune.contract.engines_manifest import OptimisationProfiles
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.runtime.device.system_memory import available_bytes
-
-Profiles = Mapping[str, Mapping[str, Range]]
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20
@@ -20,12 +18,12 @@ _FIXED_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory a build draws on."""
+    """A memory that building engines takes from: the machine's, or a GPU's."""
 
     name: str
-    """As in "12 GB of <name> are needed"."""
+    """What messages call it, as in "12 GB of <name> are needed"."""
     free: int
-    """Bytes."""
+    """Bytes of it that are free."""
     copies: float
     """How many times the weights of one graph are held in it while that graph is built."""
     activations: bool
@@ -33,30 +31,34 @@ class Memory:
 
 
 def system_memory(copies: float, *, activations: bool) -> tuple[Memory, ...]:
-    """The machine's memory, where the system tells how much is free."""
+    """The machine's own memory as the only one a build takes from; empty where the system does not tell what is free.
+
+    `copies` and `activations` are those of `Memory`.
+    """
     free = available_bytes()
     return (Memory("memory", free, copies, activations),) if free else ()
 
 
 class OutOfMemoryError(EnginesError):
-    """A build ran out of memory."""
+    """Building an engine takes, or took, more memory than there is."""
 
 
-def check_memory(bundle: Bundle, profiles: Mapping[str, Profiles], memories: tuple[Memory, ...]) -> None:
-    """Refuse a build whose largest graph needs more than is free; raises `OutOfMemoryError` with both.
+def check_memory(bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], memories: tuple[Memory, ...]) -> None:
+    """Refuse a build whose largest graph needs more than is free; raises `OutOfMemoryError`, which tells both.
 
-    Graphs are built one after the other, so the largest counts. The need is an estimate: see `needed_bytes`.
+    `profiles` are the optimisation profiles by graph. Graphs are built one after the other, so the largest counts.
+    The need is an estimate: see `needed_bytes`.
     """
-    for graph, shapes in profiles.items():
-        if any(needed_bytes(bundle, graph, shapes, memory) > memory.free for memory in memories):
+    for graph, own in profiles.items():
+        if any(needed_bytes(bundle, graph, own, memory) > memory.free for memory in memories):
             raise OutOfMemoryError(
-                f"not enough memory: {need_and_free(bundle, graph, shapes, memories)}. End other programs, build on "
+                f"not enough memory: {need_and_free(bundle, graph, own, memories)}. End other programs, build on "
                 "a machine with more, or lower --max-prompt and --max-images."
             )
 
 
-def need_and_free(bundle: Bundle, graph: str, profiles: Profiles, memories: tuple[Memory, ...]) -> str:
-    """What building `graph` needs of each memory and what is free of it, in words."""
+def need_and_free(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memories: tuple[Memory, ...]) -> str:
+    """What building `graph` needs of each memory and what is free of it, as the beginning of a sentence."""
     told = [
         f"about {needed_bytes(bundle, graph, profiles, memory) / 1e9:.1f} GB of {memory.name}, of which "
         f"{memory.free / 1e9:.1f} GB are free"
@@ -65,20 +67,20 @@ def need_and_free(bundle: Bundle, graph: str, profiles: Profiles, memories: tupl
     return f"building '{graph}' needs {', and '.join(told)}"
 
 
-def needed_bytes(bundle: Bundle, graph: str, profiles: Profiles, memory: Memory) -> int:
-    """About what building `graph` takes: its weights a few times, its activations, and a fixed part."""
+def needed_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memory: Memory) -> int:
+    """About how many bytes of `memory` building `graph` takes: weights a few times, activations, and a fixed part."""
     weights = weight_bytes(bundle, graph)
     activations = _activation_bytes(bundle, graph, profiles) if memory.activations else 0
     return int(memory.copies * weights) + activations + _FIXED_BYTES
 
 
 def weight_bytes(bundle: Bundle, graph: str) -> int:
-    """The weights of a graph; plans have none."""
+    """The bytes of a graph's weights; 0 for the graphs of pruning plans, which have none."""
     spec = bundle.manifest.files.get(f"graphs/weights/{graph}.bin")
     return spec.size if spec else 0
 
 
-def _activation_bytes(bundle: Bundle, graph: str, profiles: Profiles) -> int:
+def _activation_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles) -> int:
     """Inputs and outputs at their largest, and for decoder segments one layer's states at full length.
 
     Fused attention keeps no [S,T] matrix, and layers reuse each other's memory.

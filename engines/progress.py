@@ -7,46 +7,37 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 
-class BuildProgress(Protocol):
-    """Is told of graphs, and of the phases within one, which nest. Calls may come from any thread."""
+class BuildProgress:
+    """Is told how far a build is: of its graphs, and of the phases within one, which nest. Shows nothing by itself.
+
+    Calls may come from any thread.
+    """
 
     def graph(self, name: str, number: int, total: int) -> None:
         """The graph `name` is being built, after `number` of `total` others."""
-        ...
 
-    def phase_start(self, name: str, parent: str | None, steps: int) -> None: ...
+    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
+        """The phase `name` of so many steps begins, within the phase `parent` if there is one."""
 
     def step_complete(self, name: str, step: int) -> None:
         """The step `step`, counted from 0, of the phase `name` is done."""
-        ...
-
-    def phase_finish(self, name: str) -> None: ...
-
-
-class SilentProgress:
-    """Shows nothing."""
-
-    def graph(self, name: str, number: int, total: int) -> None:
-        """Nothing."""
-
-    def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """Nothing."""
-
-    def step_complete(self, name: str, step: int) -> None:
-        """Nothing."""
 
     def phase_finish(self, name: str) -> None:
-        """Nothing."""
+        """The phase `name` is over, done or not."""
 
 
-class TerminalProgress:
-    """Lines on stderr: the graphs, and below them the phases that are running. Silent where it is no terminal."""
+SILENT = BuildProgress()
+"""Shows nothing of a build."""
+
+
+class TerminalProgress(BuildProgress):
+    """Shows a build on stderr: a bar of its graphs, and below it the phases that run. Silent without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -73,16 +64,16 @@ class TerminalProgress:
         self._progress.stop()
 
     def graph(self, name: str, number: int, total: int) -> None:
-        """A bar of all graphs."""
+        """Set the bar of all graphs to `number` of `total`, with the name of the one that is built."""
         self._progress.update(self._graphs, description=name, completed=number, total=total)
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """A bar for the phase, indented below its parent's."""
+        """Add a bar for the phase, indented below its parent's."""
         self._depths[name] = self._depths.get(parent or "", 0) + 1
         self._phases[name] = self._progress.add_task("  " * self._depths[name] + name, total=steps)
 
     def step_complete(self, name: str, step: int) -> None:
-        """Advance the phase's bar."""
+        """Advance the phase's bar behind the step `step`, counted from 0."""
         if name in self._phases:
             self._progress.update(self._phases[name], completed=step + 1)
 

@@ -21,20 +21,20 @@ class Kept:
     layout: VisualLayout
     """What the picture is to the model."""
     schedule: PictureSchedule
-    """How many tokens were to be kept."""
+    """How many of the tokens were to be kept at each step, by the budget."""
     index: Array
     """[G',n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
     norms: Array
-    """[G',N'] token norms."""
+    """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array
-    """[G',N'] token salience."""
+    """[G',N'] fp32: the attention each token receives in the vision tower."""
     after_stage: Mapping[int, Array]
     """By pruning layer: the places in `index` (flattened) that survived it, ascending."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and how it came about."""
+    """What a model said, and what it took: tokens, times and what became of the pictures."""
 
     text: str
     token_ids: list[int]

@@ -1,6 +1,7 @@
 """Whether the blocks of a GIF or Matroska (MKV, WebM) file lead from one to the next up to the end.
 
-Readers pass over what is lost of such files without a word. Only the blocks' sizes are read, not what is in them.
+Only the blocks' sizes are read, not what is in them. Kept, because Pillow and FFmpeg, which read these formats, pass
+over what is lost without a word.
 """
 
 from __future__ import annotations

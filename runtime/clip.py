@@ -23,22 +23,22 @@ class ClipSize(NamedTuple):
     width: int
     height: int
     frames: int
-    """Those that are shown."""
+    """How many frames the model is shown."""
     fps: float
-    """How many of those a second has."""
+    """How many of the shown frames a second has."""
 
 
 class Video(Protocol):
-    """Where frames come from."""
+    """A source of frames: a `Clip` in memory, or a `VideoFile`."""
 
     @property
     def count(self) -> int:
-        """All frames."""
+        """How many frames the video has."""
         ...
 
     @property
     def fps(self) -> float:
-        """Frames a second."""
+        """How many frames a second of the video has."""
         ...
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
@@ -66,7 +66,7 @@ class Clip:
 
     @property
     def count(self) -> int:
-        """All frames."""
+        """How many frames the clip has."""
         return len(self.frames)
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:

@@ -17,13 +17,13 @@ from sinkprune.runtime.video_file import VideoFile
 
 
 class Length(NamedTuple):
-    """Of a request, in tokens."""
+    """How long a request is, in tokens, and how long it may be."""
 
     text: int
     visual: int
     new: int
     limit: int
-    """The model's positions."""
+    """How many positions the model has."""
 
 
 def check_length(

@@ -24,14 +24,14 @@ class KVCache:
     past: list[dict[str, Tensor]]
     """For each segment its `past_key_i` and `past_value_i` [1,Hkv,P,h]."""
     lengths: list[int]
-    """P of each segment."""
+    """How many rows P each segment's caches hold."""
     next_positions: list[int]
     """The position id the next token has in each segment; they differ where positions are compact."""
 
 
 @dataclass
 class Prefill:
-    """What a prefill leaves behind."""
+    """What the first pass over a prompt leaves behind: logits, caches, and which rows survived."""
 
     logits: Tensor
     cache: KVCache

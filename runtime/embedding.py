@@ -22,7 +22,7 @@ class Embedding:
         return np.concatenate([self._rows[0:0], *(self._rows[token : token + 1] for token in ids)])
 
     def named(self, name: str) -> np.ndarray[Any, Any]:
-        """The row `name` [d]."""
+        """[d] in the table's type: the learned row that bears a name of its own, such as `image_newline`."""
         row: np.ndarray[Any, Any] = self._file.get_tensor(name)
         return row
 

@@ -22,15 +22,15 @@ class Encoded:
     """A picture as the LLM receives it: G' groups of N' tokens were sanitised apart, n0 of each kept."""
 
     embeddings: Tensor
-    """[G',n0,d] on the device."""
+    """[G',n0,d] float on the device, in the decoder's width."""
     device_norms: Tensor
     """[G,N] fp32 on the device, as the tower gave them: some selects take them."""
     kept_index: Array
     """[G',n0] int64: the token each row stands for, of its group."""
     norms: Array
-    """[G',N'] fp32."""
+    """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array
-    """[G',N'] fp32."""
+    """[G',N'] fp32: the attention each token receives in the vision tower."""
 
     @property
     def source_tokens(self) -> Array:

@@ -25,11 +25,11 @@ class Canvas(NamedTuple):
     left: int
     top: int
     shown: Size
-    """Size of the image on it."""
+    """Width and height of the image as it is resized onto the canvas."""
 
 
 class LlavaNextProcessor:
-    """`settings` are those of preprocessor_config.json; tiles are squares of `side` pixels."""
+    """Cuts images into squares of `side` pixels, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any], side: int) -> None:
         self._settings, self._side = settings, side

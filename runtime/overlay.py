@@ -111,7 +111,7 @@ def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Imag
 
 
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Pictures one above the other."""
+    """One picture of several, one above the other."""
     tops = np.cumsum([0, *(picture.height + _GAP for picture in pictures)])
     sheet = Image.new("RGB", (max(picture.width for picture in pictures), int(tops[-1]) - _GAP), _OUTSIDE)
     for picture, top in zip(pictures, tops, strict=False):

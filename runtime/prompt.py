@@ -39,7 +39,7 @@ class Prompt:
 
     @property
     def text_tokens(self) -> int:
-        """All of them together."""
+        """How many text tokens the prompt has; images are not counted."""
         return sum(map(len, self.texts))
 
 

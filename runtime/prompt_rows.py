@@ -25,7 +25,7 @@ class PromptRows:
     """All S rows of a prompt, of which V are visual."""
 
     hidden: Tensor
-    """[1,S,d] on the device."""
+    """[1,S,d] float on the device: the embeddings of all rows."""
     visual: Array
     """[V] int64: the rows that are visual tokens, ascending."""
     picture: Array
@@ -36,7 +36,7 @@ class PromptRows:
 
     @property
     def length(self) -> int:
-        """S."""
+        """S, the number of rows."""
         return self.positions.rows.shape[-1]
 
 

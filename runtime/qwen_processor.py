@@ -30,12 +30,12 @@ class Grid(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """All of them."""
+        """How many patches there are: t * h * w."""
         return self.t * self.h * self.w
 
 
 class QwenProcessor:
-    """`settings` are those of preprocessor_config.json."""
+    """Resizes pictures to whole patches and takes them apart, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings

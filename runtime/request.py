@@ -25,17 +25,17 @@ class Request:
     budget: str = UNPRUNED
     """A budget of the bundle, as in `retain-64`; `none` runs unpruned."""
     method: str = "sinkpruner"
-    """A method of the bundle."""
+    """A method of the bundle, as `sinkprune-export --methods` names them."""
     max_new_tokens: int = 128
-    """The longest answer."""
+    """How many tokens the answer has at most."""
     min_new_tokens: int = 0
     """Stop tokens are ignored before so many tokens."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 takes the likeliest token; larger values sample ever more freely."""
     top_p: float = 1.0
     """Sample from the likeliest tokens only, up to this probability."""
     seed: int | None = None
-    """Makes sampling repeatable."""
+    """The same seed samples the same answer; None samples anew each time."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.max_new_tokens, Integral) or self.max_new_tokens < 1:

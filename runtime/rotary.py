@@ -20,7 +20,7 @@ class Positions(NamedTuple):
 
     @staticmethod
     def in_line(rows: int) -> Positions:
-        """0, 1, 2, ..."""
+        """The positions 0, 1, 2, ... of `rows` rows that stand in line."""
         return Positions(np.arange(rows), rows)
 
 

@@ -19,13 +19,13 @@ Size = tuple[int, int]
 
 
 class SquareProcessor:
-    """`settings` are those of preprocessor_config.json."""
+    """Resizes, pads and crops images to one size, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
 
     def __call__(self, image: Image.Image) -> np.ndarray[Any, Any]:
-        """[3,height,width] fp32 of an RGB image."""
+        """[3,height,width] fp32 of an RGB image; raises `ImageError` for one without pixels or too long a shape."""
         settings = self._settings
         if 0 in image.size:
             raise ImageError(f"the image has {image.width}x{image.height} pixels, expected at least 1x1.")

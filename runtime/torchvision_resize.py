@@ -3,6 +3,9 @@
 Columns first, then rows, each rounded to 8 bits, by weights of 16 bits (PyTorch, UpSampleKernel.cpp,
 `_compute_index_ranges_int16_weights`). Pillow does the same with finer weights, which shows in some percent of the
 values.
+
+Kept, because nothing maintained gives these bits without torch: Pillow's weights are finer, and OpenCV's bicubic does
+not antialias.
 """
 
 from __future__ import annotations

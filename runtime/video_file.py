@@ -29,7 +29,7 @@ class VideoFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises `VideoError`."""
+        """Opens the file and reads all its packets; raises `VideoError` if it is missing, cut off or no video."""
         self._path = Path(path)
         if not self._path.is_file():
             raise VideoError(f"video '{path}': found no such file. Give an MP4, MKV, WebM, MOV or AVI file.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -24,6 +24,7 @@ from sinkprune.contract.engines_manifest import (
     EnginesManifest,
     EngineSpec,
     Limits,
+    OptimisationProfiles,
     Range,
     write_engines_manifest,
 )
@@ -32,11 +33,10 @@ from sinkprune.contract.manifest_file import file_specs, sha256
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
-Profiles = dict[str, dict[str, Range]]
 
 VERSION = "10.99.0"
 ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
-"""Bytes of activations by engine; 2000 for the others."""
+"""Bytes of activations by graph; 2000 for the others."""
 LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
 
 _ROWS = 800
@@ -122,30 +122,30 @@ class FakeRuntime:
     def __init__(self, library: FakeTensorRT, logger: ILogger) -> None:
         self._library, self._logger = library, logger
 
-    def deserialize_cuda_engine(self, plan: Any) -> FakeEngine | None:
+    def deserialize_cuda_engine(self, serialized: Any) -> FakeEngine | None:
         try:
-            description = json.loads(bytes(plan))
+            description = json.loads(bytes(serialized))
         except ValueError:
             self._logger.log(2, "a warning that nobody needs")
-            self._logger.log(ILogger.ERROR, "the plan is no plan.")
+            self._logger.log(ILogger.ERROR, "the engine is no engine.")
             return None
         # The weights and the code
-        self._library.device.total -= len(plan)
+        self._library.device.total -= len(serialized)
         engine = FakeEngine(self._library.device, description)
         self._library.engines[description["graph"]] = engine
         return engine
 
 
 class FakeEngine:
-    def __init__(self, device: FakeDevice, plan: dict[str, Any]) -> None:
+    def __init__(self, device: FakeDevice, description: dict[str, Any]) -> None:
         self.device = device
-        self.graph: str = plan["graph"]
-        self.profiles: list[dict[str, list[list[int]]]] = plan["profiles"]
-        self.device_memory_size_v2: int = plan["device_memory"]
+        self.graph: str = description["graph"]
+        self.optimisation_profiles: list[dict[str, list[list[int]]]] = description["optimisation_profiles"]
+        self.device_memory_size_v2: int = description["device_memory"]
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
-        self._session = onnxruntime.InferenceSession(plan["onnx"], options, providers=["CPUExecutionProvider"])
+        self._session = onnxruntime.InferenceSession(description["onnx"], options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name: _dtype(value.type) for value in self._session.get_inputs()}
         self.outputs = {value.name: _dtype(value.type) for value in self._session.get_outputs()}
         self.contexts: list[FakeContext] = []
@@ -157,7 +157,7 @@ class FakeEngine:
 
     @property
     def num_optimization_profiles(self) -> int:
-        return len(self.profiles)
+        return len(self.optimisation_profiles)
 
     def get_tensor_name(self, number: int) -> str:
         return [*self.inputs, *self.outputs][number]
@@ -206,7 +206,7 @@ class FakeContext:
 
     def __init__(self, engine: FakeEngine, how: Any) -> None:
         self._engine, self.created_with = engine, how
-        self._profile: int | None = None
+        self._optimisation_profile: int | None = None
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._up_to_date_for: dict[str, Shape] | None = None
@@ -215,12 +215,12 @@ class FakeContext:
 
     def set_optimization_profile_async(self, number: int, stream: int) -> bool:
         assert stream == self._engine.device.stream
-        self._profile = number
+        self._optimisation_profile = number
         return True
 
     def set_input_shape(self, name: str, shape: Shape) -> bool:
-        assert self._profile is not None
-        least, _, most = self._engine.profiles[self._profile][name]
+        assert self._optimisation_profile is not None
+        least, _, most = self._engine.optimisation_profiles[self._optimisation_profile][name]
         self._shapes[name] = shape
         return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
 
@@ -266,8 +266,8 @@ class FakeBuild:
         write_engines_manifest(self.folder, replace(self.manifest, **changes))
 
 
-def wide_profiles(graph: str, spec: GraphSpec) -> Profiles:
-    """Profiles that hold all that the tests' images come to."""
+def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfiles:
+    """What holds all that the tests' images come to."""
     profiles = {"prefill": _ranges(spec, _RANGES)}
     if graph.startswith("decoder_") or graph == "head":
         profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE})
@@ -275,26 +275,28 @@ def wide_profiles(graph: str, spec: GraphSpec) -> Profiles:
 
 
 def build_fake_engines(
-    bundle: Bundle, folder: Path, profiles_of: Callable[[str, GraphSpec], Profiles] = wide_profiles
+    bundle: Bundle,
+    folder: Path,
+    profiles: Mapping[str, OptimisationProfiles] | None = None,
+    activations: Mapping[str, int] = ACTIVATIONS,
 ) -> FakeBuild:
-    """Fake plans of every graph, and an engines.json that says what they are."""
+    """Fake engines of every graph, with `profiles` or wide ones, and an engines.json that says what they are."""
     engines = {}
     for graph, spec in bundle.manifest.graphs.items():
-        profiles = profiles_of(graph, spec)
-        need = ACTIVATIONS.get(graph, 2000)
-        plan = {
+        own = profiles[graph] if profiles else wide_optimisation_profiles(graph, spec)
+        need = activations.get(graph, 2000)
+        description = {
             "graph": graph,
             "onnx": str(bundle.graph_path(graph)),
-            "profiles": [
-                {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()}
-                for ranges in profiles.values()
+            "optimisation_profiles": [
+                {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
             ],
             "device_memory": need,
         }
-        file = f"plans/{graph}.plan"
+        file = f"engines/{graph}.engine"
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(json.dumps(plan))
-        engines[graph] = EngineSpec(file, profiles, {}, need, 0.1)
+        (folder / file).write_text(json.dumps(description))
+        engines[graph] = EngineSpec(file, own, {}, need, 0.1)
     manifest = EnginesManifest(
         format_version=FORMAT_VERSION,
         sinkprune_version="0",

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from sinkprune.engines.plugins import launches
@@ -84,7 +85,13 @@ def _single_launch(**arguments: Any) -> list[Launch]:
 def interpreter() -> Iterator[Runner]:
     """Runs kernels in Triton's interpreter, in a process of its own: it is chosen when triton is imported."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_choose_interpreter) as pool:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProcessPoolExecutor(1, mp_context=context, initializer=_choose_interpreter) as pool,
+    ):
+        # The interpreter multiplies by numpy. OpenBLAS as it is for some processors (Haswell, Zen) gives equal rows
+        # sums that differ by where they stand, which no GPU does.
+        patch.setenv("OPENBLAS_CORETYPE", "Prescott")
         # As bytes: tensors would otherwise travel as shared memory.
         yield lambda case: pool.submit(_interpret, pickle.dumps(case)).result()
 

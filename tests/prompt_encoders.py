@@ -118,7 +118,7 @@ class Both:
 
     def found(self, text: str) -> list[int]:
         """Our ids, the image token put back between the halves."""
-        prompt = self.ours.encode(text)
+        prompt = self.ours.encode(["", text])
         return [*prompt.before, IMAGE_TOKEN, *prompt.after]
 
 
@@ -154,7 +154,7 @@ class Pairs:
 
 def assert_typed_text_stays_text(pair: Both, text: str) -> None:
     """`text` gives no special token, and can be read back."""
-    prompt = pair.ours.encode(text)
+    prompt = pair.ours.encode(["", text])
     bos = pair.ours.tokenizer.token_to_id("<s>")
     assert prompt.before.count(bos) == 1
     special = set(SPECIALS.values())

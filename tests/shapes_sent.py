@@ -1,18 +1,16 @@
-"""The shapes a pipeline really sends to its engines, against the profiles they would be built with."""
+"""The shapes a pipeline really sends to its engines, against the optimisation profiles they would be built with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
 from PIL import Image
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Limits, Range
-from sinkprune.engines.limits import profiles
-from sinkprune.runtime.backends import Engine
-from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.contract.engines_manifest import Limits, OptimisationProfile
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.clip import Clip
 from sinkprune.runtime.pipeline import Pipeline
 
@@ -20,49 +18,47 @@ Shapes = dict[str, tuple[int, ...]]
 NEW_TOKENS = 3
 
 
-class Recorder:
-    """An engine that notes the shapes it is called with."""
+class ShapesSent:
+    """What `Pipeline.load` is to wrap ONNX Runtime's engines in: notes the shapes they are called with, by graph."""
 
-    def __init__(self, engine: Engine, calls: list[Shapes]) -> None:
-        self._engine, self._calls = engine, calls
+    def __init__(self) -> None:
+        self.by_graph: dict[str, list[Shapes]] = {}
 
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        self._calls.append({name: tuple(tensor.shape()) for name, tensor in inputs.items()})
-        return self._engine(inputs)
+    def __call__(self, graph: str, engine: Engine, backend: Backend) -> Engine:
+        sent = self.by_graph.setdefault(graph, [])
+
+        def call(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            sent.append({name: tuple(tensor.shape()) for name, tensor in inputs.items()})
+            return engine(inputs)
+
+        return call
+
+    def outside_optimisation_profiles(self, bundle: Bundle, limits: Limits) -> list[tuple[str, Shapes]]:
+        """What no optimisation profile holds of engines built with these limits. Every graph must have been run."""
+        profiles = optimisation_profiles(bundle.manifest, limits)
+        assert all(self.by_graph.get(graph) for graph in profiles), "a graph was never run"
+        return [
+            (graph, shapes)
+            for graph, sent in self.by_graph.items()
+            for shapes in sent
+            if not any(_holds(profile, shapes) for profile in profiles[graph].values())
+        ]
 
 
-def shapes_outside_profiles(
+def shapes_outside_optimisation_profiles(
     bundle: Bundle, prompts: Sequence[Sequence[tuple[int, int] | Clip]]
 ) -> list[tuple[str, Shapes]]:
-    """What no profile holds when prompts with images of those sizes, or clips, run at every budget.
-
-    Every graph must be run.
-    """
-    graphs = {bundle.graph_path(graph): graph for graph in bundle.manifest.graphs}
-    calls: dict[str, list[Shapes]] = {graph: [] for graph in graphs.values()}
-    load = OrtBackend.load
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            OrtBackend, "load", lambda self, path, *rest: Recorder(load(self, path, *rest), calls[graphs[path]])
-        )
-        pipeline = Pipeline.load(bundle.path)
-        for sizes in prompts:
-            images = [size if isinstance(size, Clip) else Image.new("RGB", size, (90, 60, 30)) for size in sizes]
-            for budget in ("none", *bundle.manifest.budgets):
-                pipeline.generate(images, "What?", budget=budget, **options)
-    assert all(calls.values()), "a graph was never run"
-    limits = Limits(64, NEW_TOKENS, bundle.manifest.max_images)
-    ranges = {graph: profiles(bundle.manifest, limits, graph).values() for graph in calls}
-    return [
-        (graph, shapes)
-        for graph, sent in calls.items()
-        for shapes in sent
-        if not any(_holds(profile, shapes) for profile in ranges[graph])
-    ]
+    """What no optimisation profile holds when prompts with images of those sizes, or clips, run at every budget."""
+    shapes_sent, options = ShapesSent(), {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    pipeline = Pipeline.load(bundle, wrap=shapes_sent)
+    for sizes in prompts:
+        images = [size if isinstance(size, Clip) else Image.new("RGB", size, (90, 60, 30)) for size in sizes]
+        for budget in ("none", *bundle.manifest.budgets):
+            pipeline.generate(images, "What?", budget=budget, **options)
+    return shapes_sent.outside_optimisation_profiles(bundle, Limits(64, NEW_TOKENS, bundle.manifest.max_images))
 
 
-def _holds(profile: Mapping[str, Range], shapes: Shapes) -> bool:
+def _holds(profile: OptimisationProfile, shapes: Shapes) -> bool:
     """An engine is given more tensors than its graph takes."""
     return all(
         len(shapes[name]) == len(span.min)

@@ -1,1 +1,1 @@
-"""The commands of calibration."""
+"""The commands that measure a model: `sinkprune-calibrate` and `sinkprune-evaluate`."""

@@ -28,7 +28,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run `sinkprune-calibrate` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_calibrate, arguments)
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sinkprune.calibration.evaluation import ask, choose_combinations, report
-from sinkprune.calibration.evaluation_plot import plot_evaluation
-from sinkprune.calibration.evaluation_report import Combination, CombinationReport, EvaluationReport, Reply
-from sinkprune.calibration.outliers import PlantedOutliers
+from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
+from sinkprune.calibration.evaluation.outliers import plant_in_vision
+from sinkprune.calibration.evaluation.plot import plot_evaluation
+from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
@@ -43,7 +43,7 @@ _TABLE_WIDTH = 250
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run `sinkprune-evaluate` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_evaluate, arguments)
 
 
@@ -60,9 +60,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         items = load_task(options.task, options.limit)
     if options.blind:
         items = [blinded(item) for item in items]
-    pipeline = load_pipeline(options, bundle)
-    if options.plant_outliers:
-        pipeline.chain.vision = PlantedOutliers(pipeline.chain.vision, pipeline.backend)
+    pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
     replies = _ask(pipeline, items, combinations, options.max_new_tokens)
     result = report(
         pipeline,

@@ -13,18 +13,20 @@ from sinkprune.contract.errors import TaskError
 from sinkprune.contract.questions import Question
 
 SCENES = "scenes"
+"""The name of the task that comes along: the project's own test set."""
 
 _GREY = (128, 128, 128)
 
 
 @dataclass(frozen=True)
 class Item:
-    """A question and the picture it is about, which is loaded when it is needed: a task may have thousands."""
+    """A question of a task and the picture it is about."""
 
     question: Question
     picture: str
     """Names the picture: items that share it ask about the same one."""
     load_image: Callable[[], Image.Image]
+    """Loads the picture, RGB, when it is needed: a task may have thousands."""
 
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:

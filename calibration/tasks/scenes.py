@@ -12,7 +12,7 @@ from sinkprune.calibration.tasks import SCENES, Item
 
 
 def read_scenes() -> Iterator[Item]:
-    """The items of the test set, always the same."""
+    """The questions of the test set with their pictures, drawn here and always the same."""
     from sinkprune.demo.scenes import test_set
 
     last, png, number = None, b"", 0

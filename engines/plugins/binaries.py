@@ -17,7 +17,9 @@ from typing import Any
 from sinkprune.contract.errors import BackendError
 
 ARCHIVE = "kernels.zip"
+"""The file of all shipped kernels, beside this module."""
 INDEX = "index.json"
+"""The member of the archive that lists the others: kernel, type of the tokens, sm, launch parameters, sums."""
 
 KERNELS = {
     "TopRho": ("top_rho",),
@@ -28,19 +30,19 @@ KERNELS = {
         "diversity_select_unaligned",
     ),
 }
-"""The kernels of each plugin."""
+"""The names of the kernels of each plugin, by the plugin's name; `compile.py` says how each is made."""
 
 
 @dataclass(frozen=True)
 class Binary:
-    """The machine code of one kernel."""
+    """The code of one kernel for one type of tokens and one GPU, and what its launch needs to know."""
 
     image: bytes
     """A cubin or PTX, for `Device.load_kernel`."""
     entry: str
     """The name of the function in the image."""
     threads: int
-    """A block's threads."""
+    """Threads of a block."""
     shared_bytes: int
     """Dynamic shared memory of a block, in bytes; never above 48 KiB, for which no permission is needed."""
 
@@ -65,7 +67,7 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
 
 
 def ptx(kernel: str, dtype: str, sm: int) -> Binary:
-    """As `binary`, the PTX for exactly `sm`: for ahead-of-time plugins.
+    """The PTX of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87: what an ahead-of-time plugin holds.
 
     Raises `BackendError` where it is not shipped.
     """
@@ -79,13 +81,13 @@ def ptx(kernel: str, dtype: str, sm: int) -> Binary:
 
 
 def sha256(plugin: str) -> str:
-    """The sum of all binaries of `plugin` (`TopRho` or `DiversitySelect`), for `engines.json`."""
+    """The sha256 over all shipped binaries of `plugin` (`TopRho` or `DiversitySelect`), for `engines.json`."""
     sums = [entry["sha256"] for entry in _index()["entries"] if entry["kernel"] in KERNELS[plugin]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def shipped_sms() -> tuple[int, ...]:
-    """The GPUs that kernels are compiled for, e.g. 87, ascending."""
+    """The GPUs that kernels are shipped for, e.g. 87 for sm_87, ascending."""
     return tuple(sorted({entry["sm"] for entry in _index()["entries"]}))
 
 

@@ -66,20 +66,22 @@ _DIVERSITY = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """How one kernel is compiled."""
+    """How one kernel is compiled, whatever the GPU."""
 
     function: str
-    """Its name in `kernels.py`."""
+    """The kernel's name in `kernels.py`."""
     parameters: dict[str, str]
     """Triton's types of its arguments, `{}` for that of the tokens."""
     constants: dict[str, int]
+    """The values of its compile-time arguments, by name."""
     warps: int
+    """Warps of a block, of 32 threads each."""
     aligned: tuple[str, ...] = ()
     """Parameters that are multiples of 16."""
 
 
 def configurations(dtype: str) -> dict[str, Configuration]:
-    """Every kernel by the name `launches.py` and `binaries.py` know it by."""
+    """How every kernel is compiled for tokens of `dtype`, by the name `launches.py` and `binaries.py` know it by."""
     phase = {"ROWS": launches.ROWS, "DEPTH": _DEPTH[dtype], "CHUNK": 1024}
     # One block has all the work of a group, so it is a large one.
     select = {**phase, "ROWS": 128}
@@ -95,11 +97,14 @@ def configurations(dtype: str) -> dict[str, Configuration]:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one type and sm."""
+    """One kernel, compiled for one type of tokens and one sm."""
 
     entry: str
+    """The name of the function in `ptx` and `cubin`."""
     threads: int
+    """Threads of a block."""
     shared_bytes: int
+    """Dynamic shared memory of a block, in bytes."""
     ptx: str
     cubin: bytes
 
@@ -137,14 +142,14 @@ def compile_kernel(kernel: str, dtype: str, sm: int) -> Compiled:
 
 
 def source_sha256() -> str:
-    """What the binaries are made from: the kernels' source and the tables above."""
+    """The sha256 of what the binaries are made from: the source in `kernels.py`, and how each kernel is compiled."""
     tables = {dtype: {k: asdict(c) for k, c in configurations(dtype).items()} for dtype in DTYPES}
     source = Path(__file__).with_name("kernels.py").read_bytes()
     return hashlib.sha256(source + json.dumps([tables, PTX_VERSIONS], sort_keys=True).encode()).hexdigest()
 
 
 def archive(compiled: Iterator[tuple[str, str, int, Compiled]], triton_version: str) -> bytes:
-    """The archive of `compiled` (kernel, dtype, sm, what came out); the same bytes for the same content."""
+    """The bytes of `kernels.zip` for `compiled` (kernel, dtype, sm, what came out); the same for the same content."""
     members: dict[str, bytes] = {}
     entries = []
     for kernel, dtype, sm, made in compiled:
@@ -175,7 +180,7 @@ def archive(compiled: Iterator[tuple[str, str, int, Compiled]], triton_version: 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Compile all kernels, with `arguments` or the process's own if None; returns the exit code."""
     return run_command(_compile, arguments)
 
 

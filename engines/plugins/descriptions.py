@@ -22,28 +22,30 @@ from sinkprune.engines.plugins.launches import (
 )
 
 DOMAIN = "sinkprune"
-"""Of the nodes in ONNX."""
+"""The ONNX domain of the nodes that plugins stand in for."""
+# TensorRT looks a plugin up by name, version and namespace. Both kinds of plugin may be known at once.
 NAMESPACE = "sinkprune"
+"""Where TensorRT finds the plugins that are Python classes (`plugin_v3.py`)."""
 AHEAD_OF_TIME_NAMESPACE = "sinkprune_ahead_of_time"
+"""Where TensorRT finds the plugins that are compiled into an engine (`ahead_of_time.py`)."""
 VERSION = "1"
-"""TensorRT looks a plugin up by name, version and namespace. Both kinds of plugin may be known at once, so each has
-a namespace of its own; the version of ahead-of-time plugins is always 1."""
+"""The version of every plugin; that of ahead-of-time plugins is always 1."""
 
 Sizes = Mapping[str, int]
-"""G groups, N tokens a group of width D, R reserved tokens, and the plugin's attributes, by name."""
+"""The sizes of a call by name: G groups of N tokens of width D, R reserved tokens, and the plugin's attributes."""
 TensorType = Literal["tokens", "float32", "int64", "mask"]
-"""`tokens` is float32, float16 or bfloat16. A `mask` is BOOL in the graph and INT32 at the plugin: TensorRT's plugins
-take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`)."""
+"""The element type of a plugin's tensor. `tokens` is float32, float16 or bfloat16. A `mask` is BOOL in the graph and
+INT32 at the plugin: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`)."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of a plugin."""
+    """An input or output of a plugin, or an output that stands in for its workspace."""
 
     name: str
     type: TensorType
     shape: tuple[str | int, ...]
-    """Names from `Sizes`, or fixed sizes."""
+    """The size of each dimension, fixed or by its name in `Sizes`."""
 
 
 @dataclass(frozen=True)
@@ -54,46 +56,48 @@ class SingleKernel:
     """
 
     kernel: Callable[[int], str]
-    """Its name, for a width D."""
+    """From a width D, the kernel's name in `binaries.py`."""
     integers: Callable[[Mapping[str, Any], Any], Sequence[Any]]
-    """From sizes, which may be symbolic, and the module `tensorrt.plugin`, for its `cdiv` and `max`."""
+    """The kernel's integers from sizes, which may be symbolic, and `tensorrt.plugin`, which calculates with those."""
     grid: Callable[[Any, int], tuple[Any, ...]]
-    """From G, which may be symbolic, and D."""
+    """The blocks along three axes, from G, which may be symbolic, and D."""
     scratch: tuple[Tensor, ...] = ()
     """Outputs that no one reads, in place of a workspace."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """One plugin, whichever way TensorRT is given it."""
+    """What a plugin takes, gives and launches, whichever way TensorRT is given it."""
 
     name: str
-    """The operator of the ONNX node."""
+    """The name of the plugin, and the operator of the ONNX nodes it stands in for."""
     inputs: tuple[Tensor, ...]
     shape_inputs: tuple[Tensor, ...]
     """Inputs behind `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
     outputs: tuple[Tensor, ...]
     attributes: tuple[str, ...]
-    """Integers that every node has."""
+    """The names of the integers that every node has as attributes."""
     workspace: Callable[[Sizes], int]
     """Bytes that `launches` needs beside its tensors; grows with every size."""
     launches: Callable[[Mapping[str, int], Sizes, str], list[Launch]]
-    """From the addresses by tensor name, and `workspace`; and the type of the tokens, as `Launch.dtype` names it."""
+    """Its kernels in order, from device addresses (by tensor name, and `workspace`), sizes, and the tokens' type as
+    `Launch.dtype` names it."""
     single: SingleKernel
+    """The same work as `launches`, as one kernel."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """All integers that a node may carry as attributes."""
+        """The names of all integers that a node may carry as attributes: `attributes`, and constant shape inputs."""
         return (*self.attributes, *(tensor.name for tensor in self.shape_inputs))
 
     @property
     def tokens(self) -> int:
-        """Which input the tokens are."""
+        """The number of the input that is the tokens, counted from 0."""
         return [tensor.type for tensor in self.inputs].index("tokens")
 
 
 def bind(tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The named sizes in `shapes`, one for each of `tensors`."""
+    """The sizes that `tensors` name, by name, from their `shapes`, one shape for each tensor."""
     return {
         name: size
         for tensor, shape in zip(tensors, shapes, strict=True)
@@ -178,3 +182,4 @@ PLUGINS = (
         ),
     ),
 )
+"""The plugins of domain `sinkprune`, one for each operator."""

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 
 COLUMNS = 64
-"""Columns of `tokens` that one block of `top_rho` averages."""
+"""How many columns of `tokens` one block of the kernel `top_rho` averages."""
 ROWS = 32
-"""Tokens that one block of `diversity_phase` compares at a time."""
+"""How many tokens one block of the kernel `diversity_phase` compares at a time."""
 MOST_BLOCKS = 128
-"""Blocks a group, at most: each finds the smallest similarities for itself, which more blocks do not make faster."""
+"""The most blocks a group has: each finds the smallest similarities for itself, which more do not make faster."""
 SCRATCH_ROWS = 4
 """Rows of N fp32 that `DiversitySelect` needs a group: scale, 1 / length, and the similarity twice."""
 ALIGNMENT = 16
-"""What the fast kernels ask of `width`, and of the address of `tokens` in bytes."""
+"""What the width of `tokens` in elements, and their address in bytes, must be multiples of for the fast kernels."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,15 @@ class Launch:
 
     kernel: str
     dtype: str
-    """Of the tokens: `float32`, `float16` or `bfloat16`."""
+    """The type of the tokens: `float32`, `float16` or `bfloat16`."""
     grid: tuple[int, int, int]
+    """Blocks along three axes."""
     arguments: tuple[np.uint64 | np.int32, ...]
     """Addresses are uint64, integers int32."""
 
 
 def top_rho_grid(groups: int, width: int) -> tuple[int, int, int]:
-    """The grid of `top_rho`, whose one launch is the whole of `TopRho`; it needs no workspace."""
+    """The blocks of the kernel `top_rho`, whose one launch is the whole of `TopRho`: by columns, then groups."""
     return (-(-width // COLUMNS), groups, 1)
 
 
@@ -53,7 +54,7 @@ def top_rho_launches(
 
 
 def diversity_phases(count: int, batch: int) -> int:
-    """The phases of `DiversitySelect`: row lengths, likeness to what is reserved, then one a round."""
+    """How many phases `DiversitySelect` has: row lengths, likeness to what is reserved, then one a round."""
     return 2 + -(-count // batch)
 
 
@@ -102,7 +103,7 @@ def diversity_launches(
 
 
 def in_one_launch(phases: list[Launch]) -> list[Launch]:
-    """What `diversity_launches` gave as one launch, a block a group: as an ahead-of-time plugin has it."""
+    """The launches of `diversity_launches` as one, of a block a group: as an ahead-of-time plugin has them."""
     first, last = phases[0], phases[-1]
     kernel = first.kernel.replace("diversity_phase", "diversity_select")
     arguments = (*first.arguments[:9], last.arguments[9], *first.arguments[10:])
@@ -110,7 +111,7 @@ def in_one_launch(phases: list[Launch]) -> list[Launch]:
 
 
 def variant(kernel: str, width: int, tokens: int = 0) -> str:
-    """The kernel's name for rows of `width` at address `tokens`: vector loads need both aligned."""
+    """The name of `kernel` for rows of `width` elements at address `tokens`: vector loads need both aligned."""
     return kernel if width % ALIGNMENT == 0 and tokens % ALIGNMENT == 0 else f"{kernel}_unaligned"
 
 

@@ -23,11 +23,15 @@ from sinkprune.engines.plugins.launches import Launch
 
 
 class Runner(Protocol):
-    """What enqueues kernels: `KernelRunner`, on a GPU."""
+    """What a plugin's kernels are enqueued by; on a GPU it is `KernelRunner`."""
 
-    def prepare(self, launches: Sequence[Launch]) -> None: ...
+    def prepare(self, launches: Sequence[Launch]) -> None:
+        """Load the kernels of `launches`, so that none is loaded while a CUDA graph is captured."""
+        ...
 
-    def run(self, launches: Sequence[Launch], stream: int) -> None: ...
+    def run(self, launches: Sequence[Launch], stream: int) -> None:
+        """Enqueue `launches`, in order, on the stream with this handle."""
+        ...
 
 
 class PluginV3:
@@ -46,25 +50,28 @@ class PluginV3:
         self._serialized = _field_collection(library, self._fields)
 
     def get_capability_interface(self, type: Any) -> PluginV3:
-        """Core, build and runtime are all this object."""
+        """The object that has the capability `type`: core, build and runtime are all this one."""
         return self
 
     def clone(self) -> PluginV3:
-        """A plugin of the same fields, which shares the runner."""
+        """Another plugin of the same fields, which shares the runner."""
         return type(self)(self._library, self._description, self._fields, self._runner)
 
     def get_fields_to_serialize(self) -> Any:
-        """What the engine stores, and the creator is given back when it is loaded."""
+        """The node's fields, which an engine stores and gives back to the creator when it is loaded."""
         return self._serialized[1]
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        """`tokens` outputs have the type of the tokens."""
+        """The type of each output; that of a `tokens` output is the type of the tokens."""
         described, tokens = self._description, input_types[self._description.tokens]
         fixed = _types(self._library)
         return [tokens if output.type == "tokens" else fixed[output.type] for output in described.outputs]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any) -> list[Any]:
-        """Expressions; those of a shape input are not its shape but its values (`IPluginV3OneBuild`)."""
+        """The shape of each output, as expressions of the inputs' sizes.
+
+        The expressions of a shape input are not its shape but its values (`IPluginV3OneBuild`).
+        """
         described = self._description
         sizes = bind(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
         sizes.update({name: expr_builder.constant(value) for name, value in self._fields.items()})
@@ -81,7 +88,7 @@ class PluginV3:
         return shapes
 
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-        """Linear tensors of the described types; all `tokens` are of one type."""
+        """Whether tensor `pos` may be as it is: linear and of its described type; all `tokens` are of one type."""
         described, found = self._description, in_out[pos].desc
         # A shape input is not among them, by all we could read; were it, it would stand last.
         inputs = (*described.inputs, *described.shape_inputs)
@@ -95,25 +102,25 @@ class PluginV3:
         return bool(found.type == in_out[described.tokens].desc.type)
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Nothing depends on the profile."""
+        """Does nothing: a plugin is the same for all shapes."""
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """Bytes for the largest shapes of the profile."""
+        """Bytes of workspace for the largest shapes of an optimisation profile, in `inputs` and `outputs`."""
         return self._description.workspace(self._sizes([t.max for t in inputs], [t.max for t in outputs]))
 
     def get_valid_tactics(self) -> list[int]:
-        """There is one way only."""
+        """No tactics: a plugin computes in one way only."""
         return []
 
     def set_tactic(self, tactic: int) -> None:
-        """There is one way only."""
+        """Does nothing: a plugin computes in one way only."""
 
     def attach_to_context(self, resource_context: Any) -> PluginV3:
-        """Nothing is kept between calls but the kernels, so contexts may share them."""
+        """The plugin of another execution context: only kernels are kept between calls, and those may be shared."""
         return self.clone()
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Load the kernels, so that none is loaded while a CUDA graph is captured."""
+        """Load the kernels for these shapes, so that none is loaded while a CUDA graph is captured."""
         described = self._description
         nowhere = dict.fromkeys((*(t.name for t in (*described.inputs, *described.outputs)), "workspace"), 0)
         self._runner.prepare(self._launches(inputs, outputs, nowhere))
@@ -127,7 +134,7 @@ class PluginV3:
         workspace: int,
         stream: int,
     ) -> None:
-        """Launch on `stream`; the rest are shapes and raw device addresses."""
+        """Enqueue the kernels on the stream of this handle; inputs, outputs and workspace are device addresses."""
         described = self._description
         addresses = {"workspace": workspace, **_named(described.inputs, inputs), **_named(described.outputs, outputs)}
         self._runner.run(self._launches(input_desc, output_desc, addresses), stream)
@@ -157,7 +164,7 @@ class CreatorV3:
         self._plugin_class = plugin_class(library)
 
     def create_plugin(self, name: str, fields: Sequence[Any], phase: Any) -> PluginV3:
-        """For a node `name` that is parsed, or (`phase` RUNTIME) an engine that is loaded.
+        """A plugin for the node `name` that is parsed, or (`phase` RUNTIME) that stands in an engine that is loaded.
 
         The parser makes an INT attribute a field of one INT32 (onnx-tensorrt, `loadFields`). Raises `EnginesError`
         for a field that is missing, unknown or below 1.
@@ -173,7 +180,7 @@ class CreatorV3:
 
 
 def creator(library: Any, description: Plugin, runner: Runner) -> Any:
-    """A creator of the plugin `description` for `library`, to be registered in its plugin registry."""
+    """The creator of the plugin `description` for `library`, to be registered in its plugin registry."""
 
     class LibraryCreator(CreatorV3, library.IPluginCreatorV3One):  # type: ignore[misc]
         pass
@@ -182,7 +189,7 @@ def creator(library: Any, description: Plugin, runner: Runner) -> Any:
 
 
 def plugin_class(library: Any) -> type[PluginV3]:
-    """The class of the plugins of `library`."""
+    """The class of our plugins that derives from the binding classes of `library`."""
 
     class LibraryPlugin(PluginV3, *capabilities(library)):  # type: ignore[misc]
         pass
@@ -191,7 +198,7 @@ def plugin_class(library: Any) -> type[PluginV3]:
 
 
 def capabilities(library: Any) -> tuple[Any, ...]:
-    """The binding classes a Python plugin derives from; each must be initialised on its own."""
+    """The binding classes of `library` that a Python plugin derives from; each must be initialised on its own."""
     return (library.IPluginV3, library.IPluginV3OneCore, library.IPluginV3OneBuild, library.IPluginV3OneRuntime)
 
 

@@ -24,10 +24,10 @@ FIRST_AHEAD_OF_TIME = (10, 9)
 
 @dataclass(frozen=True)
 class Registration:
-    """Plugins that a build may use."""
+    """Where a build finds our plugins, and what its engines then need."""
 
     namespace: str
-    """Where the parser finds them."""
+    """The namespace the parser finds the plugins in."""
     needed: dict[str, str]
     """What engines that hold them need when they are loaded: the sha256 of the kernels by plugin name."""
 
@@ -53,8 +53,8 @@ def register_for_build(library: Any, sm: int, *, shape_inputs: bool) -> Registra
     """Register the plugins with `library`, which builds for `sm`; None where no kernels are shipped for such a GPU.
 
     Ahead of time where the library can, a PTX is shipped for `sm`, and no node has `shape_inputs`: engines then need
-    nothing when they are loaded. Else as `register`. Raises `BackendError`. Never run with a library that can build
-    either.
+    nothing when they are loaded. Else as `register` does it. Raises `BackendError` if the library refuses a plugin.
+    Never run with a library that can build either.
     """
     if sm < min(shipped_sms()):
         return None

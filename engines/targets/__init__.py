@@ -7,67 +7,79 @@ from pathlib import Path
 from typing import Protocol
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Range, Realisation, Target
+from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.engines.preflight import Memory
 from sinkprune.engines.progress import BuildProgress
 
 TARGETS: tuple[Target, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+"""The libraries that engines can be built by, as `sinkprune-build --target` names them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One graph to build."""
+    """One graph that an engine is to be built of."""
 
     graph: str
+    """The graph's name in the bundle."""
     model: Path
+    """Its ONNX file, with its weights beside it."""
     spec: GraphSpec
-    profiles: dict[str, dict[str, Range]]
+    """What it must take and give, by the bundle."""
+    optimisation_profiles: OptimisationProfiles
+    """The shapes the engine is to take."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a graph."""
+    """What a builder tells of the engine it built of a graph."""
 
-    profiles: dict[str, dict[str, Range]]
+    optimisation_profiles: OptimisationProfiles
+    """The shapes the engine takes."""
     nodes: dict[str, Realisation]
-    """Of each node of domain `sinkprune`."""
+    """What became of each node of domain `sinkprune`, by the node's name."""
     device_memory: int | None
+    """Bytes of activations the engine needs when it runs; None where the library does not tell."""
 
 
 class Builder(Protocol):
-    """A library that builds engines, as far as `engines.json` tells of it (`EnginesManifest`)."""
+    """A library that builds engines; what it has in common with `EnginesManifest` is what `engines.json` tells."""
 
     target: Target
     library_version: str
     compute_capabilities: tuple[int, ...]
     flags: dict[str, str]
     suffix: str
-    """Of an engine's file."""
+    """How the names of its engine files end, e.g. `.engine`."""
 
     @property
     def plugins(self) -> dict[str, str]:
-        """What the engines built so far call when they run."""
+        """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
         ...
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle this library cannot build; raises `EnginesError`."""
+        """Refuse a bundle that this library, in this version, cannot build; raises `EnginesError`."""
         ...
 
     def memories(self) -> tuple[Memory, ...]:
-        """What a build draws on, and how much of it is free."""
+        """The memories that building takes from, and how much of each is free."""
         ...
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
-        """Write the engine of one graph to the file `output`; raises `EnginesError`."""
+        """Write the engine of one graph to the file `output`, and tell `progress` of the library's own phases.
+
+        Raises `EnginesError`; `OutOfMemoryError`, which is one, where memory was what it lacked.
+        """
         ...
 
 
 def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timing_cache: Path) -> Builder:
-    """The builder for `target`; `compute_capabilities`, e.g. 86, are what tensorrt-rtx compiles for.
+    """The builder for `target`, one of `TARGETS`.
 
-    `timing_cache` is a file that tensorrt reads and writes. Raises `UsageError` and `BackendError`.
+    `compute_capabilities`, e.g. 86 for sm_86, are what tensorrt-rtx compiles for; None means this machine's GPU.
+    `timing_cache` is a file that tensorrt reads and writes. Raises `UsageError`, and `BackendError` where the library
+    or a GPU that it needs is missing.
     """
     if target not in TARGETS:
         raise UsageError(f"unknown target '{target}'; known targets: {', '.join(TARGETS)}.")

@@ -25,7 +25,7 @@ _COPIES = 2.5
 
 
 class OnnxRuntimeBuilder:
-    """ONNX Runtime on the CPU."""
+    """Builds for ONNX Runtime on the CPU: models optimised for this machine's kind of processor."""
 
     target: Target = "onnxruntime"
     compute_capabilities: tuple[int, ...] = ()
@@ -46,11 +46,14 @@ class OnnxRuntimeBuilder:
         """ONNX Runtime takes every bundle."""
 
     def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory."""
+        """The machine's memory, of which ONNX Runtime takes 2.5 times the weights of a graph."""
         return system_memory(_COPIES, activations=False)
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
-        """Write the optimised model of one graph, its weights beside it; raises `EnginesError`."""
+        """Write the optimised model of one graph to the file `output`, its weights beside it; raises `EnginesError`.
+
+        It takes any shape, and `progress` is told nothing: it is done in one call.
+        """
         model = read_model(job.model)
         from sinkprune.engines.plugin_graph import custom_nodes
 
@@ -69,7 +72,7 @@ class OnnxRuntimeBuilder:
             raise EnginesError(f"onnxruntime cannot optimise graph '{job.graph}': {error}") from error
         # It inlines every function.
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
-        return Built(profiles={}, nodes=nodes, device_memory=None)
+        return Built(optimisation_profiles={}, nodes=nodes, device_memory=None)
 
 
 def _import_onnxruntime() -> Any:

@@ -1,4 +1,4 @@
-"""Plans by TensorRT or TensorRT-RTX: parse, compare with the contract, give profiles, compile."""
+"""Engines by TensorRT or TensorRT-RTX: parse, compare with the contract, give optimisation profiles, compile."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class TensorRTBuilder:
-    """Both libraries; where they differ, `library` knows."""
+    """Builds for TensorRT or TensorRT-RTX; where the two differ, the `Library` it is given knows."""
 
-    suffix = ".plan"
+    suffix = ".engine"
 
     def __init__(self, library: Library) -> None:
         self._library, self._trt = library, library.trt
@@ -34,7 +34,7 @@ class TensorRTBuilder:
 
     @property
     def plugins(self) -> dict[str, str]:
-        """What the engines built so far call when they run."""
+        """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
         return self._library.plugins
 
     def check_bundle(self, bundle: Bundle) -> None:
@@ -42,11 +42,15 @@ class TensorRTBuilder:
         self._library.check_bundle(bundle)
 
     def memories(self) -> tuple[Memory, ...]:
-        """What a build draws on."""
+        """The memories that building takes from, and how much of each is free."""
         return self._library.memories()
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
-        """Write the plan of one graph; raises `EnginesError`."""
+        """Write the engine of one graph to the file `output`; raises `EnginesError`.
+
+        What the library parsed is compared with the bundle's contract before it is compiled. `progress` is told of
+        the library's phases. Ctrl-C ends the build with `KeyboardInterrupt`.
+        """
         model = self._library.fit(read_model(job.model))
         # Brings onnx, whose absence was told above.
         from sinkprune.engines.plugin_graph import realisations
@@ -59,15 +63,15 @@ class TensorRTBuilder:
         nodes = realisations(model, network, self._trt)
         config = builder.create_builder_config()
         self._library.configure(config)
-        self._add_profiles(job, builder, config, log)
+        self._add_optimisation_profiles(job, builder, config, log)
         with interrupts_noted() as interrupted:
             # Kept in a name: the builder holds no reference of its own.
             monitor = new_monitor(self._trt, progress, interrupted)
             config.progress_monitor = monitor
-            plan = self._compile(job, builder, network, config, log)
+            engine = self._compile(job, builder, network, config, log)
         self._library.built(config)
-        output.write_bytes(memoryview(plan))
-        return Built(job.profiles, nodes, self._library.device_memory(plan, log))
+        output.write_bytes(memoryview(engine))
+        return Built(job.optimisation_profiles, nodes, self._library.device_memory(engine, log))
 
     def _parse(self, job: Job, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)
@@ -120,25 +124,27 @@ class TensorRTBuilder:
                 f"{tuple(found.shape)}, the bundle says {expected.dtype} {list(expected.shape)}. Export it again."
             )
 
-    def _add_profiles(self, job: Job, builder: Any, config: Any, log: Any) -> None:
-        for name, ranges in job.profiles.items():
+    def _add_optimisation_profiles(self, job: Job, builder: Any, config: Any, log: Any) -> None:
+        for name, ranges in job.optimisation_profiles.items():
             profile = builder.create_optimization_profile()
             for tensor, shapes in ranges.items():
                 profile.set_shape(tensor, shapes.min, shapes.opt, shapes.max)
             if config.add_optimization_profile(profile) < 0:
-                raise EnginesError(f"graph '{job.graph}': {self.target} refuses the profile '{name}': {_words(log)}.")
+                raise EnginesError(
+                    f"graph '{job.graph}': {self.target} refuses the optimisation profile '{name}': {_words(log)}."
+                )
 
     def _compile(self, job: Job, builder: Any, network: Any, config: Any, log: Any) -> Any:
         failed = f"{self.target} {self.library_version} cannot build graph '{job.graph}'"
         try:
-            plan = builder.build_serialized_network(network, config)
+            engine = builder.build_serialized_network(network, config)
         except MemoryError as error:
             raise OutOfMemoryError(f"{failed}: it ran out of memory") from error
-        if plan is None:
+        if engine is None:
             words = _words(log)
             kind = OutOfMemoryError if "memory" in words.lower() else EnginesError
             raise kind(f"{failed}: {words}.")
-        return plan
+        return engine
 
 
 def _read_by_layers(network: Any) -> Iterator[str]:

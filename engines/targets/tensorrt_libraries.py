@@ -22,7 +22,7 @@ from sinkprune.runtime.tensorrt_library import import_tensorrt
 if TYPE_CHECKING:
     import onnx
 
-# Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the plan among them.
+# Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the engine among them.
 _HOST_COPIES = 2.2
 # The least there must be, to time kernels on them.
 _GPU_COPIES = 1
@@ -33,41 +33,45 @@ _BOARDS = (87, 110)
 
 
 class Library(Protocol):
-    """One of the two libraries, and the GPUs it builds for."""
+    """TensorRT or TensorRT-RTX, with what the one does otherwise than the other when it builds.
+
+    What it has in common with `EnginesManifest` is what `engines.json` tells.
+    """
 
     target: Target
     trt: Any
+    """The library's Python module."""
     compute_capabilities: tuple[int, ...]
     flags: dict[str, str]
     plugins: dict[str, str]
-    """The kernels that engines built so far need when they are loaded: sha256 by plugin."""
+    """The plugins that engines built so far need when they are loaded: sha256 of the kernels by plugin name."""
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle this library cannot build; raises `EnginesError`."""
+        """Refuse a bundle that this library, in this version, cannot build; raises `EnginesError`."""
         ...
 
     def memories(self) -> tuple[Memory, ...]:
-        """What a build draws on."""
+        """The memories that building takes from, and how much of each is free."""
         ...
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """The graph as it is parsed."""
+        """The graph `model` as this library is to parse it; the original is left alone."""
         ...
 
     def network_flags(self) -> int:
-        """For `create_network`: strongly typed."""
+        """The flags for `create_network` that make a network strongly typed."""
         ...
 
     def configure(self, config: Any) -> None:
-        """Set what is not alike."""
+        """Set in a builder configuration what the two libraries do not have alike."""
         ...
 
     def built(self, config: Any) -> None:
-        """Keep what a build left in its configuration."""
+        """Keep what a build left in its configuration, for the next."""
         ...
 
-    def device_memory(self, plan: Any, log: Any) -> int | None:
-        """Bytes of activations of the engine in `plan`; None where there is no GPU to ask."""
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
+        """Bytes of activations that the engine just built needs; None where there is no GPU to ask."""
         ...
 
 
@@ -77,7 +81,7 @@ class TensorRT:
     target: Target = "tensorrt"
 
     def __init__(self, timing_cache: Path) -> None:
-        """Raises `BackendError` if the library, a driver or a GPU is missing."""
+        """`timing_cache` is a file that builds share. Raises `BackendError` where library or GPU are missing."""
         self.trt = import_tensorrt("tensorrt")
         self._device = open_device()
         self._timing_cache = timing_cache
@@ -86,7 +90,10 @@ class TensorRT:
         self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Attention in fp32 does not build, opset 23 needs 10.15, and of opset 20 every operator is looked up."""
+        """Refuse fp32 attention, opset 23 before 10.15, and of opset 20 what 10.3 does not parse.
+
+        Raises `EnginesError`.
+        """
         _refuse_fp32_attention(bundle, self.target)
         manifest = bundle.manifest
         if manifest.dialect == "opset23" and _version(self.trt) < _FIRST_WITH_OPSET23:
@@ -102,7 +109,7 @@ class TensorRT:
                 check_trt10(model, graph)
 
     def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory and the GPU's; on a board they are one."""
+        """The machine's memory and the GPU's, with what is free of them; on a board they are one."""
         if self._device.compute_capability in _BOARDS:
             return system_memory(_HOST_COPIES + _GPU_COPIES, activations=True)
         free, _ = self._device.memory()
@@ -112,7 +119,7 @@ class TensorRT:
         )
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Nodes name their plugins, which are registered; as it is where no kernels are shipped for this GPU."""
+        """`model`, its nodes naming plugins, which are registered; as it is where none are shipped for this GPU."""
         from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs
         from sinkprune.engines.plugins.registry import register_for_build
 
@@ -126,23 +133,26 @@ class TensorRT:
         return for_plugins(model, _version(self.trt), registered.namespace)
 
     def network_flags(self) -> int:
-        """Strongly typed on request before TensorRT 11, and always from there on."""
+        """The flag for strong types before TensorRT 11, and none from there on, where networks always have them."""
         flags = self.trt.NetworkDefinitionCreationFlag
         return 1 << int(flags.STRONGLY_TYPED) if _version(self.trt) < (11, 0) else 0
 
     def configure(self, config: Any) -> None:
-        """Take the timing cache, if it is of this version and GPU."""
+        """Give the build the timing cache, if it is of this version and GPU, or an empty one."""
         cached = self._timing_cache.read_bytes() if self._timing_cache.is_file() else b""
         if not config.set_timing_cache(config.create_timing_cache(cached), ignore_mismatch=False):
             config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
 
     def built(self, config: Any) -> None:
-        """Write the timing cache."""
+        """Write the timing cache that the build left in `config` to its file."""
         write_whole(self._timing_cache, bytes(memoryview(config.get_timing_cache().serialize())))
 
-    def device_memory(self, plan: Any, log: Any) -> int | None:
-        """By loading the engine, which also shows that it loads; raises `EnginesError`."""
-        engine = self.trt.Runtime(log).deserialize_cuda_engine(plan)
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
+        """Bytes of activations that the engine just built needs: told by loading it, which also shows that it loads.
+
+        Raises `EnginesError` if it does not.
+        """
+        engine = self.trt.Runtime(log).deserialize_cuda_engine(serialized)
         if engine is None:
             raise EnginesError(f"tensorrt cannot load what it just built: {' '.join(log.errors)}")
         return int(engine.device_memory_size_v2)
@@ -154,7 +164,10 @@ class TensorRTRTX:
     target: Target = "tensorrt-rtx"
 
     def __init__(self, compute_capabilities: tuple[int, ...] | None) -> None:
-        """For these, e.g. 86, or for the GPU of this machine; raises `BackendError` and `UsageError`."""
+        """To build for these GPUs, e.g. 86 for sm_86, or for this machine's if None.
+
+        Raises `BackendError` where the library or that GPU is missing, `UsageError` for GPUs it does not build for.
+        """
         self.trt = import_tensorrt("tensorrt-rtx")
         known = self.trt.ComputeCapability.__members__
         self._members = {int(name[2:]): member for name, member in known.items() if name.startswith("SM")}
@@ -169,33 +182,33 @@ class TensorRTRTX:
         self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Attention in fp32 does not build."""
+        """Refuse a bundle whose attention is in fp32, which does not build; raises `EnginesError`."""
         _refuse_fp32_attention(bundle, self.target)
 
     def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory; no GPU takes part."""
+        """The machine's memory, with what is free of it: no GPU takes part."""
         return system_memory(_HOST_COPIES, activations=False)
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """As it is: it takes no plugins of users."""
+        """`model` as it is: TensorRT-RTX takes no plugins of users."""
         return model
 
     def network_flags(self) -> int:
-        """Networks are always strongly typed."""
+        """No flags: networks of TensorRT-RTX are always strongly typed."""
         return 0
 
     def configure(self, config: Any) -> None:
-        """Name the GPUs; without memory of its own an engine can be captured into CUDA graphs."""
+        """Name the GPUs to build for, and let callers allocate, so that engines can be captured into CUDA graphs."""
         config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         config.num_compute_capabilities = len(self.compute_capabilities)
         for number, capability in enumerate(self.compute_capabilities):
             config.set_compute_capability(self._members[capability], number)
 
     def built(self, config: Any) -> None:
-        """Nothing is left to keep."""
+        """Does nothing: TensorRT-RTX leaves nothing to keep."""
 
-    def device_memory(self, plan: Any, log: Any) -> int | None:
-        """Unknown: the engine is compiled to the end where it is loaded."""
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
+        """None, for unknown: the engine is compiled to the end where it is loaded."""
         return None
 
 

@@ -20,30 +20,33 @@ _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvi
 
 
 class Engine(Protocol):
-    """One loaded graph."""
+    """One loaded graph of a bundle, to be called as often as wanted."""
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs by name; they stay on the device."""
+        """All outputs by name, from all inputs by name; both are in the backend's own buffers, on its device."""
         ...
 
 
 class Backend(Protocol):
-    """An engine library on a device."""
+    """An engine library on a device: loads graphs, holds tensors, and tells the time of what they do."""
 
     name: str
+    """One of `BACKENDS`."""
     threads: int
+    """CPU threads an engine computes with."""
     versions: dict[str, str]
+    """What reports tell of the library and its device, by name."""
 
     def load(self, path: Path) -> Engine:
-        """Load one graph; raises `BackendError`."""
+        """The engine of one graph, from the bundle's ONNX file or a built one; raises `BackendError`."""
         ...
 
     def tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
-        """A host array on the device."""
+        """`array` as a tensor on the device, which may share the array's memory."""
         ...
 
     def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """A tensor on the host."""
+        """`tensor` as a host array; waits until it is computed."""
         ...
 
     def join(self, parts: Sequence[Tensor], order: np.ndarray[Any, Any]) -> Tensor:
@@ -51,11 +54,11 @@ class Backend(Protocol):
         ...
 
     def mark(self) -> Any:
-        """The moment at which all work enqueued before is done."""
+        """The moment at which all work enqueued before is done; `elapsed_ms` of two tells the time between them."""
         ...
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks; waits for the second."""
+        """Milliseconds between two marks of `mark`; waits for the second."""
         ...
 
 

@@ -20,12 +20,12 @@ TARGETS: dict[str, Target] = {
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
-"""What each backend's engines are built for."""
+"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name."""
 
 
 @dataclass(frozen=True)
 class BuiltEngines:
-    """Engines and the bundle they were built from.
+    """Engines and the bundle they are to run with.
 
     Each check raises `EnginesError`, which names both sides and the command that builds engines that fit.
     """
@@ -34,7 +34,7 @@ class BuiltEngines:
     bundle: Bundle
 
     def path(self, graph: str) -> Path:
-        """The engine of a graph."""
+        """The file of the engine of the graph of that name."""
         return self.engines.engine_path(graph)
 
     @property
@@ -44,7 +44,7 @@ class BuiltEngines:
         return None if manifest.target == "onnxruntime" else manifest.limits
 
     def check_bundle(self) -> None:
-        """The engines were built from this bundle, all of it."""
+        """Refuse engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""
         manifest, bundle = self.engines.manifest, self.bundle
         compared = {
             "checkpoint": (manifest.checkpoint_sha256, bundle.manifest.checkpoint.config_sha256),
@@ -61,7 +61,7 @@ class BuiltEngines:
             raise EnginesError(f"{self._were} built without the graph '{missing[0]}' of the bundle. {self.rebuild}")
 
     def check_backend(self, backend: str) -> None:
-        """The engines are for this backend."""
+        """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, TARGETS[backend]
         if built != expected:
             raise EnginesError(
@@ -70,7 +70,7 @@ class BuiltEngines:
             )
 
     def check_library(self, library: str, version: str) -> None:
-        """The engines were built by this version of the library."""
+        """Refuse engines that another version of the library than `version` built; raises `EnginesError`."""
         built = self.engines.manifest.library_version
         if built != version:
             raise EnginesError(
@@ -79,7 +79,10 @@ class BuiltEngines:
             )
 
     def check_processor(self, provider: str) -> None:
-        """The models were optimised for this provider of onnxruntime, and this kind of processor."""
+        """Refuse models optimised for another `provider` of onnxruntime, or for another kind of processor than here.
+
+        Raises `EnginesError`.
+        """
         here = {"provider": provider, "machine": platform.machine()}
         for what, found in here.items():
             built = self.engines.manifest.flags.get(what)
@@ -90,7 +93,7 @@ class BuiltEngines:
                 )
 
     def check_gpu(self, name: str, compute_capability: int) -> None:
-        """The engines hold code for this GPU."""
+        """Refuse engines without code for this GPU, e.g. ("Orin", 87) for sm_87; raises `EnginesError`."""
         built = self.engines.manifest.compute_capabilities
         if compute_capability not in built:
             # Engines for target tensorrt are built on the GPU they are for.
@@ -101,7 +104,10 @@ class BuiltEngines:
             )
 
     def check_plugins(self, found: Mapping[str, str]) -> None:
-        """The plugins the engines call are here, with the same kernels; `found` maps their names to sha256."""
+        """Refuse engines that call a plugin not `found` here, or found with other kernels than they were built with.
+
+        `found` is the sha256 of a plugin's kernels, by the plugin's name. Raises `EnginesError`.
+        """
         for name, built in self.engines.manifest.plugins.items():
             if name not in found:
                 raise EnginesError(
@@ -116,7 +122,7 @@ class BuiltEngines:
 
     @property
     def rebuild(self) -> str:
-        """The command that builds them again, as a sentence without its full stop."""
+        """The command that builds these engines again, as a sentence without its full stop."""
         path, target = self.engines.path, self.engines.manifest.target
         return f"Build them with: sinkprune-build {self.bundle.path} -o {path} --target {target} --force"
 
@@ -126,7 +132,10 @@ class BuiltEngines:
 
 
 def open_engines(path: str | os.PathLike[str], bundle: Bundle) -> BuiltEngines:
-    """The engines at `path`, which must have been built from `bundle`; raises `EnginesError`."""
+    """The engines in the folder `path`, which must have been built from `bundle`; raises `EnginesError`.
+
+    The sums of their files are not compared: see `sinkprune.contract.engines_manifest.verify_engines`.
+    """
     built = BuiltEngines(read_engines(path), bundle)
     built.check_bundle()
     return built

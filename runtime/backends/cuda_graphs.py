@@ -23,7 +23,10 @@ class CudaGraphs:
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        """Do what `enqueue` does, which must enqueue the same work whenever `key` is the same."""
+        """Do what `enqueue` does, on the device's stream; it must enqueue the same work whenever `key` is the same.
+
+        Raises what `enqueue` and the device raise.
+        """
         graph = self._graphs.get(key)
         if graph is not None:
             self._device.replay(graph)

@@ -17,7 +17,7 @@ _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
 class OrtBackend:
-    """ONNX Runtime with one execution provider."""
+    """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
 
     def __init__(self, name: str, provider: str, threads: int | None) -> None:
         most = 4 * (os.cpu_count() or 1)
@@ -37,7 +37,7 @@ class OrtBackend:
         self.versions = {"onnxruntime": ort.__version__}
 
     def load(self, path: Path) -> _OrtEngine:
-        """Load one graph; raises `BackendError`."""
+        """The engine of the ONNX file `path`; raises `BackendError` where onnxruntime does not take it."""
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
@@ -58,11 +58,11 @@ class OrtBackend:
         return _OrtEngine(session, self._device)
 
     def tensor(self, array: np.ndarray[Any, Any]) -> Any:
-        """A host array on the device."""
+        """`array` as an OrtValue on the device; on a CPU it may share the array's memory."""
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
     def numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
-        """A tensor on the host, in memory of its own."""
+        """`tensor` as a host array in memory of its own."""
         # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
         return np.array(tensor.numpy())
 
@@ -80,7 +80,7 @@ class OrtBackend:
         return time.perf_counter()
 
     def elapsed_ms(self, start: float, end: float) -> float:
-        """Milliseconds between two marks."""
+        """Milliseconds between two marks of `mark`."""
         return (end - start) * 1e3
 
 

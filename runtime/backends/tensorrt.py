@@ -34,13 +34,20 @@ def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
 
 
 class TensorRTBackend:
-    """One of the two libraries on a device, with engines that were found to fit both."""
+    """TensorRT or TensorRT-RTX on a device, with engines that were found to fit both.
+
+    Tensors are `DeviceTensor`. All work is enqueued on the device's one stream; only `numpy` and `elapsed_ms` wait.
+    """
 
     threads = 1
-    """The one that enqueues."""
+    """CPU threads it uses: the one that enqueues."""
 
     def __init__(self, name: str, library: Any, device: Device, built: BuiltEngines) -> None:
-        """Compares all of engines.json; raises `EnginesError` and `BackendError`."""
+        """Compare what engines.json says with `library`, its module, and `device`, before any engine is loaded.
+
+        Raises `EnginesError` if they do not fit, or memory does not suffice; `BackendError` if the library takes no
+        plugins of ours.
+        """
         built.check_library(name, library.__version__)
         built.check_gpu(device.name, device.compute_capability)
         if built.engines.manifest.plugins:
@@ -56,29 +63,29 @@ class TensorRTBackend:
         self._specs = {built.path(graph): (graph, spec) for graph, spec in built.engines.manifest.engines.items()}
 
     def load(self, path: Path) -> TensorRTEngine:
-        """Load the engine of one graph; raises `BackendError`."""
+        """The engine in the file `path`, which engines.json lists; raises `BackendError` if it cannot be loaded."""
         graph, spec = self._specs[path]
         free, _ = self._device.memory()
         self._session.errors.clear()
-        # Mapped, not read: a plan of gigabytes must not lie in the host's memory and the device's at once.
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
-            engine = self._runtime.deserialize_cuda_engine(plan)
+        # Mapped, not read: a file of gigabytes must not lie in the host's memory and the device's at once.
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as serialized:
+            engine = self._runtime.deserialize_cuda_engine(serialized)
         if engine is None:
             raise BackendError(
                 f"{self.name} cannot load '{path}' of {path.stat().st_size / 1e6:.1f} MB with {free / 1e6:.1f} MB of "
-                f"GPU memory free{self._session.reason()}. If the plan is damaged: {self._built.rebuild}"
+                f"GPU memory free{self._session.reason()}. If the file is damaged: {self._built.rebuild}"
             )
         return TensorRTEngine(graph, engine, spec, self._session)
 
     def tensor(self, array: np.ndarray[Any, Any]) -> DeviceTensor:
-        """A host array on the device; the copy is enqueued, the array may be reused."""
+        """`array` on the device; the copy is enqueued, and the array may be changed at once."""
         array = np.ascontiguousarray(array)
         tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
         self._device.copy_in(tensor.address, array)
         return tensor
 
     def numpy(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
-        """A tensor on the host, after all work enqueued before is done."""
+        """`tensor` as a host array; waits until all work enqueued before is done."""
         array = np.empty(tensor.shape, tensor.dtype)
         self._device.copy_out(array, tensor.address)
         return array
@@ -93,24 +100,24 @@ class TensorRTBackend:
         return joined
 
     def mark(self) -> Any:
-        """The moment at which all work enqueued before is done."""
+        """A mark in the stream: the moment at which all work enqueued before it is done. For `elapsed_ms`."""
         return self._device.record_event()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks; waits for the second."""
+        """Milliseconds on the device between two marks of `mark`; waits for the second."""
         return self._device.elapsed_ms(start, end)
 
     @staticmethod
     def _check_memory(built: BuiltEngines, device: Device) -> None:
         manifest = built.engines.manifest
-        plans = sum(manifest.files[spec.file].size for spec in manifest.engines.values())
+        weights = sum(manifest.files[spec.file].size for spec in manifest.engines.values())
         activations = max(spec.device_memory or 0 for spec in manifest.engines.values())
         free, total = device.memory()
-        if plans + activations > free:
+        if weights + activations > free:
             raise EnginesError(
-                f"the engines in '{built.engines.path}' need {(plans + activations) / 1e9:.2f} GB "
-                f"({plans / 1e9:.2f} of weights and code, {activations / 1e9:.2f} of activations), {device.name} has "
-                f"{free / 1e9:.2f} of {total / 1e9:.2f} GB free. End other programs, build with a smaller "
+                f"the engines in '{built.engines.path}' need {(weights + activations) / 1e9:.2f} GB "
+                f"({weights / 1e9:.2f} of weights and code, {activations / 1e9:.2f} of activations), {device.name} "
+                f"has {free / 1e9:.2f} of {total / 1e9:.2f} GB free. End other programs, build with a smaller "
                 "--max-prompt, or export the checkpoint in a smaller precision."
             )
 

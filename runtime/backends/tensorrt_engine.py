@@ -1,4 +1,4 @@
-"""One TensorRT engine: an execution context for each of its profiles, called with tensors on the device."""
+"""One TensorRT engine: an execution context for each optimisation profile, called with tensors on the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.engines_manifest import EngineSpec, Range
+from sinkprune.contract.engines_manifest import EngineSpec, OptimisationProfile, Range
 from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.device import Address, Device
@@ -20,14 +20,14 @@ Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
 DECODE = "decode"
-"""The profile whose calls repeat, token by token and frame by frame, and are captured."""
+"""The optimisation profile whose calls repeat, token by token and frame by frame, and are captured."""
 
-# Input shapes whose profile and output shapes are remembered; as many as there are captured calls.
+# Input shapes whose optimisation profile and output shapes are remembered; as many as there are captured calls.
 _REMEMBERED = 4096
 
 
 class DeviceTensor:
-    """A tensor in device memory; its block returns to the pool with the last reference to it."""
+    """A tensor in device memory; its memory returns to the pool with the last reference to it."""
 
     __slots__ = ("_block", "dtype", "shape")
 
@@ -36,12 +36,15 @@ class DeviceTensor:
 
     @property
     def address(self) -> Address:
-        """Of its first element."""
+        """The device address of the tensor's first element."""
         return self._block.address
 
 
 class ActivationMemory:
-    """One block for the activations of all engines: they run one after the other, on one stream."""
+    """Device memory for the activations of all engines: one block, since they run one after the other on one stream.
+
+    `address` and `size` (bytes) are those of the block, which may move when it is made larger.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -49,7 +52,7 @@ class ActivationMemory:
         self.size = 0
 
     def reserve(self, size: int) -> None:
-        """Make the block hold at least `size` bytes; raises `BackendError` with need and free."""
+        """Make the block hold at least `size` bytes; raises `BackendError`, which tells need and free."""
         if size <= self.size:
             return
         if self.size:
@@ -62,7 +65,7 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class Session:
-    """What all engines of a backend share."""
+    """What all engines of a TensorRT backend share: the library, the device, its memory, and the captured graphs."""
 
     library: Any
     device: Device
@@ -70,18 +73,21 @@ class Session:
     activations: ActivationMemory
     graphs: CudaGraphs
     errors: list[str]
-    """What TensorRT last said of severity error or worse."""
+    """TensorRT's messages of severity error or worse, since the list was last cleared."""
 
     def reason(self) -> str:
-        """TensorRT's own words, as the end of a sentence without its full stop."""
+        """TensorRT's own words behind a colon, to end a sentence that lacks its full stop; "" if it said nothing."""
         return ": " + " ".join(" ".join(self.errors).split()).rstrip(".") if self.errors else ""
 
 
 class TensorRTEngine:
-    """A loaded engine."""
+    """A loaded engine of TensorRT or TensorRT-RTX, called with device tensors by the names of its graph's inputs."""
 
     def __init__(self, graph: str, engine: Any, spec: EngineSpec, session: Session) -> None:
-        """Raises `BackendError` if the engine is not what engines.json says, or out of device memory."""
+        """`engine` is an `ICudaEngine` of the graph named `graph`, and `spec` what engines.json says of it.
+
+        Raises `BackendError` if the two differ, or where device memory runs out.
+        """
         self._graph, self._session = graph, session
         library = session.library
         names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
@@ -90,17 +96,22 @@ class TensorRTEngine:
         self._outputs = {name: np.dtype(library.nptype(engine.get_tensor_dtype(name))) for name in outputs}
         _check_as_listed(graph, library, engine, spec, self._inputs)
         session.activations.reserve(engine.device_memory_size_v2)
-        self._profiles = [
-            _Profile(name, _context(session, graph, engine, number, name), spec, self._inputs, outputs, session)
-            for number, name in enumerate(spec.profiles)
+        self._optimisation_profiles = [
+            _OptimisationProfile(
+                name, _context(session, graph, engine, number, name), ranges, self._inputs, outputs, session
+            )
+            for number, (name, ranges) in enumerate(spec.optimisation_profiles.items())
         ]
-        self._profile = lru_cache(_REMEMBERED)(self._choose)
+        self._optimisation_profile = lru_cache(_REMEMBERED)(self._choose)
 
     def __call__(self, inputs: Mapping[str, DeviceTensor]) -> dict[str, DeviceTensor]:
-        """All outputs by name; they stay on the device, and may still be to be computed."""
+        """All outputs by name, from all inputs by name; outputs stay on the device, and may not be computed yet.
+
+        Raises `BackendError` for shapes that no optimisation profile takes, or if TensorRT refuses.
+        """
         tensors = [inputs[name] for name in self._inputs]
         shapes = tuple(tensor.shape for tensor in tensors)
-        profile = self._profile(shapes)
+        profile = self._optimisation_profile(shapes)
         outputs = [
             DeviceTensor(self._session.pool.allocate(_bytes(shape, dtype)), shape, dtype)
             for shape, dtype in zip(profile.output_shapes(shapes), self._outputs.values(), strict=True)
@@ -118,30 +129,36 @@ class TensorRTEngine:
             enqueue()
         return dict(zip(self._outputs, outputs, strict=True))
 
-    def _choose(self, shapes: Shapes) -> _Profile:
-        """The profile that takes these shapes; the narrower one, `decode` or `image`, stands last and goes first."""
-        profile = min(reversed(self._profiles), key=lambda profile: profile.distance(shapes))
+    def _choose(self, shapes: Shapes) -> _OptimisationProfile:
+        """The one that takes these shapes; the narrower, `decode` or `image`, stands last and goes first."""
+        profile = min(reversed(self._optimisation_profiles), key=lambda profile: profile.distance(shapes))
         if profile.distance(shapes) == 0:
             return profile
         name, shape, taken = profile.misfit(shapes)
         flags = "--max-prompt or --max-new-tokens" if "hidden" in self._inputs else "--max-images"
         raise BackendError(
-            f"graph '{self._graph}' was given '{name}' of shape {list(shape)}, its engine's profile '{profile.name}' "
-            f"takes {list(taken.min)} to {list(taken.max)}. Build engines that take it, by a larger {flags} of "
-            "sinkprune-build."
+            f"graph '{self._graph}' was given '{name}' of shape {list(shape)}, its engine's optimisation profile "
+            f"'{profile.name}' takes {list(taken.min)} to {list(taken.max)}. Build engines that take it, by a larger "
+            f"{flags} of sinkprune-build."
         )
 
 
-class _Profile:
+class _OptimisationProfile:
     """An optimisation profile and the execution context that runs it."""
 
     def __init__(
-        self, name: str, context: Any, spec: EngineSpec, inputs: list[str], outputs: list[str], session: Session
+        self,
+        name: str,
+        context: Any,
+        ranges: OptimisationProfile,
+        inputs: list[str],
+        outputs: list[str],
+        session: Session,
     ) -> None:
         self.name = name
         self._context, self._session = context, session
         self._inputs, self._outputs = inputs, outputs
-        self._ranges = [spec.profiles[name][tensor] for tensor in inputs]
+        self._ranges = [ranges[tensor] for tensor in inputs]
         self.output_shapes = lru_cache(_REMEMBERED)(self._infer)
 
     def distance(self, shapes: Shapes) -> int:
@@ -186,7 +203,7 @@ def _is_captured(profile: str, device: Device) -> bool:
 
 
 def _context(session: Session, graph: str, engine: Any, number: int, profile: str) -> Any:
-    """An execution context without activation memory of its own, set to a profile."""
+    """An execution context without activation memory of its own, set to an optimisation profile."""
     library, device = session.library, session.device
     strategy: Any = library.ExecutionContextAllocationStrategy.USER_MANAGED
     if hasattr(library, "DynamicShapesKernelSpecializationStrategy"):
@@ -210,10 +227,10 @@ def _context(session: Session, graph: str, engine: Any, number: int, profile: st
 
 def _check_as_listed(graph: str, library: Any, engine: Any, spec: EngineSpec, inputs: list[str]) -> None:
     """The engine takes what engines.json lists, all of it in device memory."""
-    listed = [sorted(ranges) for ranges in spec.profiles.values()]
+    listed = [sorted(ranges) for ranges in spec.optimisation_profiles.values()]
     if listed != [sorted(inputs)] * engine.num_optimization_profiles:
         raise BackendError(
-            f"the engine of '{graph}' has {engine.num_optimization_profiles} profiles of the inputs "
+            f"the engine of '{graph}' has {engine.num_optimization_profiles} optimisation profiles of the inputs "
             f"{', '.join(inputs)}, which is not what engines.json lists. Build or copy the engines again."
         )
     on_host = [name for name in inputs if engine.get_tensor_location(name) != library.TensorLocation.DEVICE]

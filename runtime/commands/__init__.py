@@ -12,12 +12,12 @@ from rich.console import Console
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.backends import BACKENDS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.pipeline import Pipeline, Wrap
+from sinkprune.runtime.request import check_texts
 from sinkprune.runtime.video_file import VideoFile
 
 IMAGE_PLACE = "{image}"
@@ -82,10 +82,9 @@ def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
 
 
 def prompt_pieces(prompt: str) -> str | list[str]:
-    """The question, or the pieces around the places it gives to images; raises `PromptError` if it is empty."""
+    """The question, or the pieces around the places it gives to images; raises `PromptError` if it says nothing."""
     pieces = prompt.split(IMAGE_PLACE)
-    if not any(piece.strip() for piece in pieces):
-        raise PromptError("the prompt is empty. Ask something about the image, as in --prompt 'What is this?'.")
+    check_texts(pieces, len(pieces) - 1)
     return pieces if len(pieces) > 1 else prompt
 
 
@@ -101,6 +100,6 @@ def status(text: str) -> Iterator[None]:
 
 
 def write_line(text: str) -> None:
-    """A line on stdout."""
+    """Write a line of a command's output to stdout, at once."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -22,21 +22,28 @@ class Device(Protocol):
     """One GPU with one stream; every copy, launch and replay is enqueued on it, in order."""
 
     name: str
+    """The GPU's name, as its driver tells it."""
     compute_capability: int
-    """E.g. 87."""
+    """The GPU's, without a point: 87 for sm_87."""
     stream: int
     """The CUstream handle, as TensorRT takes it."""
     has_graphs: bool
+    """Whether the library can capture CUDA graphs; without, `begin_capture` and its like must not be called."""
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Free and total bytes of the device's memory.
+
+        On a board that shares its memory with the CPU, free is what the system can make free.
+        """
         ...
 
     def allocate(self, size: int) -> Address:
-        """`size` bytes; raises `BackendError` that names need and free."""
+        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
         ...
 
-    def free(self, address: Address) -> None: ...
+    def free(self, address: Address) -> None:
+        """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
+        ...
 
     def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
         """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
@@ -55,15 +62,15 @@ class Device(Protocol):
         ...
 
     def record_event(self) -> Any:
-        """Enqueue a mark; with a second one, it tells the time that passed on the device."""
+        """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
         ...
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two recorded events; waits for the second."""
+        """Milliseconds on the device between two marks of `record_event`; waits for the second."""
         ...
 
     def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of a cubin or PTX."""
+        """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
         ...
 
     def launch(
@@ -74,7 +81,10 @@ class Device(Protocol):
         shared_bytes: int,
         arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel; addresses are uint64, integers int32."""
+        """Enqueue a kernel of `load_kernel` on `grid` blocks of `threads` threads.
+
+        A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
+        """
         ...
 
     def begin_capture(self) -> None:
@@ -82,11 +92,11 @@ class Device(Protocol):
         ...
 
     def end_capture(self) -> Any:
-        """The graph recorded since `begin_capture`, instantiated."""
+        """The CUDA graph of what was enqueued since `begin_capture`, for `replay`."""
         ...
 
     def replay(self, graph: Any) -> None:
-        """Enqueue a recorded graph."""
+        """Enqueue a CUDA graph of `end_capture`: the same work at the same addresses."""
         ...
 
 

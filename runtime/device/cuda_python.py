@@ -26,7 +26,7 @@ class CudaPythonDevice:
     has_graphs = True
 
     def __init__(self) -> None:
-        """Raises `BackendError` if there is no driver or no GPU."""
+        """Open the first device; raises `BackendError` if cuda-python, a driver or a GPU is missing."""
         self._cuda = cuda = _import_driver()
         try:
             (status,) = cuda.cuInit(0)
@@ -56,13 +56,16 @@ class CudaPythonDevice:
         self._staging: list[_Staging] = []
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes; on a board that shares its memory with the CPU, what the system can make free."""
+        """Free and total bytes of the device's memory.
+
+        On a board that shares its memory with the CPU, free is what the system can make free.
+        """
         free, total = self._do(self._cuda.cuMemGetInfo)
         # What was just read from disk counts as used there, though it is only cached.
         return (max(free, available_bytes()) if self._integrated else free), total
 
     def allocate(self, size: int) -> Address:
-        """`size` bytes; raises `BackendError` that names need and free."""
+        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
         self._enter()
         # Not cuMemAllocAsync: Tegra boards may lack memory pools.
         status, address = self._cuda.cuMemAlloc(size)
@@ -76,7 +79,7 @@ class CudaPythonDevice:
         return int(address)
 
     def free(self, address: Address) -> None:
-        """Give memory back; waits for all work."""
+        """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
         self._do(self._cuda.cuMemFree, address)
 
     def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
@@ -103,19 +106,19 @@ class CudaPythonDevice:
         self._do(self._cuda.cuStreamSynchronize, self._stream)
 
     def record_event(self) -> Any:
-        """Enqueue a mark; with a second one, it tells the time that passed on the device."""
+        """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
         event = self._do(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
         self._do(self._cuda.cuEventRecord, event, self._stream)
         return _Owned(event, self._cuda.cuEventDestroy)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two recorded events; waits for the second."""
+        """Milliseconds on the device between two marks of `record_event`; waits for the second."""
         self._do(self._cuda.cuEventSynchronize, end.handle)
         milliseconds: float = self._do(self._cuda.cuEventElapsedTime, start.handle, end.handle)
         return milliseconds
 
     def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of a cubin or PTX."""
+        """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
         # PTX is text and must end in a zero byte; a cubin does not mind one.
         module = self._do(self._cuda.cuModuleLoadData, image + b"\0")
         return self._do(self._cuda.cuModuleGetFunction, module, name.encode())
@@ -128,7 +131,10 @@ class CudaPythonDevice:
         shared_bytes: int,
         arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel; addresses are uint64, integers int32."""
+        """Enqueue a kernel of `load_kernel` on `grid` blocks of `threads` threads.
+
+        A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
+        """
         if shared_bytes > _DEFAULT_SHARED_BYTES:
             most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._do(self._cuda.cuFuncSetAttribute, kernel, most, shared_bytes)
@@ -144,7 +150,7 @@ class CudaPythonDevice:
         self._do(self._cuda.cuStreamBeginCapture, self._stream, mode)
 
     def end_capture(self) -> Any:
-        """The graph recorded since `begin_capture`, instantiated."""
+        """The CUDA graph of what was enqueued since `begin_capture`, for `replay`."""
         graph = self._do(self._cuda.cuStreamEndCapture, self._stream)
         try:
             return _Owned(self._do(self._cuda.cuGraphInstantiate, graph, 0), self._cuda.cuGraphExecDestroy)
@@ -152,7 +158,7 @@ class CudaPythonDevice:
             self._do(self._cuda.cuGraphDestroy, graph)
 
     def replay(self, graph: Any) -> None:
-        """Enqueue a recorded graph."""
+        """Enqueue a CUDA graph of `end_capture`: the same work at the same addresses."""
         self._do(self._cuda.cuGraphLaunch, graph.handle, self._stream)
 
     def _free_staging(self, size: int) -> _Staging:

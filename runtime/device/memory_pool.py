@@ -25,7 +25,7 @@ class Block:
 
 
 class MemoryPool:
-    """Blocks by size class. Among the free ones the oldest is given out first.
+    """Gives out blocks of device memory by size class. Among the free ones the oldest is given out first.
 
     So the same requests, starting with the same blocks held, get the same addresses, from the first time on and
     however the pool grew in between. Captured CUDA graphs, which hold addresses, can be replayed in every frame.
@@ -37,7 +37,10 @@ class MemoryPool:
         self._free: dict[int, list[tuple[int, Address]]] = {}
 
     def allocate(self, size: int) -> Block:
-        """At least `size` bytes, never at address 0, also for 0 bytes; raises `BackendError` with need and free."""
+        """A block of at least `size` bytes, never at address 0, also for 0 bytes.
+
+        Raises `BackendError`, which tells need and free, where the device has no room and no block is free.
+        """
         size = size_class(size)
         free = self._free.setdefault(size, [])
         if free:
@@ -71,6 +74,6 @@ class MemoryPool:
 
 
 def size_class(size: int) -> int:
-    """The power of two, or three quarters of one, that holds `size` bytes."""
+    """The bytes of a block for `size` bytes: the least power of two, or three quarters of one, that holds them."""
     power = 1 << (max(size, _SMALLEST) - 1).bit_length()
     return power * 3 // 4 if _SMALLEST < size <= power * 3 // 4 else power

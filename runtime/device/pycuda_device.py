@@ -23,7 +23,7 @@ class PycudaDevice:
     has_graphs = False
 
     def __init__(self) -> None:
-        """Raises `BackendError` if there is no driver or no GPU."""
+        """Open the first device; raises `BackendError` if pycuda, a driver or a GPU is missing."""
         self._cuda = _import_driver()
         device = self._do(self._start)
         self._context = device.retain_primary_context()
@@ -39,13 +39,16 @@ class PycudaDevice:
         self._staging: list[tuple[Any, Any]] = []
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes; on a board that shares its memory with the CPU, what the system can make free."""
+        """Free and total bytes of the device's memory.
+
+        On a board that shares its memory with the CPU, free is what the system can make free.
+        """
         free, total = self._cuda.mem_get_info()
         # What was just read from disk counts as used there, though it is only cached.
         return (max(free, available_bytes()) if self._integrated else free), total
 
     def allocate(self, size: int) -> Address:
-        """`size` bytes; raises `BackendError` that names need and free."""
+        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
         try:
             allocation = self._cuda.mem_alloc(size)
         except self._cuda.MemoryError as error:
@@ -59,7 +62,7 @@ class PycudaDevice:
         return address
 
     def free(self, address: Address) -> None:
-        """Give memory back; waits for all work."""
+        """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
         self._allocations.pop(address).free()
 
     def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
@@ -88,16 +91,16 @@ class PycudaDevice:
         self._do(self._stream.synchronize)
 
     def record_event(self) -> Any:
-        """Enqueue a mark; with a second one, it tells the time that passed on the device."""
+        """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
         return self._cuda.Event().record(self._stream)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two recorded events; waits for the second."""
+        """Milliseconds on the device between two marks of `record_event`; waits for the second."""
         self._do(end.synchronize)
         return float(end.time_since(start))
 
     def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of a cubin or PTX."""
+        """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
         return self._do(self._cuda.module_from_buffer, image + b"\0").get_function(name)
 
     def launch(
@@ -108,22 +111,25 @@ class PycudaDevice:
         shared_bytes: int,
         arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel; addresses are uint64, integers int32."""
+        """Enqueue a kernel of `load_kernel` on `grid` blocks of `threads` threads.
+
+        A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
+        """
         if shared_bytes > 48 << 10:
             # More than a kernel gets unasked.
             kernel.set_attribute(self._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         kernel(*arguments, block=(threads, 1, 1), grid=grid, shared=shared_bytes, stream=self._stream)
 
     def begin_capture(self) -> None:
-        """pycuda has no CUDA graphs."""
+        """Not supported: pycuda has no CUDA graphs, and `has_graphs` says so. Raises `NotImplementedError`."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def end_capture(self) -> Any:
-        """pycuda has no CUDA graphs."""
+        """Not supported: pycuda has no CUDA graphs, and `has_graphs` says so. Raises `NotImplementedError`."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def replay(self, graph: Any) -> None:
-        """pycuda has no CUDA graphs."""
+        """Not supported: pycuda has no CUDA graphs, and `has_graphs` says so. Raises `NotImplementedError`."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def _start(self) -> Any:

@@ -8,7 +8,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """What the kernel can make available without swapping; 0 where it does not tell."""
+    """Bytes of the machine's memory that its kernel can make available without swapping; 0 where it does not tell."""
     try:
         lines = _MEMINFO.read_text().splitlines()
     except OSError:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.evaluation import ask, choose_combinations, report
-from sinkprune.calibration.evaluation_report import BASELINE, Combination, Reply, summarise
+from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
+from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply, summarise
 from sinkprune.calibration.tasks import Item, blinded
 from sinkprune.contract.errors import BudgetError, PromptError, UsageError
 from sinkprune.contract.questions import Question

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sinkprune.calibration.intervals import paired_bootstrap, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.intervals import paired_bootstrap, relative_accuracy, wilson
 
 
 @pytest.mark.parametrize(

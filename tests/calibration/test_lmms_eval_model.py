@@ -27,7 +27,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import BudgetError, ImageError, UsageError
 
 HAS_HARNESS = importlib.util.find_spec("lmms_eval") is not None
-MODULE = "sinkprune.calibration.lmms_eval_model"
+MODULE = "sinkprune.calibration.evaluation.lmms_eval_model"
 QUESTION = "What is this?"
 
 TASK = """\

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sinkprune.calibration.evaluation.outliers import plant_outliers
 from sinkprune.calibration.norms import OUTLIER, summarise
 from sinkprune.calibration.norms_plot import plot_norms
-from sinkprune.calibration.outliers import plant_outliers
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.normal(size=(3, 200, 16)).astype(np.float32) + 0.5

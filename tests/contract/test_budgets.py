@@ -110,7 +110,7 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         "keep-outliers": {"remove_outliers": False},
         "no-diversity": {"diverse": Share(0, 1)},
         "no-sanitizer": {"sanitizer": False},
-        "serial": {"batch": 1},
+        "serial": {"diversity_group_size": 1},
         "visual-keys": {"scores_over": "visual_keys"},
         "compact": {"positions": "compact"},
         "per-frame": {"frames": "apart"},

@@ -25,13 +25,13 @@ from sinkprune.contract.engines_manifest import (
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest_file import file_specs
 
-PLAN = "plans/head.plan"
+ENGINE = "engines/head.engine"
 
 
 def write_engines(root: Path) -> EnginesManifest:
     """A folder of one made-up engine."""
-    (root / "plans").mkdir(parents=True)
-    (root / PLAN).write_bytes(b"machine code")
+    (root / "engines").mkdir(parents=True)
+    (root / ENGINE).write_bytes(b"machine code")
     prefill = {"hidden": Range((1, 1, 64), (1, 40, 64), (1, 90, 64))}
     decode = {"hidden": Range((1, 1, 64), (1, 1, 64), (1, 1, 64))}
     manifest = EnginesManifest(
@@ -47,14 +47,14 @@ def write_engines(root: Path) -> EnginesManifest:
         limits=Limits(prompt_tokens=50, new_tokens=20, images=1),
         engines={
             "head": EngineSpec(
-                file=PLAN,
-                profiles={"prefill": prefill, "decode": decode},
+                file=ENGINE,
+                optimisation_profiles={"prefill": prefill, "decode": decode},
                 nodes={"TopRho_node_0": "function"},
                 device_memory=None,
                 build_seconds=0.5,
             )
         },
-        files=file_specs(root, [PLAN]),
+        files=file_specs(root, [ENGINE]),
     )
     write_engines_manifest(root, manifest)
     return manifest
@@ -99,19 +99,40 @@ def test_another_format_version(tmp_path: Path) -> None:
     assert "format version 7" in refusal(tmp_path)
 
 
-def test_a_truncated_plan(tmp_path: Path) -> None:
+def test_engines_of_format_1_load_under_the_names_they_had(tmp_path: Path) -> None:
+    written = write_engines(tmp_path)
+    (tmp_path / "plans").mkdir()
+    (tmp_path / ENGINE).rename(tmp_path / "plans/head.plan")
+    data = json.loads((tmp_path / MANIFEST).read_text().replace(ENGINE, "plans/head.plan"))
+    head = data["engines"]["head"]
+    head["profiles"] = head.pop("optimisation_profiles")
+    (tmp_path / MANIFEST).write_text(json.dumps({**data, "format_version": 1}))
+    found = read_engines(tmp_path)
+    verify_engines(found)
+    assert found.engine_path("head").read_bytes() == b"machine code"
+    assert found.manifest.format_version == FORMAT_VERSION
+    assert found.manifest.engines["head"] == replace(written.engines["head"], file="plans/head.plan")
+
+
+def test_a_damaged_manifest_of_format_1(tmp_path: Path) -> None:
     write_engines(tmp_path)
-    (tmp_path / PLAN).write_bytes(b"machine")
+    edit(tmp_path, "format_version", change=set_to(1))
+    assert "malformed at $: not of format version 1" in refusal(tmp_path)
+
+
+def test_a_truncated_engine(tmp_path: Path) -> None:
+    write_engines(tmp_path)
+    (tmp_path / ENGINE).write_bytes(b"machine")
     message = refusal(tmp_path)
-    assert f"file '{PLAN}' has 7 bytes" in message
+    assert f"file '{ENGINE}' has 7 bytes" in message
     assert "expected 12 bytes" in message
     assert "Build or copy the engines again." in message
 
 
-def test_an_altered_plan(tmp_path: Path) -> None:
+def test_an_altered_engine(tmp_path: Path) -> None:
     write_engines(tmp_path)
-    (tmp_path / PLAN).write_bytes(b"machine cods")
-    assert f"file '{PLAN}' was altered" in refusal(tmp_path)
+    (tmp_path / ENGINE).write_bytes(b"machine cods")
+    assert f"file '{ENGINE}' was altered" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +141,17 @@ def test_an_altered_plan(tmp_path: Path) -> None:
         (("target",), "tensorflow", "expected one of 'onnxruntime', 'tensorrt', 'tensorrt-rtx'"),
         (("compute_capabilities",), ["8.6"], "$.compute_capabilities[0]"),
         (("limits", "images"), None, "expected int"),
-        (("engines", "head", "file"), "../head.plan", "outside its folder"),
-        (("engines", "head", "file"), "plans/tail.plan", "no size and sha256 for 'plans/tail.plan'"),
+        (("engines", "head", "file"), "../head.engine", "outside its folder"),
+        (("engines", "head", "file"), "engines/tail.engine", "no size and sha256 for 'engines/tail.engine'"),
         (("engines", "head", "nodes", "TopRho_node_0"), "magic", "expected one of 'plugin', 'function', 'stripped'"),
-        (("engines", "head", "profiles"), {}, "0 profiles for 'head'"),
-        (("engines", "head", "profiles", "prefill", "hidden", "min"), [1, 41, 64], "is no range"),
-        (("engines", "head", "profiles", "prefill", "hidden", "max"), [1, 39, 64], "is no range"),
-        (("engines", "head", "profiles", "decode", "hidden", "opt"), [1, 1], "profile 'decode' of 'head', input"),
+        (("engines", "head", "optimisation_profiles"), {}, "0 optimisation profiles for 'head'"),
+        (("engines", "head", "optimisation_profiles", "prefill", "hidden", "min"), [1, 41, 64], "is no range"),
+        (("engines", "head", "optimisation_profiles", "prefill", "hidden", "max"), [1, 39, 64], "is no range"),
+        (
+            ("engines", "head", "optimisation_profiles", "decode", "hidden", "opt"),
+            [1, 1],
+            "optimisation profile 'decode' of 'head', input",
+        ),
     ],
 )
 def test_parts_that_do_not_fit(tmp_path: Path, place: tuple[str, ...], value: Any, said: str) -> None:
@@ -135,10 +160,10 @@ def test_parts_that_do_not_fit(tmp_path: Path, place: tuple[str, ...], value: An
     assert said in refusal(tmp_path)
 
 
-def test_models_for_onnxruntime_have_no_profiles(tmp_path: Path) -> None:
+def test_models_for_onnxruntime_have_no_optimisation_profiles(tmp_path: Path) -> None:
     manifest = write_engines(tmp_path)
     write_engines_manifest(tmp_path, replace(manifest, target="onnxruntime"))
-    assert "2 profiles for 'head'" in refusal(tmp_path)
-    head = replace(manifest.engines["head"], profiles={})
+    assert "2 optimisation profiles for 'head'" in refusal(tmp_path)
+    head = replace(manifest.engines["head"], optimisation_profiles={})
     write_engines_manifest(tmp_path, replace(manifest, target="onnxruntime", engines={"head": head}))
-    assert read_engines(tmp_path).manifest.engines["head"].profiles == {}
+    assert read_engines(tmp_path).manifest.engines["head"].optimisation_profiles == {}

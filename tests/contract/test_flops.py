@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -18,6 +17,7 @@ from sinkprune.contract.manifest import LanguageModel, Manifest
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
+from steps import layout_of
 
 TEXT_TOKENS = 60
 TABLE = {
@@ -64,12 +64,12 @@ def tera(flops: float) -> str:
 @pytest.mark.parametrize("budget", TABLE)
 def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
     tokens, prefill, speedup, with_tower, speedup_with_tower = TABLE[budget]
-    model, family = manifest.language_model, load_family(manifest)
+    model, layout = manifest.language_model, layout_of(load_family(manifest), (336, 336))
 
     def count(name: str) -> tuple[int, int]:
         sent, visual = visual_per_layer(name)
         decoder = prefill_flops(model, [TEXT_TOKENS + layer for layer in visual])
-        return decoder, decoder + family.encode_flops((336, 336), sent)
+        return decoder, decoder + layout.tower_flops + layout.projector_flops * sent
 
     baseline, pruned = count("none"), count(budget)
     assert mean(visual_per_layer(budget)[1]) == pytest.approx(tokens, abs=0.05)
@@ -80,11 +80,9 @@ def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
 
 
 def test_the_vision_tower_and_projector_of_clip_l_336(manifest: Manifest) -> None:
-    encode = partial(load_family(manifest).encode_flops, (336, 336))
-    tower, projector = encode(0), encode(576) - encode(0)
-    assert tera(tower) == "0.366"
-    assert tera(projector) == "0.024"
-    assert encode(129) - tower == projector * 129 // 576
+    layout = layout_of(load_family(manifest), (336, 336))
+    assert tera(layout.tower_flops) == "0.366"
+    assert tera(576 * layout.projector_flops) == "0.024"
 
 
 def test_the_table_of_qwen_7b() -> None:

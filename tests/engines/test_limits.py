@@ -1,8 +1,8 @@
-"""Profiles derived from a bundle: they hold every shape the chain sends, and no request may exceed the model."""
+"""Optimisation profiles hold every shape the chain sends, and no request may exceed the model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,20 +10,17 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from shapes_sent import NEW_TOKENS, ShapesSent
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest, TensorSpec
-from sinkprune.engines.limits import profiles, resolve_limits
+from sinkprune.engines.limits import resolve_limits
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime.backends import Engine
-from sinkprune.runtime.backends.ort import OrtBackend
 from sinkprune.runtime.pipeline import Pipeline
 
-Shapes = dict[str, tuple[int, ...]]
-
 LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"
-NEW_TOKENS = 3
 METHODS = ("sinkpruner", "sinkpruner-no-sanitizer", "fastervlm", "pyramiddrop", "sparsevlm")
 
 
@@ -81,26 +78,26 @@ def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
     several = replace(manifest, graphs=graphs, language_model=roomy, max_images=3)
     limits = resolved(several, images=3)
     assert limits.images == 3
-    ranges = profiles(several, limits, graph)["prefill"]
+    profiles = optimisation_profiles(several, limits)
+    ranges = profiles[graph]["prefill"]
     assert ranges["visual_group"] == Range((129,), (129,), (387,))
     assert ranges["hidden"].max == (1, 3 * 129 + 512, 64)
-    assert profiles(several, limits, "vision")["prefill"]["pixel_values"].max == (1, 3, 336, 336)
-    assert profiles(several, limits, "decoder_0")["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
+    assert profiles["vision"]["prefill"]["pixel_values"].max == (1, 3, 336, 336)
+    assert profiles["decoder_0"]["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
 
 
-def test_only_what_runs_in_both_has_two_profiles(manifest: Manifest) -> None:
-    for graph in manifest.graphs:
+def test_only_what_runs_in_both_has_two_optimisation_profiles(manifest: Manifest) -> None:
+    for graph, found in optimisation_profiles(manifest, Limits(100, 50, 1)).items():
         both = graph.startswith(("decoder_", "head"))
-        found = profiles(manifest, Limits(100, 50, 1), graph)
         assert list(found) == (["prefill", "decode"] if both else ["prefill"])
         for ranges in found.values():
             assert list(ranges) == [tensor.name for tensor in manifest.graphs[graph].inputs]
 
 
 def test_the_usual_shape_is_between_the_budgets(manifest: Manifest) -> None:
-    found = profiles(manifest, Limits(100, 50, 1), "projector")["prefill"]["tokens"]
-    assert found == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
-    last = profiles(manifest, Limits(100, 50, 1), "decoder_3")
+    profiles = optimisation_profiles(manifest, Limits(100, 50, 1))
+    assert profiles["projector"]["prefill"]["tokens"] == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
+    last = profiles["decoder_3"]
     assert last["prefill"]["hidden"] == Range((1, 1, 64), (1, 92 + 64, 64), (1, 576 + 100, 64))
     assert last["decode"]["past_key_4"] == Range((1, 4, 1, 16), (1, 4, 92 + 64 + 25, 16), (1, 4, 576 + 149, 16))
 
@@ -112,42 +109,17 @@ def test_a_dimension_the_contract_does_not_know(manifest: Manifest) -> None:
     with pytest.raises(
         BundleError, match=r"'head': input 'hidden' has the dynamic dimension 'Q', expected one of G,"
     ):
-        profiles(strange, Limits(100, 50, 1), "head")
+        optimisation_profiles(strange, Limits(100, 50, 1))
 
 
-class Recorder:
-    """An engine that notes the shapes it is called with."""
-
-    def __init__(self, engine: Engine, calls: list[Shapes]) -> None:
-        self._engine, self._calls = engine, calls
-
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        self._calls.append({name: tuple(tensor.shape()) for name, tensor in inputs.items()})
-        return self._engine(inputs)
-
-
-def fits(shapes: Shapes, ranges: dict[str, Range]) -> bool:
-    """Whether each shape is within its range; an engine is given more tensors than its graph takes."""
-    return all(
-        len(shapes[name]) == len(span.min)
-        and all(low <= size <= high for low, size, high in zip(span.min, shapes[name], span.max, strict=True))
-        for name, span in ranges.items()
-    )
-
-
-def test_every_shape_the_chain_sends_lies_in_a_profile(
-    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_shape_the_chain_sends_lies_in_an_optimisation_profile(
+    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
-    """Up to the limit exactly: a profile one token shorter would be too short."""
+    """Up to the limit exactly: an optimisation profile one token shorter would be too short."""
     export_bundle(Request(str(checkpoint("gqa-112")), methods=METHODS), tmp_path / "bundle")
     bundle = read_bundle(tmp_path / "bundle")
-    graphs = {bundle.graph_path(graph): graph for graph in bundle.manifest.graphs}
-    calls: dict[str, list[Shapes]] = {graph: [] for graph in graphs.values()}
-    load = OrtBackend.load
-    monkeypatch.setattr(
-        OrtBackend, "load", lambda self, path, *rest: Recorder(load(self, path, *rest), calls[graphs[path]])
-    )
-    pipeline = Pipeline.load(bundle.path)
+    shapes_sent = ShapesSent()
+    pipeline = Pipeline.load(bundle, wrap=shapes_sent)
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     longest = pipeline.generate(photo, LONG_PROMPT, **options).prompt_tokens
     for method, plans in bundle.manifest.plans.items():
@@ -156,13 +128,9 @@ def test_every_shape_the_chain_sends_lies_in_a_profile(
                 pipeline.generate(photo, prompt, method=method, budget=budget, **options)
 
     limits = Limits(longest, NEW_TOKENS, 1)
-    assert all(calls.values()), "a graph was never run"
-    for graph, sent in calls.items():
-        ranges = profiles(bundle.manifest, limits, graph)
-        for shapes in sent:
-            assert any(fits(shapes, profile) for profile in ranges.values()), (graph, shapes, ranges)
-    tight = profiles(bundle.manifest, limits, "decoder_0")
-    assert max(shapes["hidden"][1] for shapes in calls["decoder_0"]) == tight["prefill"]["hidden"].max[1]
+    assert not shapes_sent.outside_optimisation_profiles(bundle, limits)
+    tight, sent = optimisation_profiles(bundle.manifest, limits)["decoder_0"], shapes_sent.by_graph["decoder_0"]
+    assert max(shapes["hidden"][1] for shapes in sent) == tight["prefill"]["hidden"].max[1]
     # The last new token is not fed back, so one past length less is reached.
-    longest_past = max(shapes["past_key_0"][2] for shapes in calls["decoder_0"])
+    longest_past = max(shapes["past_key_0"][2] for shapes in sent)
     assert longest_past == tight["decode"]["past_key_0"].max[2] - 1

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT graphs pass TensorRT's compiler; every number of tiles has a profile."""
+"""LLaVA-NeXT graphs pass TensorRT's compiler; every number of tiles has an optimisation profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from commands import run
 from heads_of_64 import NEXT_CONFIG, export_random
-from shapes_sent import shapes_outside_profiles
+from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
 
@@ -27,14 +27,14 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
     assert set(built) == set(bundle.manifest.graphs)
-    pixels = built["vision"].profiles["prefill"]["pixel_values"]
+    pixels = built["vision"].optimisation_profiles["prefill"]["pixel_values"]
     assert pixels == Range((1, 3, 336, 336), (5, 3, 336, 336), (5, 3, 336, 336))
-    norms = built["sinkpruner/retain-320/select_after_0"].profiles["prefill"]["norms"]
+    norms = built["sinkpruner/retain-320/select_after_0"].optimisation_profiles["prefill"]["norms"]
     assert norms == Range((1, 576), (5, 576), (5, 576))
     # Unpruned, an image on 2x2 tiles has 48 lines of 48 tokens and a newline
-    assert built["decoder_0"].profiles["prefill"]["hidden"].max[1] >= 576 + 48 * 49
+    assert built["decoder_0"].optimisation_profiles["prefill"]["hidden"].max[1] >= 576 + 48 * 49
 
 
-def test_every_shape_of_every_picture_lies_in_a_profile(bundle: Callable[..., Path]) -> None:
+def test_every_shape_of_every_picture_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle("next", "fp32", ("retain-320", "retain-320+no-sanitizer")))
-    assert not shapes_outside_profiles(opened, [[(224, 224)], [(336, 112)], [(112, 112)], [(5, 900)]])
+    assert not shapes_outside_optimisation_profiles(opened, [[(224, 224)], [(336, 112)], [(112, 112)], [(5, 900)]])

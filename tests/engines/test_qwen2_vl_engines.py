@@ -1,4 +1,4 @@
-"""Qwen2-VL graphs pass TensorRT's compiler; every resolution and clip has a profile."""
+"""Qwen2-VL graphs pass TensorRT's compiler; every resolution and clip has an optimisation profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 
 from commands import run
 from heads_of_64 import QWEN2_CONFIG, export_random
-from shapes_sent import shapes_outside_profiles
+from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
@@ -31,7 +31,7 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     assert set(read_engines(tmp_path / "engines").manifest.engines) == set(bundle.manifest.graphs)
 
 
-def test_every_shape_lies_in_a_profile(bundle: Callable[..., Path]) -> None:
+def test_every_shape_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle("qwen2-vl", "fp32", BUDGETS, max_frames=8))
     clip = Clip([Image.new("RGB", (170, 140), (90, 60, 30))] * 8, fps=2)
-    assert not shapes_outside_profiles(opened, [[(56, 28)], [(672, 560)], [(5600, 28)], [clip]])
+    assert not shapes_outside_optimisation_profiles(opened, [[(56, 28)], [(672, 560)], [(5600, 28)], [clip]])

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL graphs pass TensorRT's compiler; shapes of every resolution have a profile."""
+"""Qwen2.5-VL graphs pass TensorRT's compiler; shapes of every resolution have an optimisation profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from commands import run
 from heads_of_64 import QWEN_CONFIG, export_random
-from shapes_sent import shapes_outside_profiles
+from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
 
@@ -29,12 +29,12 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     built = read_engines(tmp_path / "engines").manifest.engines
     assert set(built) == set(bundle.manifest.graphs)
     assert "projector" not in built
-    vision = built["vision"].profiles["prefill"]
+    vision = built["vision"].optimisation_profiles["prefill"]
     assert vision["pixel_values"] == Range((1, 4, 1176), (1, 1920, 1176), (1, 1920, 1176))
     assert vision["window_index"] == Range((1, 64), (30, 64), (120, 64))
 
 
-def test_every_shape_of_every_resolution_lies_in_a_profile(bundle: Callable[..., Path]) -> None:
+def test_every_shape_of_every_resolution_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle("qwen", "fp32", BUDGETS))
     # The smallest that can be pruned, the largest, and the longest either way
-    assert not shapes_outside_profiles(opened, [[(56, 28)], [(672, 560)], [(5600, 28)], [(28, 5600)]])
+    assert not shapes_outside_optimisation_profiles(opened, [[(56, 28)], [(672, 560)], [(5600, 28)], [(28, 5600)]])

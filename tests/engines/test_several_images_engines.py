@@ -1,4 +1,4 @@
-"""Graphs for several images pass TensorRT's compiler; every prompt has a profile."""
+"""Graphs for several images pass TensorRT's compiler; every prompt has an optimisation profile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from commands import run
 from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
-from shapes_sent import shapes_outside_profiles
+from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
 
@@ -42,16 +42,16 @@ def test_tensorrt_rtx_builds_every_graph(name: str, dialect: str, tmp_path: Path
     outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
-    stage = built[f"sinkpruner/{BUDGETS[name][0]}/select_after_0"].profiles["prefill"]
+    stage = built[f"sinkpruner/{BUDGETS[name][0]}/select_after_0"].optimisation_profiles["prefill"]
     assert (stage["quota"].min, stage["quota"].max) == ((1,), stage["visual_group"].max)
     assert stage["quota"].max[0] == 3 * stage["quota"].opt[0]
     assert "norms" not in stage
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_every_shape_of_every_prompt_lies_in_a_profile(name: str, bundle: Callable[..., Path]) -> None:
+def test_every_shape_of_every_prompt_lies_in_an_optimisation_profile(name: str, bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle(name, "fp32", BUDGETS[NAMES[name]], max_images=3))
-    assert not shapes_outside_profiles(opened, PROMPTS[name])
+    assert not shapes_outside_optimisation_profiles(opened, PROMPTS[name])
 
 
 def test_an_engine_for_fewer_images_than_the_bundle(bundle: Callable[..., Path], tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import TensorSpec
-from sinkprune.engines.limits import profiles
-from sinkprune.engines.progress import SilentProgress
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
@@ -37,21 +37,21 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
-    """The job of building `head`, its model and its profiles changed."""
+    """The job of building `head`, its model and its optimisation profiles changed."""
 
     def get(change: Callable[[onnx.ModelProto], None] = lambda model: None, **of_job: Any) -> Job:
         model = onnx.load(small.graph_path("head"))
         change(model)
         onnx.save(model, tmp_path / "head.onnx")
         spec = small.manifest.graphs["head"]
-        job = Job("head", tmp_path / "head.onnx", spec, profiles(small.manifest, LIMITS, "head"))
+        job = Job("head", tmp_path / "head.onnx", spec, optimisation_profiles(small.manifest, LIMITS)["head"])
         return replace(job, **of_job)
 
     return get
 
 
 def build(job: Job, output: Path) -> Built:
-    return TensorRTBuilder(TensorRTRTX((86,))).build(job, output, SilentProgress())
+    return TensorRTBuilder(TensorRTRTX((86,))).build(job, output, SILENT)
 
 
 def refusal(job: Job, output: Path) -> str:
@@ -64,9 +64,9 @@ def refusal(job: Job, output: Path) -> str:
 
 
 def test_the_graph_as_it_is(head: Callable[..., Job], tmp_path: Path) -> None:
-    built = build(head(), tmp_path / "plan")
-    assert (tmp_path / "plan").stat().st_size > 320 * 256 * 2
-    assert list(built.profiles) == ["prefill", "decode"]
+    built = build(head(), tmp_path / "engine")
+    assert (tmp_path / "engine").stat().st_size > 320 * 256 * 2
+    assert list(built.optimisation_profiles) == ["prefill", "decode"]
     assert built.nodes == {}
     assert built.device_memory is None
 
@@ -78,7 +78,7 @@ def test_an_operator_the_parser_does_not_know(head: Callable[..., Job], tmp_path
         node.name = "strange_node"
         del node.input[1:]
 
-    message = refusal(head(change), tmp_path / "plan")
+    message = refusal(head(change), tmp_path / "engine")
     assert "tensorrt-rtx 1." in message
     assert "does not parse" in message
     assert "node 'strange_node' (Det)" in message
@@ -90,7 +90,7 @@ def test_an_input_no_layer_reads(head: Callable[..., Job], small: Bundle, tmp_pa
 
     spec = small.manifest.graphs["head"]
     taking_it = replace(spec, inputs=(*spec.inputs, TensorSpec("unused", "float16", (4,))))
-    assert "no layer reads the input 'unused'" in refusal(head(change, spec=taking_it), tmp_path / "plan")
+    assert "no layer reads the input 'unused'" in refusal(head(change, spec=taking_it), tmp_path / "engine")
 
 
 def test_an_interface_that_is_not_the_contract_s(head: Callable[..., Job], small: Bundle, tmp_path: Path) -> None:
@@ -101,13 +101,13 @@ def test_an_interface_that_is_not_the_contract_s(head: Callable[..., Job], small
         (replace(logits, shape=(1, 321)), "the bundle says float16 [1, 321]"),
         (replace(logits, name="probabilities"), "sees the outputs logits, the bundle says probabilities"),
     ):
-        assert said in refusal(head(spec=replace(spec, outputs=(output,))), tmp_path / "plan")
+        assert said in refusal(head(spec=replace(spec, outputs=(output,))), tmp_path / "engine")
 
 
-def test_a_profile_tensorrt_refuses(head: Callable[..., Job], tmp_path: Path) -> None:
+def test_an_optimisation_profile_tensorrt_refuses(head: Callable[..., Job], tmp_path: Path) -> None:
     upside_down = {"prefill": {"hidden": Range((1, 9, 256), (1, 8, 256), (1, 7, 256))}}
-    message = refusal(head(profiles=upside_down), tmp_path / "plan")
-    assert "refuses the profile 'prefill'" in message
+    message = refusal(head(optimisation_profiles=upside_down), tmp_path / "engine")
+    assert "refuses the optimisation profile 'prefill'" in message
     assert "MIN<=OPT<=MAX" in message
     assert "cudaError" not in message
 
@@ -115,10 +115,10 @@ def test_a_profile_tensorrt_refuses(head: Callable[..., Job], tmp_path: Path) ->
 def test_nodes_are_reported_as_tensorrt_compiled_them(small: Bundle, tmp_path: Path) -> None:
     graph = "sinkpruner/retain-64/sanitizer"
     spec = small.manifest.graphs[graph]
-    job = Job(graph, small.graph_path(graph), spec, profiles(small.manifest, LIMITS, graph))
+    job = Job(graph, small.graph_path(graph), spec, optimisation_profiles(small.manifest, LIMITS)[graph])
     names = {node.name for node in onnx.load(job.model).graph.node if node.domain == "sinkprune"}
     assert len(names) == 2
-    assert build(job, tmp_path / "plan").nodes == dict.fromkeys(names, "function")
+    assert build(job, tmp_path / "engine").nodes == dict.fromkeys(names, "function")
 
 
 def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> Non
         "decoder_0",
         large.graph_path("decoder_0"),
         large.manifest.graphs["decoder_0"],
-        profiles(large.manifest, LIMITS, "decoder_0"),
+        optimisation_profiles(large.manifest, LIMITS)["decoder_0"],
     )
-    build(job, tmp_path / "plan")
+    build(job, tmp_path / "engine")
     # Code takes some 5 MB.
-    assert (tmp_path / "plan").stat().st_size < 1.4 * weights
+    assert (tmp_path / "engine").stat().st_size < 1.4 * weights

@@ -95,7 +95,7 @@ def test_networks_are_strongly_typed(library: Libraries) -> None:
     assert library("11.4.0").network_flags() == 0
 
 
-def test_onnx24_needs_10_15(library: Libraries, bundle: Callable[..., Bundle]) -> None:
+def test_opset23_needs_10_15(library: Libraries, bundle: Callable[..., Bundle]) -> None:
     library("10.15.1").check_bundle(bundle("opset23"))
     for version in ("10.3.0", "10.14.1"):
         with pytest.raises(EnginesError) as caught:

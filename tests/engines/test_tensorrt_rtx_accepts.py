@@ -1,8 +1,8 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
 That is every method at every budget, in both dialects; in `opset20` also what SinkPruner needs in fp32. The builder
-is that of `sinkprune-build`, with its profiles; it compares each network with the contract, and refuses inputs that
-no layer reads.
+is that of `sinkprune-build`, with its optimisation profiles; it compares each network with the contract, and refuses
+inputs that no layer reads.
 
 TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
 be refused there; that one compiles says nothing about its numbers or its speed.
@@ -24,8 +24,8 @@ if platform.machine() != "x86_64":
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits
-from sinkprune.engines.limits import profiles
-from sinkprune.engines.progress import SilentProgress
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
@@ -36,7 +36,7 @@ BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+rast
 # Deep enough for the layers that every method prunes after.
 DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
 KINDS = [("opset23", "fp16"), ("opset20", "fp16"), ("opset20", "fp32")]
-# The kernel's name, as it stands in a plan.
+# The kernel's name, as it stands in an engine.
 FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = (86, 89, 120)
 LIMITS = Limits(prompt_tokens=1400, new_tokens=400, images=5)
@@ -44,7 +44,8 @@ LIMITS = Limits(prompt_tokens=1400, new_tokens=400, images=5)
 
 @dataclass(frozen=True)
 class Graphs:
-    """A bundle, and the graphs of it to compile: those whose files and profiles differ, which is all a build sees."""
+    """A bundle, and the graphs of it to compile: a build sees nothing but their files and optimisation profiles, and
+    these differ in one or the other."""
 
     bundle: Bundle
     distinct: frozenset[str]
@@ -61,9 +62,8 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Gra
             options = {"budgets": BUDGETS, "methods": tuple(all_methods()), "dialect": dialect}
             bundle = export_random(folder, DEEP, precision=precision, **options)
             found: dict[tuple[bytes, str], str] = {}
-            for graph in bundle.manifest.graphs:
-                ranges = profiles(bundle.manifest, LIMITS, graph)
-                found.setdefault((bundle.graph_path(graph).read_bytes(), repr(ranges)), graph)
+            for graph, profiles in optimisation_profiles(bundle.manifest, LIMITS).items():
+                found.setdefault((bundle.graph_path(graph).read_bytes(), repr(profiles)), graph)
             made[dialect, precision] = Graphs(bundle, frozenset(found.values()))
         return made[dialect, precision]
 
@@ -76,19 +76,20 @@ def with_weights(bundle: Bundle) -> list[str]:
 
 def of_method(bundle: Bundle, method: str) -> Iterator[str]:
     for plan in bundle.manifest.plans[method].values():
-        yield from filter(None, [plan.sanitizer, *plan.select_after.values()])
+        yield from plan.graphs
 
 
 def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
-    """The plan of a graph, each node of domain `sinkprune` by its function; RTX takes no plugins."""
+    """The engine of a graph, each node of domain `sinkprune` by its function; RTX takes no plugins."""
     spec, path = bundle.manifest.graphs[graph], bundle.graph_path(graph)
     builder = TensorRTBuilder(TensorRTRTX(COMPUTE_CAPABILITIES))
-    job = Job(graph, path, spec, profiles(bundle.manifest, LIMITS, graph))
-    built = builder.build(job, folder / "plan", SilentProgress())
-    assert list(built.profiles) == (["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"])
+    job = Job(graph, path, spec, optimisation_profiles(bundle.manifest, LIMITS)[graph])
+    built = builder.build(job, folder / "engine", SILENT)
+    names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]
+    assert list(built.optimisation_profiles) == names
     assert set(built.nodes.values()) <= {"function"}
     assert builder.plugins == {}
-    return (folder / "plan").read_bytes()
+    return (folder / "engine").read_bytes()
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -109,10 +110,10 @@ def test_graphs_with_weights_compile(
     bundle = graphs(dialect, precision).bundle
     assert {"vision", "projector", "decoder_0", "decoder_4", "head"} < set(with_weights(bundle))
     for graph in with_weights(bundle):
-        plan = compile_graph(bundle, graph, tmp_path)
+        engine = compile_graph(bundle, graph, tmp_path)
         # TensorRT has fused kernels for attention in fp16, none for fp32.
         has_attention = graph == "vision" or graph.startswith("decoder_")
-        assert (FUSED_ATTENTION in plan) == (has_attention and precision == "fp16"), graph
+        assert (FUSED_ATTENTION in engine) == (has_attention and precision == "fp16"), graph
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,14 @@ def small(body: str, opset: int = MAX_OPSET, ir_version: int = 10) -> onnx.Model
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_every_trt10_graph_of_every_method_passes(precision: str, export: Export) -> None:
+def test_every_opset20_graph_of_every_method_passes(precision: str, export: Export) -> None:
     graphs = export("opset20", precision)
     assert len(graphs) > 50
     for name, model in graphs.items():
         check_trt10(model, name)
 
 
-def test_every_onnx24_graph_is_refused(export: Export) -> None:
+def test_every_opset23_graph_is_refused(export: Export) -> None:
     graphs = export("opset23", "fp16")
     for name, model in graphs.items():
         message = refusal(model, name)

@@ -1,4 +1,4 @@
-"""Graphs for clips pass TensorRT's compiler; every clip and every image has a profile."""
+"""Graphs for clips pass TensorRT's compiler; every clip and every image has an optimisation profile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from commands import run
 from fake_device import FakeDevice
 from fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
 from heads_of_64 import QWEN_CONFIG, export_random
-from shapes_sent import shapes_outside_profiles
+from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
-from sinkprune.engines.limits import profiles
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
@@ -38,15 +38,17 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
     assert set(built) == set(bundle.manifest.graphs)
-    vision = built["vision"].profiles["prefill"]
+    vision = built["vision"].optimisation_profiles["prefill"]
     assert vision["pixel_values"] == Range((1, 4, 1176), (4, 1920, 1176), (4, 1920, 1176))
     assert vision["window_index"] == Range((1, 64), (4 * 30, 64), (4 * 120, 64))
-    norms = built["sinkpruner/prune-80/sanitizer"].profiles["prefill"]["norms"]
+    norms = built["sinkpruner/prune-80/sanitizer"].optimisation_profiles["prefill"]["norms"]
     assert norms == Range((1, 1), (4, 480), (4, 480))
     # 40 and 5 % of 1920 and the sink, or of 480 and a sink for each of four frames
-    assert built["sinkpruner/prune-80/select_after_0"].profiles["prefill"]["visual_index"].max == (865,)
-    assert built["sinkpruner/prune-80+per-frame/select_after_0"].profiles["prefill"]["visual_index"].max == (868,)
-    assert built["decoder_0"].profiles["prefill"]["hidden"].max[1] == 1920 + 512
+    assert built["sinkpruner/prune-80/select_after_0"].optimisation_profiles["prefill"]["visual_index"].max == (865,)
+    assert built["sinkpruner/prune-80+per-frame/select_after_0"].optimisation_profiles["prefill"][
+        "visual_index"
+    ].max == (868,)
+    assert built["decoder_0"].optimisation_profiles["prefill"]["hidden"].max[1] == 1920 + 512
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
@@ -60,16 +62,16 @@ def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> No
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines
     for graph in ("sinkpruner/prune-80/sanitizer", "sinkpruner/prune-80+no-sanitizer/select_after_0"):
-        norms = {name: ranges["norms"] for name, ranges in built[graph].profiles.items()}
+        norms = {name: ranges["norms"] for name, ranges in built[graph].optimisation_profiles.items()}
         assert norms == {"clip": Range((1, 1), (10, 768), (10, 768)), "image": Range((1, 1), (1, 1280), (1, 1280))}
-    rows = {name: ranges["visual_index"].max for name, ranges in built[graph].profiles.items()}
+    rows = {name: ranges["visual_index"].max for name, ranges in built[graph].optimisation_profiles.items()}
     assert rows == {"clip": (7680,), "image": (1280,)}
-    assert list(built["vision"].profiles) == ["clip", "image"]
-    assert list(built["decoder_0"].profiles) == ["prefill", "decode"]
-    assert built["decoder_0"].profiles["prefill"]["hidden"].max[1] == 7680 + 512
+    assert list(built["vision"].optimisation_profiles) == ["clip", "image"]
+    assert list(built["decoder_0"].optimisation_profiles) == ["prefill", "decode"]
+    assert built["decoder_0"].optimisation_profiles["prefill"]["hidden"].max[1] == 7680 + 512
 
 
-def test_every_shape_of_every_clip_lies_in_a_profile(bundle: Callable[..., Path]) -> None:
+def test_every_shape_of_every_clip_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle("qwen", "fp32", BUDGETS, max_frames=8))
     # The longest, the shortest, one frame left over, and the longest picture that a frame's pixels have room for
     clips = [
@@ -77,7 +79,7 @@ def test_every_shape_of_every_clip_lies_in_a_profile(bundle: Callable[..., Path]
         for size, count in (((336, 280), 8), ((56, 28), 2), ((170, 140), 7), ((5600, 28), 8), ((28, 5600), 8))
     ]
     images = [(56, 28), (672, 560), (5600, 28)]
-    assert not shapes_outside_profiles(opened, [[picture] for picture in (*clips, *images)])
+    assert not shapes_outside_optimisation_profiles(opened, [[picture] for picture in (*clips, *images)])
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +93,24 @@ def small_frames(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Tem
     return read_bundle(folder / "bundle")
 
 
-def test_every_shape_lies_in_a_profile_where_frames_are_smaller_than_images(small_frames: Bundle) -> None:
+def test_every_shape_lies_in_an_optimisation_profile_where_frames_are_smaller_than_images(
+    small_frames: Bundle,
+) -> None:
     clips = [
         Clip([Image.new("RGB", size, (90, 60, 30))] * count, fps=2)
         for size, count in (((336, 280), 8), ((336, 280), 2), ((56, 28), 7), ((5600, 28), 8))
     ]
-    assert not shapes_outside_profiles(small_frames, [[picture] for picture in (*clips, (672, 560), (5600, 28))])
-    norms = profiles(small_frames.manifest, LIMITS, "sinkpruner/prune-80/sanitizer")
+    assert not shapes_outside_optimisation_profiles(
+        small_frames, [[picture] for picture in (*clips, (672, 560), (5600, 28))]
+    )
+    norms = optimisation_profiles(small_frames.manifest, LIMITS)["sinkpruner/prune-80/sanitizer"]
     assert {name: ranges["norms"].max for name, ranges in norms.items()} == {"clip": (4, 155), "image": (1, 480)}
 
 
-def test_an_image_and_a_clip_are_given_to_their_own_profiles(small_frames: Bundle, tmp_path: Path) -> None:
-    build_fake_engines(small_frames, tmp_path, lambda graph, spec: profiles(small_frames.manifest, LIMITS, graph))
+def test_an_image_and_a_clip_are_given_to_their_own_optimisation_profiles(
+    small_frames: Bundle, tmp_path: Path
+) -> None:
+    build_fake_engines(small_frames, tmp_path, optimisation_profiles(small_frames.manifest, LIMITS))
     device = FakeDevice()
     library, built = FakeTensorRT(device), open_engines(tmp_path, small_frames)
     pipeline = Pipeline(small_frames, TensorRTBackend("tensorrt", library, device, built), built)
@@ -110,7 +118,7 @@ def test_an_image_and_a_clip_are_given_to_their_own_profiles(small_frames: Bundl
     def calls() -> list[int]:
         return [len(context.enqueued) for context in library.engines["vision"].contexts]
 
-    assert list(built.engines.manifest.engines["vision"].profiles) == ["clip", "image"]
+    assert list(built.engines.manifest.engines["vision"].optimisation_profiles) == ["clip", "image"]
     image = Image.new("RGB", (56, 56), (90, 60, 30))
     pipeline.generate(image, "What?", budget="prune-80", max_new_tokens=1)
     assert calls() == [0, 1]

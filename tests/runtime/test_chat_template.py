@@ -56,7 +56,7 @@ def test_a_template_may_span_lines_and_trim_as_transformers_does(both: Pairs) ->
 def test_a_template_must_write_one_image(written: str, count: int, tokenizer_folder: Path) -> None:
     ours = encoder(tokenizer_folder, TEMPLATE.replace("<image>\n", written))
     with pytest.raises(BundleError, match=f"writes {count} images") as caught:
-        ours.encode("What is this?")
+        ours.encode(["", "What is this?"])
     assert "chat template" in str(caught.value)
 
 
@@ -82,13 +82,13 @@ def test_a_template_that_does_not_parse_is_refused_with_its_file(template: str, 
 def test_a_template_that_fails_is_refused(template: str, tokenizer_folder: Path) -> None:
     ours = encoder(tokenizer_folder, template)
     with pytest.raises(BundleError, match="chat template"):
-        ours.encode("What is this?")
+        ours.encode(["", "What is this?"])
 
 
 def test_the_reason_a_template_gives_is_in_the_message(tokenizer_folder: Path) -> None:
     ours = encoder(tokenizer_folder, "{{ raise_exception('only text, please') }}")
     with pytest.raises(BundleError, match="only text, please"):
-        ours.encode("What is this?")
+        ours.encode(["", "What is this?"])
 
 
 def test_a_template_cannot_be_rendered_into_the_conversation_by_the_user(both: Pairs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from clips import LIMITS, frames
 from qwen_checkpoints import VIDEO_TOKEN
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.clip import Clip, ClipSize, sampled, shown
+from sinkprune.runtime.clip import Clip, ClipSize, Shown, sampled, shown
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+from sinkprune.runtime.prompt_rows import positions
 from sinkprune.runtime.qwen_processor import QwenProcessor
 
 QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
@@ -122,18 +125,19 @@ def test_frames_may_come_from_a_generator_or_in_one_array(photo: Image.Image) ->
         assert shown(Clip(given_frames, np.float32(2)), LIMITS, 2) == expected  # type: ignore[arg-type]
 
 
-def test_positions_of_a_clip_equal_transformers(checkpoint: Callable[[str], Path]) -> None:
+def test_positions_of_a_clip_equal_transformers(
+    checkpoint: Callable[[str], Path], bundle: Callable[..., Path], photo: Image.Image
+) -> None:
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(checkpoint("qwen"))
 
-    class Facts:
-        vision = {**QWEN.vision, "tokens_per_second": model.config.vision_config.tokens_per_second}  # noqa: RUF012
-        language_model = QWEN.language_model
-        processor = QWEN.processor({"min_pixels": 784, "max_frames": 768})
-
-    family = Qwen25VL(Facts())  # type: ignore[arg-type]
+    facts = read_bundle(bundle("qwen")).manifest
+    tower = replace(facts.vision, tokens_per_second=model.config.vision_config.tokens_per_second)
+    settings = QWEN.processor({"min_pixels": 784, "max_frames": 768})
+    family = Qwen25VL(replace(facts, vision=tower, processor=settings))
     for fps, shown_frames in ((2.0, 8), (0.75, 6), (1.37, 40), (24.0, 5)):
-        size = ClipSize(112, 84, shown_frames, fps)
-        n, grid = len(family.unpruned_rows(size)), family._processor.grid(size)
+        clip = Shown([photo.resize((112, 84))] * shown_frames, ClipSize(112, 84, shown_frames, fps))
+        layout, grid = family.see(clip).layout, QwenProcessor(settings).grid(clip.size)
+        n = len(layout.unpruned_rows)
         ids = torch.tensor([[7] * 5 + [VIDEO_TOKEN] * n + [7] * 3])
         expected, delta = model.model.get_rope_index(
             ids,
@@ -141,6 +145,6 @@ def test_positions_of_a_clip_equal_transformers(checkpoint: Callable[[str], Path
             video_grid_thw=torch.tensor([list(grid)]),
             second_per_grid_ts=torch.tensor([2 / fps]),
         )
-        found = family.positions([5, 3], [(size, np.arange(n))])
+        found = positions([5, 3], [(layout, np.arange(n))])
         assert found.rows.tolist() == expected[:, 0].tolist()
         assert found.next == ids.shape[1] + int(delta)

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 
 from clips import VIDEO_BUDGETS, frames
-from logits import QUESTION
 from picture_prompts import BUDGETS
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.errors import PromptError
 from sinkprune.runtime.context_length import Length, too_long
+from steps import QUESTION
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_where_no_budget_fits_the_way_out_is_that_of_what_was_given(
         pipe = pipeline("qwen", "fp32", VIDEO_BUDGETS, max_frames=8)
     else:
         pipe = pipeline(name, "fp32", BUDGETS[name], max_images=3)
-    text = pipe._prompts.encode(QUESTION, count).text_tokens
+    text = pipe.prompts.encode(["" for _ in given] + [QUESTION]).text_tokens
     new = pipe.bundle.manifest.language_model.max_positions - text - 5
     with pytest.raises(PromptError, match=f"No budget .* keeps fewest, [0-9]+ visual tokens, .* room for 5. {said}"):
         pipe.generate(given, QUESTION, max_new_tokens=new)

@@ -10,17 +10,12 @@ from PIL import Image
 
 from conftest import SHAPES
 from sinkprune import Pipeline
-from sinkprune.runtime.chain import encode, prefill
-from sinkprune.runtime.stopwatch import Stopwatch
+from steps import watched
 
 
 def features_and_logits(pipeline: Pipeline, photo: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    chain, clock = pipeline.chain, Stopwatch(pipeline.backend)
-    inputs = {name: array.astype(chain.dtype) for name, array in pipeline.family.preprocess(photo).items()}
-    encoded = encode(chain, None, inputs, clock)
-    rows = encoded.embeddings
-    result = prefill(chain, None, rows, np.arange(len(rows) - 4), np.arange(len(rows) - 4, len(rows)), clock)
-    return encoded.norms, pipeline.backend.numpy(result.logits)
+    steps = watched(pipeline, photo, max_new_tokens=1)
+    return steps.features[0].norms, steps.logits[0]
 
 
 @pytest.mark.parametrize("name", SHAPES)

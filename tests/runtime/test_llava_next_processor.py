@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import LlavaNextImageProcessorPil
@@ -18,20 +20,27 @@ from llava_next_checkpoints import PINPOINTS, SIDE
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import Manifest
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.families.llava_next import LlavaNext
 from sinkprune.runtime.llava_next_processor import LlavaNextProcessor
 from sinkprune.runtime.overlay import draw_overlay
+from steps import layout_of
 
 # Square, wide, tall, ragged, smaller than a tile, larger than every canvas, longer than any
 SIZES = [(224, 224), (640, 210), (150, 500), (333, 517), (10, 7), (1, 1), (1400, 1301), (1000, 5), (3, 700)]
 
 
 @pytest.fixture(scope="module")
-def family(bundle: Callable[..., object]) -> LlavaNext:
-    return LlavaNext(read_bundle(bundle("next")).manifest)
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    return read_bundle(bundle("next")).manifest
+
+
+@pytest.fixture(scope="module")
+def family(manifest: Manifest) -> LlavaNext:
+    return LlavaNext(manifest)
 
 
 def their_rows(size: tuple[int, int]) -> list[int]:
@@ -59,12 +68,13 @@ def test_tiles_equal_transformers(size: tuple[int, int], resample: int, photo: I
     assert np.abs(found - expected).max() <= 1e-5
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.tuples(st.integers(1, 3000), st.integers(1, 3000)))
 def test_unpruned_rows_are_those_that_transformers_packs(family: LlavaNext, size: tuple[int, int]) -> None:
-    rows = family.unpruned_rows(size)
-    assert rows.tolist() == their_rows(size)
-    assert rows.max() < family.groups(size) * family.visual_tokens(size)
-    assert len(rows) <= family.most_unpruned_rows(64)
+    layout = layout_of(family, size)
+    assert layout.unpruned_rows.tolist() == their_rows(size)
+    assert layout.unpruned_rows.max() < layout.groups * layout.tokens
+    assert len(layout.unpruned_rows) <= len(family.largest()["image"].unpruned_rows)
 
 
 @given(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), st.permutations(PINPOINTS))
@@ -73,23 +83,26 @@ def test_the_canvas_is_the_one_transformers_chooses(size: tuple[int, int], pinpo
     assert (canvas.height, canvas.width) == tuple(select_best_resolution((size[1], size[0]), pinpoints))
 
 
-def test_flops_count_every_tile(family: LlavaNext) -> None:
-    one, kept = Llava.encode_flops(family, (224, 224), 0), Llava.encode_flops(family, (224, 224), 75)
-    assert family.encode_flops((224, 224), 75) == 4 * one + kept
+def test_flops_count_every_tile(family: LlavaNext, manifest: Manifest) -> None:
+    whole, tiles = layout_of(Llava(manifest), (224, 224)), layout_of(family, (224, 224))
+    assert tiles.tower_flops == 5 * whole.tower_flops
+    assert tiles.projector_flops == whole.projector_flops
 
 
 def test_groups_are_the_whole_image_and_its_tiles(family: LlavaNext) -> None:
     sizes = {(112, 112): 3, (224, 112): 3, (224, 224): 5, (336, 112): 4, (112, 336): 4, (2000, 10): 4}
-    assert {size: family.groups(size) for size in sizes} == sizes
-    assert family.most_groups == 5
+    assert {size: layout_of(family, size).groups for size in sizes} == sizes
+    largest = family.largest()["image"]
+    assert largest.groups == 5
     # Five tiles of 8x8, 16 lines of 16
-    assert family.most_unpruned_rows(64) == 5 * 64 + 16
+    assert len(largest.unpruned_rows) == 5 * 64 + 16
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 def test_boxes_of_the_tiles_cover_the_image(size: tuple[int, int], family: LlavaNext) -> None:
-    boxes, (whole, tiles) = family.token_boxes(size), family.views(size)
-    assert len(boxes) == tiles.stop == family.groups(size) * 64
+    layout = layout_of(family, size)
+    boxes, (whole, tiles) = layout.boxes, layout.views
+    assert len(boxes) == tiles.stop == layout.groups * 64
     assert [*boxes[whole].min(axis=0)[:2], *boxes[whole].max(axis=0)[2:]] == pytest.approx([0, 0, *size])
     left, top, right, bottom = *boxes[tiles].min(axis=0)[:2], *boxes[tiles].max(axis=0)[2:]
     assert left <= 0
@@ -101,14 +114,14 @@ def test_boxes_of_the_tiles_cover_the_image(size: tuple[int, int], family: Llava
 
 
 def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
-    black, size = Image.new("RGB", (300, 200)), (300, 200)
+    black = Image.new("RGB", (300, 200))
     spotted = black.copy()
     spotted.paste((255, 255, 255), (250, 20, 256, 26))
-    change = family.preprocess(spotted)["pixel_values"] - family.preprocess(black)["pixel_values"]
+    (after, layout), (before, _) = family.see(spotted), family.see(black)
+    change = after["pixel_values"] - before["pixel_values"]
     patches = np.abs(change).reshape(-1, 3, 8, 14, 8, 14).sum(axis=(1, 3, 5)).reshape(-1)
-    boxes = family.token_boxes(size)
-    for view in family.views(size):
-        left, top, right, bottom = boxes[view][patches[view].argmax()]
+    for view in layout.views:
+        left, top, right, bottom = layout.boxes[view][patches[view].argmax()]
         assert left <= 256
         assert right >= 250
         assert top <= 26
@@ -117,15 +130,14 @@ def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
 
 def test_an_image_without_pixels_is_refused(family: LlavaNext) -> None:
     with pytest.raises(ImageError, match="0x10"):
-        family.groups((0, 10))
+        family.see(Image.new("RGB", (0, 10)))
 
 
 def test_the_overlay_has_a_picture_of_each_view(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     pipe = pipeline("next")
     answer = pipe.generate(photo, "What?", budget="retain-320", max_new_tokens=1)
-    plan = pipe.bundle.manifest.plan_for("sinkpruner", "retain-320", 64, len(answer.kept.norms))
-    boxes, views = pipe.family.token_boxes(photo.size), pipe.family.views(photo.size)
-    drawn = draw_overlay([photo] * 2, boxes, views, "sinkpruner", plan, answer.kept)
-    one = draw_overlay([photo], boxes, views[:1], "sinkpruner", plan, answer.kept)
+    drawn = draw_overlay([photo] * 2, "sinkpruner", answer.kept)
+    layout = replace(answer.kept.layout, views=answer.kept.layout.views[:1])
+    one = draw_overlay([photo], "sinkpruner", replace(answer.kept, layout=layout))
     assert (one.width, drawn.width) == (1100, 2212)
     assert one.crop((0, 0, 1100, 600)).tobytes() == drawn.crop((0, 0, 1100, 600)).tobytes()

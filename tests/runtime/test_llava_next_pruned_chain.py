@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 from conftest import NEXT_SHAPES
-from logits import QUESTION, ask
 from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import Request, export_bundle
+from steps import QUESTION, ask, tower_output
 
 NEW_TOKENS = 6
 BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")
@@ -39,9 +39,7 @@ def expected_sequence(
     model: Any, pipe: Pipeline, image: Image.Image, budget: str
 ) -> tuple[Sequence, list[list[int]]]:
     """[before ; Z of each group ; after] by the reference's sanitizer, projected by transformers, and Z's sources."""
-    pixels = pipe.family.preprocess(image)["pixel_values"]
-    features = pipe.chain.vision({"pixel_values": pipe.backend.tensor(pixels)})
-    groups = zip(*(pipe.backend.numpy(features[name]) for name in ("tokens", "norms", "salience")), strict=True)
+    groups = zip(*tower_output(pipe, image), strict=True)
     options, kept, indices = parse_budget("llava-next", budget), [], []
     for tokens, norms, salience in groups:
         index = list(range(len(tokens)))
@@ -52,7 +50,7 @@ def expected_sequence(
         kept.append(tokens)
         indices.append(index)
     rows = model.model.multi_modal_projector(torch.from_numpy(np.concatenate(kept))[None])[0].numpy()
-    question = pipe._prompts.encode(QUESTION)
+    question = pipe.prompts.encode(["", QUESTION])
     before, after = (embedded(model, ids) for ids in (question.before, question.after))
     start, end = len(before), len(before) + len(rows)
     sequence = np.concatenate([before, rows, after])

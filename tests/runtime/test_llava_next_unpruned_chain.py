@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from conftest import NEXT_SHAPES
-from logits import QUESTION, ask
 from sinkprune import Pipeline
+from steps import QUESTION, ask
 
 NEW_TOKENS = 16
 # Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone

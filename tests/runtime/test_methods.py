@@ -87,7 +87,7 @@ def test_every_method_answers_and_keeps_what_its_plan_says(
     assert sum(answer.tokens_per_layer) / LAYERS == pytest.approx(wanted, abs=0.5)
     assert answer.tokens_per_layer[0] == counts.kept
     assert answer.tokens_per_layer[-1] == min(counts.kept, *counts.stages, counts.kept)
-    fates = token_fates(manifest.plans[method]["retain-192"], answer.kept)
+    fates = token_fates(answer.kept)
     assert fates.kept.sum() == counts.kept - counts.sink
     assert fates.survived.sum() in (answer.tokens_per_layer[-1], answer.tokens_per_layer[-1] - counts.sink)
 
@@ -101,11 +101,11 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
-    pixels = torch.from_numpy(pipe.family.preprocess(photo)["pixel_values"])
+    pixels = torch.from_numpy(pipe.family.see(photo).inputs["pixel_values"])
     torch_model = model("gqa-112")
     with torch.no_grad():
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
-    question = pipe._prompts.encode(PROMPT)
+    question = pipe.prompts.encode(["", PROMPT])
     rows = np.concatenate([embedded(torch_model, question.before), image, embedded(torch_model, question.after)])
     start = len(question.before)
     visual, text = list(range(start, start + TOKENS)), list(range(start + TOKENS, len(rows)))

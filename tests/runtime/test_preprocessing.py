@@ -19,6 +19,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.images import read_image
 from sinkprune.runtime.square_processor import SquareProcessor
+from steps import layout_of
 
 SETTINGS: dict[str, Any] = {
     "do_convert_rgb": True,
@@ -179,11 +180,10 @@ def family(manifest: Manifest, **settings: Any) -> Llava:
     return Llava(dataclasses.replace(manifest, processor={**manifest.processor, **settings}))
 
 
-def patch_brightness(llava: Llava, image: Image.Image) -> np.ndarray[Any, Any]:
+def patch_brightness(llava: Llava, manifest: Manifest, image: Image.Image) -> np.ndarray[Any, Any]:
     """[24,24] mean brightness of each patch the vision tower sees, 0 black and 1 white."""
-    pixels = llava.preprocess(image)["pixel_values"][0]
-    settings = llava._processor._settings
-    mean, std = (np.array(settings[name])[:, None, None] for name in ("image_mean", "image_std"))
+    pixels = llava.see(image).inputs["pixel_values"][0]
+    mean, std = (np.array(manifest.processor[name])[:, None, None] for name in ("image_mean", "image_std"))
     grey = (pixels * std + mean).mean(axis=0)
     patches: np.ndarray[Any, Any] = grey.reshape(24, 14, 24, 14).mean(axis=(1, 3))
     return patches
@@ -199,7 +199,7 @@ def test_a_bright_square_in_a_tokens_box_brightens_that_patch_alone(
     size: tuple[int, int], settings: dict[str, Any], manifest: Manifest
 ) -> None:
     llava = family(manifest, **settings)
-    boxes = llava.token_boxes(size)
+    boxes = layout_of(llava, size).boxes
     assert boxes.shape == (576, 4)
     seen = 0
     for row, column in TOKENS:
@@ -209,8 +209,8 @@ def test_a_bright_square_in_a_tokens_box_brightens_that_patch_alone(
             continue
         image = Image.new("RGB", size)
         image.paste((255, 255, 255), (left, top, right, bottom))
-        brightness = patch_brightness(llava, image)
-        padding = patch_brightness(llava, Image.new("RGB", size))
+        brightness = patch_brightness(llava, manifest, image)
+        padding = patch_brightness(llava, manifest, Image.new("RGB", size))
         brightness -= padding
         assert brightness[row, column] > 0.9
         brightness[row, column] = 0
@@ -220,7 +220,7 @@ def test_a_bright_square_in_a_tokens_box_brightens_that_patch_alone(
 
 
 def test_token_boxes_of_a_square_crop_tile_the_middle_of_the_image(manifest: Manifest) -> None:
-    boxes = family(manifest).token_boxes((1008, 672))
+    boxes = layout_of(family(manifest), (1008, 672)).boxes
     assert boxes[0].tolist() == [168, 0, 196, 28]
     assert boxes[1].tolist() == [196, 0, 224, 28]
     assert boxes[24].tolist() == [168, 28, 196, 56]
@@ -228,7 +228,7 @@ def test_token_boxes_of_a_square_crop_tile_the_middle_of_the_image(manifest: Man
 
 
 def test_token_boxes_of_a_padded_image_reach_into_the_padding(manifest: Manifest) -> None:
-    boxes = family(manifest, do_pad=True).token_boxes((672, 336))
+    boxes = layout_of(family(manifest, do_pad=True), (672, 336)).boxes
     assert boxes[0].tolist() == [0, -168, 28, -140]
     assert boxes[-1].tolist() == [644, 476, 672, 504]
 

@@ -15,6 +15,7 @@ from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays
 from sinkprune.contract.errors import BundleError, PromptError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.runtime.prompt import PromptEncoder
+from sinkprune.runtime.request import check_texts
 
 PROMPTS = [
     "What is in the picture?",
@@ -73,7 +74,7 @@ def test_a_typed_byte_token_is_tokenised_as_transformers_does(name: str, both: P
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_question_stands_in_the_ids(name: str, both: Pairs) -> None:
     pair = both(name)
-    prompt = pair.ours.encode("is the image blue?")
+    prompt = pair.ours.encode(["", "is the image blue?"])
     decode = pair.ours.tokenizer.decode
     assert decode(prompt.after).strip().replace("▁", " ") == "is the image blue? ASSISTANT:"
     assert decode(prompt.before, skip_special_tokens=True).replace("▁", " ").strip() == "USER:"
@@ -96,8 +97,8 @@ def test_typed_special_tokens_stay_text(name: str, text: str, both: Pairs) -> No
 @pytest.mark.parametrize("text", TYPED, ids=ascii)
 def test_typed_special_tokens_never_become_special_ids_where_bytes_are_special_too(text: str, both: Pairs) -> None:
     pair = both("trained llama")
-    prompt = pair.ours.encode(text)
-    assert prompt.before == pair.ours.encode("What?").before
+    prompt = pair.ours.encode(["", text])
+    assert prompt.before == pair.ours.encode(["", "What?"]).before
     assert not set(SPECIALS.values()) & set(prompt.after)
     decoded = pair.ours.tokenizer.decode(prompt.after, skip_special_tokens=False)
     assert decoded.strip() == f"{text} ASSISTANT:".strip()
@@ -122,18 +123,18 @@ def test_a_special_token_that_begins_another_is_not_taken_for_it(tokenizer_folde
     backend.save(str(tokenizer_folder / "tokenizer.json"))
     longer = backend.token_to_id("<image></s>")
     ours = encoder(tokenizer_folder, TEMPLATE)
-    prompt = ours.encode("see <image></s>?")
+    prompt = ours.encode(["", "see <image></s>?"])
     assert not {longer, IMAGE_TOKEN, 2} & {*prompt.before, *prompt.after}
     assert ours.tokenizer.decode(prompt.after, skip_special_tokens=False) == "\nsee <image></s>? ASSISTANT:"
     twice = encoder(tokenizer_folder, TEMPLATE.replace("<image>\n", "<image>\n<image></s>"))
-    assert twice.encode("see").after.count(longer) == 1
+    assert twice.encode(["", "see"]).after.count(longer) == 1
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n", " \t\r\n ", "\u3000\u00a0", None, b"What?", "W\udcff?"], ids=ascii)
-def test_empty_prompts_and_what_is_no_text_are_refused(text: Any, both: Pairs) -> None:
+def test_empty_prompts_and_what_is_no_text_are_refused(text: Any) -> None:
     said = "expected a str" if not isinstance(text, str) else "not valid UTF-8" if text.strip() else "empty"
     with pytest.raises(PromptError, match=said):
-        both("llama").ours.encode(text)
+        check_texts(["", text], 1)
 
 
 def test_a_tokenizer_without_the_image_token_is_refused(tokenizer_folder: Path) -> None:
@@ -153,5 +154,5 @@ def test_an_image_token_need_not_be_marked_special(tokenizer_folder: Path) -> No
     (tokenizer_folder / "tokenizer.json").write_text(
         text.replace(marked + "true", marked + "false"), encoding="utf-8"
     )
-    prompt: Any = encoder(tokenizer_folder, TEMPLATE).encode("see <image>?")
+    prompt: Any = encoder(tokenizer_folder, TEMPLATE).encode(["", "see <image>?"])
     assert IMAGE_TOKEN not in {*prompt.before, *prompt.after}

@@ -17,18 +17,22 @@ from transformers import AutoTokenizer
 
 from clips import frames
 from conftest import QWEN_SHAPES
-from logits import QUESTION
 from picture_prompts import PIECES, SIZES, images_of, reference_inputs, rendered
 from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune import Clip, Pipeline
+from sinkprune.runtime.pictures import decoded
+from sinkprune.runtime.request import new_request
+from steps import QUESTION
 
 THREE = ["", " ", "\n Wie groß? ", "What differs? "]
 
 
-def found(pipe: Pipeline, sizes: list[Any], question: str | list[str], token: int) -> list[int]:
+def found(pipe: Pipeline, pictures: list[Any], question: str | list[str], token: int) -> list[int]:
     """Our ids, with a picture's token between the texts as often as the picture has rows unpruned."""
-    texts = pipe._prompts.encode(question, len(sizes)).texts
-    rows = [[token] * len(pipe.family.unpruned_rows(size)) for size in sizes]
+    texts = pipe.prompts.encode(new_request(pictures, question).texts).texts
+    rows = [
+        [token] * len(pipe.family.see(decoded(picture, pipe.family)).layout.unpruned_rows) for picture in pictures
+    ]
     return [*chain.from_iterable(text + picture for text, picture in zip(texts, [*rows, []], strict=True))]
 
 
@@ -50,7 +54,7 @@ def test_ids_with_images_equal_transformers(
     pipe = pipeline(name, max_images=3)
     expected = reference_inputs(name, checkpoint(name), pictures, question)["input_ids"][0].tolist()
     token = pipe.bundle.manifest.tokens.image
-    assert found(pipe, [picture.size for picture in pictures], question, token) == expected
+    assert found(pipe, pictures, question, token) == expected
 
 
 @pytest.mark.parametrize("name", QWEN_SHAPES)
@@ -63,10 +67,10 @@ def test_ids_with_a_clip_equal_transformers(
     photo: Image.Image,
 ) -> None:
     pipe = pipeline(name, max_frames=8)
-    size = pipe.family.shown(Clip(frames(7, (170, 140), photo), fps=2)).size
+    clip = Clip(frames(7, (170, 140), photo), fps=2)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint(name))
     # Three pairs of frames, each of 5 x 6 tokens of 28 pixels; the published template writes <|video_pad|> for clips.
     text = rendered(tokenizer, name, 1, question).replace("<|image_pad|>", "<|video_pad|>" * 90)
     expected = tokenizer(text)["input_ids"]
     assert expected.count(VIDEO_TOKEN) == 90
-    assert found(pipe, [size], question, VIDEO_TOKEN) == expected
+    assert found(pipe, [clip], question, VIDEO_TOKEN) == expected

@@ -19,9 +19,9 @@ from sinkprune.contract.budgets import OPTIONS, prune_layers
 from sinkprune.contract.families import parse_budget
 from sinkprune.contract.plans import Plan
 from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.backends.ort import OrtBackend
-from sinkprune.runtime.chain import Prefill, decode_one_token, encode, prefill, surviving_rows
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.backends import Backend, Engine
+from sinkprune.runtime.decoding import Prefill, decode_one_token, surviving_rows
+from steps import tower_output, watched
 
 Array = np.ndarray[Any, Any]
 
@@ -65,9 +65,7 @@ CASES = [(name, budget) for name in SHAPES for budget in BUDGETS]
 @torch.no_grad()
 def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
     """[before ; Z ; after] by the reference's sanitizer and transformers' projector, and Z's source indices."""
-    pixels = pipe.family.preprocess(image)["pixel_values"]
-    features = pipe.chain.vision({"pixel_values": pipe.backend.tensor(pixels)})
-    tokens, norms, salience = (pipe.backend.numpy(features[name])[0] for name in ("tokens", "norms", "salience"))
+    tokens, norms, salience = (array[0] for array in tower_output(pipe, image))
     options = parse_budget("llava", budget)
     index = list(range(len(tokens)))
     if options.sanitizer:
@@ -77,13 +75,13 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
             salience,
             reserve=options.reserve.of(len(tokens)),
             diverse=options.diverse.of(len(tokens)),
-            batch=options.batch,
+            batch=options.diversity_group_size,
             remove_outliers=options.remove_outliers,
             aggregate=options.aggregate,
             raster=options.order == "raster",
         )
     image_rows = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0]
-    question = pipe._prompts.encode(PROMPT)
+    question = pipe.prompts.encode(["", PROMPT])
     before, after = (embedded(model, ids) for ids in (question.before, question.after))
     rows = np.concatenate([before, image_rows.numpy(), after])
     start, end = len(before), len(before) + len(image_rows)
@@ -103,16 +101,8 @@ def lengths_of(name: str, budget: str, text: int) -> list[int]:
 
 def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, int]:
     """The chain's own prefill of the image and `PROMPT`; also its number of rows."""
-    chain, clock = pipe.chain, Stopwatch(pipe.backend)
-    plan = plan_of(pipe, budget)
-    dtype = chain.dtype
-    inputs = {key: array.astype(dtype) for key, array in pipe.family.preprocess(image).items()}
-    encoded = encode(chain, plan, inputs, clock)
-    question = pipe._prompts.encode(PROMPT)
-    start, end = len(question.before), len(question.before) + len(encoded.embeddings)
-    rows = np.concatenate([pipe._embedding(question.before), encoded.embeddings, pipe._embedding(question.after)])
-    visual, text = np.arange(start, end), np.arange(end, len(rows))
-    return prefill(chain, plan, rows, visual, text, clock), len(rows)
+    steps = watched(pipe, image, PROMPT, budget=budget, max_new_tokens=1)
+    return steps.prefill, steps.rows.length
 
 
 def plan_of(pipe: Pipeline, budget: str) -> Plan | None:
@@ -153,7 +143,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
 
     ids = [int(logits[0].argmax())]
     for _ in range(NEW_TOKENS):
-        step = decode_one_token(pipe.chain, result.cache, pipe._embedding([ids[-1]])[0])
+        step = decode_one_token(pipe.chain, result.cache, pipe.embedding([ids[-1]])[0])
         logits.append(pipe.backend.numpy(step)[0])
         ids.append(int(logits[-1].argmax()))
     assert cache_lengths(result) == [length + NEW_TOKENS for length in lengths]
@@ -199,25 +189,19 @@ def answer_of(pipe: Pipeline, image: Image.Image, budget: str) -> Answer:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
-    name: str, bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+    name: str, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
-    loaded: list[Path] = []
-    load = OrtBackend.load
+    loaded: list[str] = []
 
-    def counted(self: OrtBackend, path: Path) -> Any:
-        loaded.append(path)
-        return load(self, path)
+    def counted(graph: str, engine: Engine, backend: Backend) -> Engine:
+        loaded.append(graph)
+        return engine
 
-    monkeypatch.setattr(OrtBackend, "load", counted)
-    pipe = Pipeline.load(bundle(name, "fp32", BUDGETS), check_sums=False)
+    pipe = Pipeline.load(bundle(name, "fp32", BUDGETS), check_sums=False, wrap=counted)
     manifest = pipe.bundle.manifest
-    planned = {
-        pipe.bundle.graph_path(graph)
-        for plan in manifest.plans["sinkpruner"].values()
-        for graph in filter(None, [plan.sanitizer, *plan.select_after.values()])
-    }
-    weighted = {pipe.bundle.graph_path(graph) for graph in manifest.graphs} - planned
-    assert {path.stem for path in weighted} == {
+    planned = {graph for plan in manifest.plans["sinkpruner"].values() for graph in plan.graphs}
+    weighted = {*manifest.graphs} - planned
+    assert weighted == {
         "vision",
         "projector",
         "decoder_0",

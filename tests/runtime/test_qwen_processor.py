@@ -19,7 +19,9 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import ImageError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
+from sinkprune.runtime.prompt_rows import positions
 from sinkprune.runtime.qwen_processor import QwenProcessor
+from steps import layout_of, patch_grid
 
 SIZES = [(56, 56), (600, 400), (400, 600), (333, 1111), (28, 28), (3, 5), (1, 200), (1000, 5), (1400, 1300)]
 QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
@@ -79,9 +81,9 @@ def test_an_image_without_pixels_is_refused() -> None:
 def test_boxes_tile_the_image_in_raster_order(
     size: tuple[int, int], name: str, pipeline: Callable[..., Pipeline]
 ) -> None:
-    family = pipeline(name).family
-    boxes = family.token_boxes(size)
-    assert len(boxes) == family.visual_tokens(size)
+    layout = layout_of(pipeline(name).family, size)
+    boxes = layout.boxes
+    assert len(boxes) == layout.tokens
     assert boxes[0, :2].tolist() == [0, 0]
     assert boxes[-1, 2:].tolist() == pytest.approx(size)
     areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
@@ -101,16 +103,16 @@ def test_positions_equal_transformers_and_dropped_tokens_leave_gaps(
     model: Callable[[str], Any],
     pipeline: Callable[..., Pipeline],
 ) -> None:
-    torch_model, family = model(name), pipeline(name).family
-    n, grid = family.visual_tokens(size), family._processor.grid(size)
+    torch_model, layout = model(name), layout_of(pipeline(name).family, size)
+    n, grid = layout.tokens, patch_grid(pipeline(name), Image.new("RGB", size))
     ids = torch.tensor([[7] * before + [IMAGE_TOKEN] * n + [7] * after])
     expected, delta = torch_model.model.get_rope_index(ids, (ids == IMAGE_TOKEN).int(), torch.tensor([list(grid)]))
-    found = family.positions([before, after], [(size, np.arange(n))])
+    found = positions([before, after], [(layout, np.arange(n))])
     assert found.rows.tolist() == expected[:, 0].tolist()
     assert found.next == before + n + after + int(delta)
 
     kept = np.array([n - 1, *range(0, n, 3)])
-    pruned = family.positions([before, after], [(size, kept)])
+    pruned = positions([before, after], [(layout, kept)])
     rows = [*range(before), *(before + kept).tolist(), *range(before + n, before + n + after)]
     assert pruned.rows.tolist() == expected[:, 0, rows].tolist()
     assert pruned.next == found.next

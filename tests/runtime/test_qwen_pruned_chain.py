@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 
 from conftest import QWEN_SHAPES
-from logits import ask
 from masking import Sequence, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import PruningError
 from sinkprune.contract.families import parse_budget
+from steps import ask, patch_grid, tower_output
 
 PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 6
@@ -37,9 +37,7 @@ SIZES = [(672, 560), (112, 56), (300, 700), (56, 50)]
 
 def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
     """[before ; Z ; after] by the reference's sanitizer, at transformers' positions; and Z's source indices."""
-    pixels, grid = pipe.family.preprocess(image), pipe.family._processor.grid(image.size)
-    features = pipe.chain.vision({name: pipe.backend.tensor(array) for name, array in pixels.items()})
-    tokens, norms, salience = (pipe.backend.numpy(features[name])[0] for name in ("tokens", "norms", "salience"))
+    tokens, norms, salience = (array[0] for array in tower_output(pipe, image))
     options, n = parse_budget("qwen2.5-vl", budget), len(norms)
     index = list(range(n))
     if options.sanitizer:
@@ -52,11 +50,11 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
             remove_outliers=options.remove_outliers,
             raster=options.order == "raster",
         )
-    question = pipe._prompts.encode(PROMPT)
+    question = pipe.prompts.encode(["", PROMPT])
     before, after = (embedded(model, ids) for ids in (question.before, question.after))
     token = model.config.image_token_id
     ids = torch.tensor([[*question.before, *[token] * n, *question.after]])
-    positions, _ = model.model.get_rope_index(ids, (ids == token).int(), torch.tensor([list(grid)]))
+    positions, _ = model.model.get_rope_index(ids, (ids == token).int(), torch.tensor([patch_grid(pipe, image)]))
     start = len(before)
     rows = [*range(start), *(start + np.array(index)), *range(start + n, ids.shape[1])]
     end = start + len(index)

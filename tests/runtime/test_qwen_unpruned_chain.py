@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessorPil
 
 from conftest import QWEN_SHAPES
-from logits import QUESTION, ask
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune import Pipeline
+from steps import QUESTION, ask
 
 NEW_TOKENS = 16
 # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels

@@ -20,6 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.presets import PRESETS
+from steps import patch_grid
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 def tower(pipeline: Pipeline, image: Image.Image) -> Callable[[], Any]:
     """A run of the bundle's vision engine on `image`."""
     backend = pipeline.backend
-    inputs = {name: backend.tensor(array) for name, array in pipeline.family.preprocess(image).items()}
+    inputs = {name: backend.tensor(array) for name, array in pipeline.family.see(image).inputs.items()}
     return lambda: pipeline.chain.vision(inputs)
 
 
@@ -95,8 +96,8 @@ def test_the_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Ima
     ours = tower(pipeline, photo.resize(size))
     torchs = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLConfig.from_dict(config).vision_config)
     torchs = torchs.eval()
-    pixels = torch.from_numpy(pipeline.family.preprocess(photo.resize(size))["pixel_values"][0])
-    grid = torch.tensor([list(pipeline.family._processor.grid(size))])
+    pixels = torch.from_numpy(pipeline.family.see(photo.resize(size)).inputs["pixel_values"][0])
+    grid = torch.tensor([patch_grid(pipeline, photo.resize(size))])
     with torch.no_grad():
         seconds, torch_seconds = best_seconds([ours, lambda: torchs(pixels, grid_thw=grid)])
     assert seconds < 1.2 * torch_seconds

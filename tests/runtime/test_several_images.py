@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from logits import QUESTION, ask
 from masking import Sequence as Rows
 from masking import embedded, masked_forward
 from picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
@@ -20,6 +19,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import ImageError, PromptError
 from sinkprune.contract.families import parse_budget
+from steps import QUESTION, ask, patch_grid, tower_output
 
 Array = np.ndarray[Any, Any]
 Size = tuple[int, int]
@@ -64,9 +64,7 @@ def test_greedy_text_and_logits_equal_transformers(
 
 def sanitized(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Array, list[int], int]:
     """An image's kept tokens, their sources counted through all groups, and how many tokens it had."""
-    inputs = {key: pipe.backend.tensor(array) for key, array in pipe.family.preprocess(image).items()}
-    features = pipe.chain.vision(inputs)
-    groups = zip(*(pipe.backend.numpy(features[key]) for key in ("tokens", "norms", "salience")), strict=True)
+    groups = zip(*tower_output(pipe, image), strict=True)
     options, kept, sources, n = parse_budget(pipe.bundle.manifest.family, budget), [], [], 0
     for tokens, norms, salience in groups:
         index = list(range(len(tokens)))
@@ -86,7 +84,7 @@ def masked_by_hand(
 ) -> tuple[Array, list[dict[int, list[int]]]]:
     """Logits from the last prompt row on, and what survives of each image, by the slow and obvious rules."""
     family, token = pipe.bundle.manifest.family, model.config.image_token_id
-    texts = pipe._prompts.encode(PIECES, len(images)).texts
+    texts = pipe.prompts.encode(PIECES).texts
     parts, groups, kept = [embedded(model, texts[0])], [], []
     # Every row of the unpruned prompt, and which of them the pruned one holds
     every, taken = list(texts[0]), list(range(len(texts[0])))
@@ -96,14 +94,15 @@ def masked_by_hand(
             tokens = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0].numpy()
         start = sum(map(len, parts))
         groups.append(list(range(start, start + len(tokens))))
-        kept.append((n // pipe.family.groups(image.size), pipe.family.groups(image.size)))
+        layout = pipe.family.see(image).layout
+        kept.append((layout.tokens, layout.groups))
         parts += [tokens, embedded(model, text)]
         taken += [len(every) + i for i in [*sources, *range(n, n + len(text))]]
         every += [token] * n + text
     rows, positions = np.concatenate(parts), None
     if family.startswith("qwen"):
         prompt = torch.tensor([every])
-        grids = torch.tensor([list(pipe.family._processor.grid(image.size)) for image in images])
+        grids = torch.tensor([patch_grid(pipe, image) for image in images])
         positions = model.model.get_rope_index(prompt, (prompt == token).int(), grids)[0][:, 0, taken].numpy()
     counts = [parse_budget(family, budget).resolve(n).of_groups(many).stages for n, many in kept]
     cuts = prune_layers(pipe.bundle.manifest.language_model.num_layers)
@@ -157,7 +156,7 @@ def test_three_images_each_keep_their_quota(pipe: Callable[[str], Pipeline], pho
     cuts = prune_layers(6)
     for image, kept in zip(images, answer.images, strict=True):
         n = kept.norms.size
-        assert n == pipe("qwen").family.visual_tokens(image.size)
+        assert n == pipe("qwen").family.see(image).layout.tokens
         counts = parse_budget("qwen2.5-vl", "prune-66.7").resolve(n)
         left = [min(stage, counts.kept) for stage in counts.stages]
         assert [len(kept.after_stage[cut]) for cut in cuts] == left

@@ -268,11 +268,12 @@ def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], sm
     _, one = streamed(scripted("words"), small, max_new_tokens=1)
     assert one.token_ids == [word(0)]
     assert one.ms["per_token"] is None
-    assert one.ms["latency"] == one.ms["ttft"]
+    # Turning tokens into text is waited for too.
+    assert one.ms["ttft"] < one.ms["latency"] < one.ms["ttft"] + 5
     _, two = streamed(scripted("words"), small, max_new_tokens=2)
     assert two.ms["per_token"] is not None
     assert two.ms["per_token"] > 0
-    assert two.ms["latency"] == pytest.approx(two.ms["ttft"] + two.ms["per_token"])
+    assert 0 < two.ms["latency"] - (two.ms["ttft"] + two.ms["per_token"]) < 5
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, 3.0, "4"], ids=repr)

@@ -25,15 +25,18 @@ from fake_tensorrt import (
     RuntimeConfig,
     build_fake_engines,
 )
-from logits import QUESTION, ask
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError
+from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
-from sinkprune.runtime.chain import decode_one_token, prefill
+from sinkprune.runtime.decoding import decode_one_token, prefill
+from sinkprune.runtime.encoding import encode
+from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.stopwatch import Stopwatch
+from steps import QUESTION, ask
 
 Array = np.ndarray[Any, Any]
 NEW_TOKENS = 4
@@ -163,23 +166,37 @@ def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> No
     assert rig.device.calls.count("allocate") == 0
 
 
-def test_nothing_waits_between_embeddings_and_logits(rig: Rig) -> None:
-    chain, manifest = rig.pipeline.chain, rig.pipeline.bundle.manifest
-    plan = manifest.plan("sinkpruner", "retain-64")
-    assert plan is not None and len(plan.select_after) == 3
-    kept = plan.counts.kept
-    rows = np.random.default_rng(0).standard_normal((10 + kept + 20, chain.model.hidden_size)).astype(chain.dtype)
-    visual, clock = np.arange(10, 10 + kept), Stopwatch(rig.backend)
+def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Image) -> None:
+    pipeline, chain, clock = rig.pipeline, rig.pipeline.chain, Stopwatch(rig.backend)
+    inputs, layout = pipeline.family.see(photo)
+    planned = schedule(pipeline.bundle.manifest, "sinkpruner", "retain-64", [layout])
+    assert planned.plan is not None and len(planned.plan.select_after) == 3
+    encoded = encode(chain, planned.plan, inputs, clock)
     rig.clear()
-    result = prefill(chain, plan, rows, visual, np.arange(10 + kept, len(rows)), clock)
+    texts = [list(range(10)), list(range(20))]
+    rows = lay_out(chain, pipeline.embedding, None, texts, [(layout, encoded)], pruned=True)
+    result = prefill(chain, planned, rows, clock)
     # The host goes on at once: it may change what it handed over.
-    rows[:], visual[:] = 0, 0
+    rows.visual[:] = rows.text[:] = 0
     for row in np.ones((3, chain.model.hidden_size), chain.dtype):
         logits = decode_one_token(chain, result.cache, row)
     assert rig.device.waits == 0
     assert np.isfinite(rig.backend.numpy(logits)).all()
     assert rig.device.waits == 1
     assert clock.ms()["prefill"] > clock.ms()["select"] > 0
+
+
+def test_rows_are_joined_on_the_device_in_any_order(rig: Rig) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(np.float16) for shape in ((3, 8), (2, 5, 8), (1, 1, 8))]
+    rows = np.concatenate([array.reshape(-1, 8) for array in arrays])
+    for order in (np.arange(14), np.array([2, 3, 4, 0, 13, 13, 5, 6]), np.arange(14)[::-1]):
+        parts = [rig.backend.tensor(array) for array in arrays]
+        rig.clear()
+        joined = rig.backend.join(parts, order)
+        assert rig.device.waits == 0
+        del parts
+        np.testing.assert_array_equal(rig.backend.numpy(joined), rows[order][None])
 
 
 def test_a_decoded_token_waits_once(rig: Rig, photo: Image.Image) -> None:
@@ -204,7 +221,7 @@ def test_one_row_with_a_past_is_decoded_all_else_is_prefill(rows: int, past: int
     assert outputs["key_0"].shape == (1, model.num_kv_heads, past + rows, model.head_dim)
 
 
-def test_the_head_decodes_with_its_own_profile(rig: Rig) -> None:
+def test_the_head_decodes_with_its_own_optimisation_profile(rig: Rig) -> None:
     hidden = np.zeros((1, 1, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
     rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
     assert [len(context.enqueued) for context in rig.contexts("head")] == [0, 1]
@@ -217,7 +234,7 @@ def test_the_head_decodes_with_its_own_profile(rig: Rig) -> None:
         (1, 801, ["'decoder_0'", "'past_key_0'", "801", "'decode'", "800", "--max-new-tokens"]),
     ],
 )
-def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[str], rig: Rig) -> None:
+def test_shapes_beyond_an_optimisation_profile_are_refused(rows: int, past: int, said: list[str], rig: Rig) -> None:
     with pytest.raises(BackendError) as refusal:
         run_decoder(rig, rows, past)
     for words in said:
@@ -225,7 +242,7 @@ def test_shapes_beyond_a_profile_are_refused(rows: int, past: int, said: list[st
     assert rig.enqueued() == 0
 
 
-def test_the_head_names_the_profile_that_comes_nearest(rig: Rig) -> None:
+def test_the_head_names_the_optimisation_profile_that_comes_nearest(rig: Rig) -> None:
     hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
     with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
         rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
@@ -265,15 +282,19 @@ def test_activations_of_all_engines_lie_in_one_block(rig: Rig, photo: Image.Imag
 
 
 def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graphs(
-    rig: Rig, photo: Image.Image
+    small: Bundle, tmp_path: Path, photo: Image.Image
 ) -> None:
+    larger = small.manifest.plan("sinkpruner", "retain-64+compact")
+    assert larger is not None
+    build_fake_engines(small, tmp_path, activations={**ACTIVATIONS, larger.graphs[-1]: 2 * max(ACTIVATIONS.values())})
+    rig = Rig(small, tmp_path)
     for _ in range(2):
         ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     rig.clear()
     _, before = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {0}
     rig.clear()
-    rig.backend._session.activations.reserve(2 * max(ACTIVATIONS.values()))
+    rig.pipeline.chain.load_plan(larger)
     _, after = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
     assert rig.decode_calls() == {STEPS}
     np.testing.assert_array_equal(before, after)
@@ -319,8 +340,8 @@ def test_graphs_are_captured_second_replayed_third_and_the_oldest_goes_first() -
     def call(key: str) -> list[str]:
         device.calls.clear()
         graphs.run(key, lambda: device.enqueue(lambda: ran.append(key)))
-        device._run()
-        return [*device.calls]
+        device.synchronize()
+        return [name for name in device.calls if name != "synchronize"]
 
     capture, replay = ["begin_capture", "end_capture"], ["replay"]
     assert [call("a"), call("b"), call("a"), call("b")] == [[], [], capture, capture]

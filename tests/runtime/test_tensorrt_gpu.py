@@ -15,11 +15,11 @@ import pytest
 from PIL import Image
 
 from commands import run
-from logits import ask
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.runtime.device import open_device
+from steps import ask
 
 pytestmark = pytest.mark.gpu
 

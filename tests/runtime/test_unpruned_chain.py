@@ -13,8 +13,8 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from conftest import SHAPES
-from logits import ask
 from sinkprune import Pipeline
+from steps import ask
 
 PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]
 

@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from clips import VIDEO_BUDGETS, frames
 from commands import assert_refused, run
 from conftest import QWEN_SHAPES
-from logits import QUESTION, ask
 from masking import Sequence, embedded, masked_forward
 from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
@@ -27,7 +26,8 @@ from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import Request, export_bundle
-from sinkprune.runtime.clip import shown
+from sinkprune.runtime.clip import Shown, shown
+from steps import QUESTION, ask, patch_grid, tower_output
 from video_files import write_video
 
 Array = np.ndarray[Any, Any]
@@ -48,11 +48,10 @@ def clip(photo: Image.Image) -> Clip:
     return Clip(frames(8, SIZE, photo), fps=2)
 
 
-def inputs_of(pipe: Pipeline, clip: Clip) -> tuple[dict[str, Array], torch.Tensor, Any]:
-    """What the pipeline gives the tower for a clip of 8 frames, transformers' grid of it, and its size."""
-
+def inputs_of(pipe: Pipeline, clip: Clip) -> tuple[Shown, torch.Tensor]:
+    """What the tower is shown of a clip of 8 frames, and transformers' grid of it."""
     taken = shown(clip, pipe.bundle.manifest.processor["video"], 2)
-    return pipe.family.preprocess(taken), torch.tensor([list(pipe.family._processor.grid(taken.size))]), taken.size
+    return taken, torch.tensor([patch_grid(pipe, taken)])
 
 
 def seconds(name: str, fps: float) -> dict[str, torch.Tensor]:
@@ -72,7 +71,8 @@ def test_greedy_text_and_logits_equal_transformers(
     clip: Clip,
 ) -> None:
     clip = replace(clip, fps=fps)
-    pixels, grid, size = inputs_of(pipe(name), clip)
+    taken, grid = inputs_of(pipe(name), clip)
+    pixels = pipe(name).family.see(taken).inputs
     tokenizer = AutoTokenizer.from_pretrained(checkpoint(name))
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = tokenizer.apply_chat_template(
@@ -87,7 +87,7 @@ def test_greedy_text_and_logits_equal_transformers(
             mm_token_type_ids=2 * (ids["input_ids"] == VIDEO_TOKEN).int(),
             pixel_values_videos=torch.from_numpy(pixels["pixel_values"]).flatten(0, 1),
             video_grid_thw=grid,
-            **seconds(name, size.fps),
+            **seconds(name, taken.size.fps),
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
@@ -117,19 +117,17 @@ def test_salience_is_eager_attention_over_all_patches_of_the_clip(
     request = Request(str(checkpoint(name)), budgets=("prune-80",), max_frames=8, salience=salience)
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
-    pixels, grid, _ = inputs_of(pipe, clip)
-    frames_of_patches = torch.from_numpy(pixels["pixel_values"]).flatten(0, 1)
+    taken, grid = inputs_of(pipe, clip)
+    frames_of_patches = torch.from_numpy(pipe.family.see(taken).inputs["pixel_values"]).flatten(0, 1)
     expected = features(model(name).model.visual, frames_of_patches, grid, block).salience.view(4, 30)
-    tensors = {key: pipe.backend.tensor(array) for key, array in pixels.items()}
-    found = pipe.backend.numpy(pipe.chain.vision(tensors)["salience"])
+    _, _, found = tower_output(pipe, taken)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-9)
 
 
 def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tuple[Sequence, list[list[int]]]:
     """[before ; Z ; after] by the reference's sanitizer, at transformers' positions; and Z's sources, by group."""
-    pixels, grid, size = inputs_of(pipe, clip)
-    tensors = {key: pipe.backend.tensor(array) for key, array in pixels.items()}
-    features = [pipe.backend.numpy(pipe.chain.vision(tensors)[key]) for key in ("tokens", "norms", "salience")]
+    taken, grid = inputs_of(pipe, clip)
+    features = [*tower_output(pipe, taken)]
     options = parse_budget("qwen2.5-vl", budget)
     if options.frames == "together":
         features = [x.reshape(1, -1, *x.shape[2:]) for x in features]
@@ -142,23 +140,23 @@ def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tu
             tokens, index = sanitize(tokens, norms, salience, reserve=reserve, diverse=diverse, raster=raster)
         kept.append(tokens)
         indices.append(index)
-    question, n = pipe._prompts.encode(QUESTION), features[1].size
+    question, n = pipe.prompts.encode(["", QUESTION]), features[1].size
     before, after = (embedded(model, ids) for ids in (question.before, question.after))
     ids = torch.tensor([[*question.before, *[VIDEO_TOKEN] * n, *question.after]])
     positions, _ = model.model.get_rope_index(
         ids,
         2 * (ids == VIDEO_TOKEN).int(),
         video_grid_thw=grid,
-        **seconds(model.config.model_type, size.fps),
+        **seconds(model.config.model_type, taken.size.fps),
     )
     start, each = len(before), n // len(indices)
     sources = [start + group * each + i for group, index in enumerate(indices) for i in index]
     rows = [*range(start), *sources, *range(start + n, ids.shape[1])]
     hidden = np.concatenate([before, *kept, after])
     end = start + len(sources)
-    taken = positions[:, 0, rows].numpy()
+    places = positions[:, 0, rows].numpy()
     visual, text = list(range(start, end)), list(range(end, len(rows)))
-    return Sequence(hidden, visual, text, taken, "qwen2.5-vl"), indices
+    return Sequence(hidden, visual, text, places, "qwen2.5-vl"), indices
 
 
 @pytest.mark.parametrize("name", QWEN_SHAPES)

@@ -8,88 +8,109 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.intervals import Interval, paired_bootstrap, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.intervals import Interval, paired_bootstrap, relative_accuracy, wilson
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.report import Spread
 
 
 class Combination(NamedTuple):
-    """A method at a budget."""
+    """A method at a budget, both by the names a bundle has for them."""
 
     method: str
     budget: str
 
 
 BASELINE = Combination(UNPRUNED, UNPRUNED)
-"""The unpruned engines, which every evaluation runs."""
+"""The unpruned engines, which every evaluation runs and compares the others with."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one combination replied to one question."""
+    """What one combination replied to one question, and what that took."""
 
     id: str
+    """The question's id within its task."""
     kind: str
+    """The question's kind, e.g. "existence"; accuracies are told by kind too."""
     combination: Combination
     text: str
     right: bool
+    """Whether `text` answers the question."""
     mean_visual_tokens: float
-    """Over all decoder layers (input counting)."""
+    """Visual tokens a decoder layer ran on, mean over all layers (input counting)."""
     ttft_ms: float
+    """Milliseconds from the request to the first token."""
 
 
 @dataclass(frozen=True)
 class KindReport:
-    """The questions of one kind."""
+    """How one combination answered the questions of one kind."""
 
     accuracy: float
+    """The fraction that was answered rightly."""
     ci95: Interval
+    """Wilson's 95 % interval of `accuracy`."""
     count: int
+    """Questions of this kind."""
 
 
 @dataclass(frozen=True)
 class CombinationReport:
-    """One combination, evaluated. Accuracies are fractions."""
+    """How one combination answered all questions. Accuracies are fractions."""
 
     accuracy: float
+    """The fraction that was answered rightly."""
     ci95: Interval
-    """Wilson's interval."""
+    """Wilson's 95 % interval of `accuracy`."""
     relative: float | None
     """Accuracy over that of the unpruned engines; None where those had no right answer."""
     relative_ci95: Interval | None
-    """By paired bootstrap over the questions."""
+    """The 95 % interval of `relative`, by paired bootstrap over the questions; None where `relative` is."""
     by_kind: dict[str, KindReport]
+    """How it answered the questions of each kind, by the kind's name."""
     mean_visual_tokens: float
-    """Visual tokens a decoder layer ran on, over all layers and questions (input counting)."""
+    """Visual tokens a decoder layer ran on, mean over all layers and questions (input counting)."""
     ttft_ms: Spread
+    """Milliseconds from a request to its first token, over the questions."""
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """An evaluation: every combination against the unpruned engines on the same questions."""
+    """An evaluation: every combination against the unpruned engines on the same questions.
+
+    It is what `sinkprune-evaluate --json` writes, field by field.
+    """
 
     model: str
+    """The checkpoint's name."""
     backend: str
     precision: str
     machine: str
+    """The processor, in words."""
     threads: int
+    """CPU threads of the backend."""
     task: str
+    """The task's name, or its file's."""
     questions: int
+    """How many questions were asked."""
     blind: bool
     """Whether every picture was replaced by a grey one."""
     planted_outliers: bool
-    """Whether background tokens were turned into outliers (`sinkprune.calibration.outliers`)."""
+    """Whether background tokens were turned into outliers (`sinkprune.calibration.evaluation.outliers`)."""
     max_new_tokens: int
+    """The longest answer, in tokens."""
     versions: dict[str, str]
+    """Of sinkprune, Python and the engine library, by name."""
     none: CombinationReport
+    """The unpruned engines, which all others are compared with."""
     methods: dict[str, dict[str, CombinationReport]]
-    """By method, then budget."""
+    """Each combination, by method, then budget."""
     unreachable: tuple[Combination, ...]
     """Combinations asked for that the bundle does not hold: methods that cannot reach a budget's mean."""
 
 
 def summarise(replies: Sequence[Reply], base: Sequence[Reply]) -> CombinationReport:
-    """One combination's replies against the baseline's to the same questions, in the same order."""
+    """The report of one combination from its replies, and the baseline's to the same questions in the same order."""
     right = np.array([reply.right for reply in replies])
     base_right = np.array([reply.right for reply in base])
     kinds = dict.fromkeys(reply.kind for reply in replies)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from PIL import Image
 
-from sinkprune.calibration.evaluation_report import (
+from sinkprune.calibration.evaluation.report import (
     BASELINE,
     Combination,
     CombinationReport,
@@ -68,7 +68,8 @@ def ask(
     """Every combination's greedy reply to every question, those of one question one after the other.
 
     `BASELINE` is asked too. Each combination is run once on the first question before anything counts. `on_run` is
-    told of each run that counts before it starts. Raises what `Pipeline.stream` raises, naming the question.
+    told of each run that counts before it starts. Raises what `Pipeline.stream` raises, naming the question, and
+    `UsageError` for fewer than one new token.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max new tokens is {max_new_tokens}, expected at least 1.")
@@ -97,7 +98,10 @@ def report(
     planted_outliers: bool,
     max_new_tokens: int,
 ) -> EvaluationReport:
-    """Sum up the replies of `ask`."""
+    """Sum up the replies that `ask` gave, on `pipeline`, in the report that `sinkprune-evaluate --json` writes.
+
+    `unreachable` are the combinations that `choose_combinations` found missing; the rest says how the task was asked.
+    """
     by_combination: dict[Combination, list[Reply]] = {}
     for reply in replies:
         by_combination.setdefault(reply.combination, []).append(reply)

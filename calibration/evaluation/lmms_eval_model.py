@@ -21,19 +21,22 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.runtime.pipeline import Pipeline
 
+# Where a task names no longest answer.
 _MAX_NEW_TOKENS = 128
-"""Where a task names no longest answer."""
 
 
 def manifest() -> Any:
-    """What the entry point hands to the harness: where the model's class is."""
+    """Where the model's class is: what the entry point of the group `lmms_eval.models` hands to the harness."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(model_id="sinkprune", simple_class_path=f"{__name__}.SinkpruneModel")
 
 
 class SinkpruneModel(lmms):  # type: ignore[misc]
-    """A bundle with one method at one budget. It answers questions about one image, one at a time."""
+    """A bundle with one method at one budget, as a model of lmms-eval.
+
+    It answers questions about one image, one at a time.
+    """
 
     is_simple = True
 
@@ -61,7 +64,10 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
         self._method, self._budget = method, budget
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """The replies to the harness's requests; raises `ImageError` where one is not about exactly one image."""
+        """The replies to the harness's requests, in their order.
+
+        Raises `ImageError` where one is not about exactly one image, and `UsageError` where it asks for beams.
+        """
         turns = track(requests, f"{self._method} {self._budget}", console=Console(stderr=True), transient=True)
         return [self._reply(*request.args) for request in turns]
 
@@ -70,7 +76,7 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
         raise UsageError("a bundle answers one question, not a conversation. Choose tasks of a single round.")
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Not supported. Raises `UsageError`."""
+        """Not supported: a bundle rates no given replies. Raises `UsageError`."""
         raise UsageError(
             "a bundle generates replies and rates no given ones. Choose tasks whose output_type is generate_until, "
             "as that of POPE, MME, GQA, TextVQA and MMBench is."

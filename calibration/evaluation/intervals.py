@@ -10,7 +10,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Interval = tuple[float, float]
-"""Low and high end."""
+"""The low and the high end of an interval."""
 
 _Z = NormalDist().inv_cdf(0.975)
 _RESAMPLES = 10_000

@@ -6,10 +6,11 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from sinkprune.calibration.evaluation_report import CombinationReport, EvaluationReport
+from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport
 from sinkprune.runtime.plot import import_matplotlib
 
 OWN = "sinkpruner"
+"""The method that is drawn boldly: the project's own."""
 
 # Okabe-Ito without vermilion, which is ours, and without yellow, which is too pale for lines.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#777777")
@@ -21,7 +22,10 @@ _SIDE_STEP = 0.012
 
 
 def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
-    """One line a method with its 95 % intervals, and the unpruned engines' as a band; the bytes of a picture file."""
+    """Accuracy against visual tokens: a line a method with its 95 % intervals, the unpruned engines' as a band.
+
+    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
+    """
     figure = import_matplotlib()(figsize=(11, 6.4), layout="constrained")
     axes = figure.add_subplot()
     low, high = report.none.ci95

@@ -16,18 +16,26 @@ from sinkprune.runtime.backends import Backend, Engine, Tensor
 Array = np.ndarray[Any, Any]
 
 _PER_MILLE = 10
+# Of a planted token, in median norms of its group.
 _NORM = 4.0
-"""Norm of a planted token, in median norms of its group."""
+
+
+def plant_in_vision(graph: str, engine: Engine, backend: Backend) -> Engine:
+    """The engine of the graph `vision` with outliers planted in what it gives, any other as it is.
+
+    For `wrap` of `Pipeline.load`.
+    """
+    return PlantedOutliers(engine, backend) if graph == "vision" else engine
 
 
 class PlantedOutliers:
-    """A vision engine that gives what `vision` gives, with outliers in it."""
+    """An engine of the graph `vision` that gives what `vision` gives, with outliers in it (`plant_outliers`)."""
 
     def __init__(self, vision: Engine, backend: Backend) -> None:
         self._vision, self._backend = vision, backend
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`tokens`, `norms` and `salience` of the graph contract."""
+        """`tokens`, `norms` and `salience` of the graph contract, by name, on the device of the backend."""
         features = self._vision(inputs)
         arrays = [self._backend.numpy(features[name]) for name in ("tokens", "norms", "salience")]
         planted = zip(("tokens", "norms", "salience"), plant_outliers(*arrays), strict=True)

@@ -1,0 +1,148 @@
+"""The shapes that every input of every graph may have, as the optimisation profiles that TensorRT compiles for.
+
+An optimisation profile is a range of shapes, tuned for one usual shape within it. They follow from the bundle (its
+budgets, and the largest pictures its model takes) and from what a request may be at most (`limits.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_low
+from typing import NamedTuple
+
+from sinkprune.contract.engines_manifest import Limits, OptimisationProfile, OptimisationProfiles, Range
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import GraphSpec, Manifest
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.schedule import PictureSchedule, schedule
+from sinkprune.runtime.families import load_family
+
+_USUAL_PROMPT = 64
+
+
+class _Span(NamedTuple):
+    """The smallest, usual and largest value of one dynamic dimension."""
+
+    min: int
+    opt: int
+    max: int
+
+
+# Not (1, 1, 1): for a fixed length TensorRT-RTX 1.7 lays the weights out anew, and the engine holds them twice
+# (measured with 168 MB of weights: an engine of 340 MB; like this, of 173 MB).
+_ONE_TOKEN = _Span(1, 1, 2)
+
+
+def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, OptimisationProfiles]:
+    """The optimisation profiles of every graph of a bundle, by the graph's name, then by their own.
+
+    Decoder segments and head have two, `prefill` and `decode`, in one engine; every other graph has `prefill` only.
+    But where images have larger groups than clips, and clips more of them, a graph that is given groups has `clip`
+    and `image` instead: many groups of an image's size never come, and TensorRT could not rank them.
+    Raises `BundleError` for a dynamic dimension that the graph contract does not know.
+    """
+    family = load_family(manifest)
+    pictures = {
+        kind: _Picture(
+            manifest,
+            layout,
+            _planned(manifest, layout),
+            {name: _Span(*sizes) for name, sizes in family.vision_sizes(layout.tokens, layout.groups).items()},
+        )
+        for kind, layout in family.largest().items()
+    }
+    return {graph: _of_graph(graph, spec, limits, pictures) for graph, spec in manifest.graphs.items()}
+
+
+def _planned(manifest: Manifest, layout: VisualLayout) -> tuple[tuple[Plan, PictureSchedule], ...]:
+    """Every plan of a bundle, with what it leaves of a picture of this layout."""
+    return tuple(
+        (plan, schedule(manifest, method, budget, [layout]).pictures[0])
+        for method, plans in manifest.plans.items()
+        for budget, plan in plans.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """The largest picture of a kind, and what becomes of it."""
+
+    manifest: Manifest
+    layout: VisualLayout
+    planned: tuple[tuple[Plan, PictureSchedule], ...]
+    vision_sizes: dict[str, _Span]
+
+    def visual_counts(self, graph: str) -> list[int]:
+        """How many visual tokens of it `graph` may be given, ascending: by each plan, and unpruned if that happens.
+
+        The projector is given those of a group.
+        """
+        unpruned, n = len(self.layout.unpruned_rows), self.layout.tokens
+        for plan, planned in self.planned:
+            for cut, select in plan.select_after.items():
+                if select == graph:
+                    return [planned.reaching(int(cut))]
+        if graph == "projector":
+            kept = {planned.counts.kept for plan, planned in self.planned if plan.sanitizer and planned.counts}
+            return sorted({n, *kept})
+        if graph.startswith("decoder_"):
+            layer = self.manifest.segments[int(graph.removeprefix("decoder_"))].start
+        elif graph == "head":
+            layer = self.manifest.language_model.num_layers
+        else:
+            return [n]
+        return sorted({unpruned, *(planned.reaching(layer) for _, planned in self.planned)})
+
+    def sizes(self, graph: str, limits: Limits) -> dict[str, _Span]:
+        """Every dynamic dimension of `graph`, for pictures up to this one."""
+        groups, n, visual = self.layout.groups, self.layout.tokens, self.visual_counts(graph)
+        usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
+        most = limits.images * max(visual)
+        fewest = 1 if self.manifest.any_resolution or groups > 1 else min(visual)
+        rows = _Span(1, median_low(visual) + usual_prompt, most + limits.prompt_tokens)
+        return {
+            "G": _Span(1, groups, groups),
+            "N": _Span(1, n, n),
+            "n": _Span(fewest, median_low(visual), max(visual)),
+            "S": rows,
+            "P": _Span(0, 0, 0),
+            "T": rows,
+            "V": _Span(fewest, median_low(visual), most),
+            "V2": _Span(1, median_low(visual), most),
+            "L": _Span(0, usual_prompt, limits.prompt_tokens),
+            **self.vision_sizes,
+        }
+
+
+def _of_graph(graph: str, spec: GraphSpec, limits: Limits, pictures: Mapping[str, _Picture]) -> OptimisationProfiles:
+    if len(pictures) == 1 or not any("G" in tensor.shape for tensor in spec.inputs):
+
+        def tokens(picture: _Picture) -> tuple[int, int]:
+            return max(picture.visual_counts(graph)), picture.layout.groups * picture.layout.tokens
+
+        pictures = {"prefill": max(pictures.values(), key=tokens)}
+    sizes = {name: picture.sizes(graph, limits) for name, picture in pictures.items()}
+    if graph == "head" or graph.startswith("decoder_"):
+        rows = sizes["prefill"]["S"]
+        past = _Span(1, rows.opt + limits.new_tokens // 2, rows.max + limits.new_tokens - 1)
+        sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "P": past}
+    return {name: _ranges(graph, spec, spans) for name, spans in sizes.items()}
+
+
+def _ranges(graph: str, spec: GraphSpec, spans: Mapping[str, _Span]) -> OptimisationProfile:
+    ranges = {}
+    for tensor in spec.inputs:
+        unknown = [size for size in tensor.shape if isinstance(size, str) and size not in spans]
+        if unknown:
+            raise BundleError(
+                f"graph '{graph}': input '{tensor.name}' has the dynamic dimension '{unknown[0]}', expected one of "
+                f"{', '.join(spans)}. Export the bundle again."
+            )
+        ranges[tensor.name] = Range(*(_shape(tensor.shape, spans, which) for which in range(3)))
+    return ranges
+
+
+def _shape(shape: Sequence[int | str], spans: Mapping[str, _Span], which: int) -> tuple[int, ...]:
+    return tuple(spans[size][which] if isinstance(size, str) else size for size in shape)

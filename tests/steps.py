@@ -1,0 +1,92 @@
+"""A question to a pipeline, and what each step of its answer gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.clip import Picture
+from sinkprune.runtime.decoding import Prefill
+from sinkprune.runtime.encoding import Encoded
+from sinkprune.runtime.families import Family, Seen
+from sinkprune.runtime.observer import Observer
+from sinkprune.runtime.prompt_rows import PromptRows
+from sinkprune.runtime.qwen_processor import QwenProcessor
+
+Array = np.ndarray[Any, Any]
+QUESTION = "What is in the picture?"
+
+
+class Watched(Observer):
+    """Keeps what every step gives."""
+
+    pictures: Sequence[Seen]
+    features: Sequence[Encoded]
+    rows: PromptRows
+    prefill: Prefill
+    answer: Answer
+
+    def __init__(self) -> None:
+        self.logits: list[Array] = []
+
+    def seen(self, pictures: Sequence[Seen]) -> None:
+        self.pictures = pictures
+
+    def encoded(self, pictures: Sequence[Encoded]) -> None:
+        self.features = pictures
+
+    def laid_out(self, rows: PromptRows) -> None:
+        self.rows = rows
+
+    def prefilled(self, result: Prefill) -> None:
+        self.prefill = result
+
+    def chose(self, token: int, logits: Array) -> None:
+        self.logits.append(logits)
+
+    def answered(self, answer: Answer) -> None:
+        self.answer = answer
+
+
+def watched(pipeline: Pipeline, photo: Any, question: str | Sequence[str] = QUESTION, **options: Any) -> Watched:
+    """All steps of an answer."""
+    watched = Watched()
+    pipeline.generate(photo, question, observer=watched, **options)
+    return watched
+
+
+def ask(
+    pipeline: Pipeline,
+    photo: Image.Image | Sequence[Image.Image],
+    budget: str,
+    new_tokens: int,
+    question: str | Sequence[str] = QUESTION,
+) -> tuple[Answer, Array]:
+    """The answer, exactly `new_tokens` long, and the logits [new_tokens,vocab] of all its tokens."""
+    options = {"budget": budget, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    steps = watched(pipeline, photo, question, **options)
+    return steps.answer, np.stack(steps.logits)
+
+
+def tower_output(pipeline: Pipeline, picture: Picture) -> tuple[Array, Array, Array]:
+    """Tokens [G,N,D], norms and salience [G,N] that the graph `vision` gives of a picture."""
+    backend, inputs = pipeline.backend, pipeline.family.see(picture).inputs
+    given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
+    tokens, norms, salience = (backend.numpy(given[name]) for name in ("tokens", "norms", "salience"))
+    return tokens, norms, salience
+
+
+def layout_of(family: Family, size: tuple[int, int]) -> VisualLayout:
+    """The layout of an image of `size` (width, height)."""
+    return family.see(Image.new("RGB", size)).layout
+
+
+def patch_grid(pipeline: Pipeline, picture: Picture) -> list[int]:
+    """How many patches Qwen's processor makes of a picture, along time, height and width."""
+    return list(QwenProcessor(pipeline.bundle.manifest.processor).grid(picture.size))
