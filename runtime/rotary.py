@@ -18,11 +18,6 @@ class Positions(NamedTuple):
     next: int
     """The position of the first new token, the same on every axis."""
 
-    @staticmethod
-    def in_line(rows: int) -> Positions:
-        """The positions 0, 1, 2, ... of `rows` rows that stand in line."""
-        return Positions(np.arange(rows), rows)
-
 
 class Rotary:
     """Tables of rotary embedding with base `theta` for heads of `head_dim`.

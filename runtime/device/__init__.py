@@ -87,6 +87,15 @@ class Device(Protocol):
         """Enqueue a CUDA graph of `end_capture`: the same work at the same addresses."""
 
 
+def out_of_memory(device: Device, size: int) -> BackendError:
+    """What to say of a device that has no `size` bytes left."""
+    free, total = device.memory()
+    return BackendError(
+        f"out of memory on {device.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of {total / 1e6:.1f} MB "
+        "are free. End other programs, or use a smaller budget or shorter answers."
+    )
+
+
 def open_device() -> Device:
     """The first CUDA device (`CUDA_VISIBLE_DEVICES` chooses), by cuda-python, or by pycuda if only that is installed.
 

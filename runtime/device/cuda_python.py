@@ -14,7 +14,7 @@ import numpy as np
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.device import Address, Device
+from sinkprune.runtime.device import Address, Device, out_of_memory
 from sinkprune.runtime.device.system_memory import available_bytes
 
 # A kernel that wants more shared memory than this must say so first.
@@ -71,11 +71,7 @@ class CudaPythonDevice(Device):
         # Not cuMemAllocAsync: Tegra boards may lack memory pools.
         status, address = self._cuda.cuMemAlloc(size)
         if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            free, total = self.memory()
-            raise BackendError(
-                f"out of memory on {self.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of "
-                f"{total / 1e6:.1f} MB are free. End other programs, or use a smaller budget or shorter answers."
-            )
+            raise out_of_memory(self, size)
         self._checked((status,))
         return int(address)
 

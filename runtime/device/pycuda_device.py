@@ -12,7 +12,7 @@ import numpy as np
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.device import Address, Device
+from sinkprune.runtime.device import Address, Device, out_of_memory
 from sinkprune.runtime.device.system_memory import available_bytes
 
 T = TypeVar("T")
@@ -53,11 +53,7 @@ class PycudaDevice(Device):
         try:
             allocation = self._cuda.mem_alloc(size)
         except self._cuda.MemoryError as error:
-            free, total = self.memory()
-            raise BackendError(
-                f"out of memory on {self.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of "
-                f"{total / 1e6:.1f} MB are free. End other programs, or use a smaller budget or shorter answers."
-            ) from error
+            raise out_of_memory(self, size) from error
         address = int(allocation)
         self._allocations[address] = allocation
         return address
