@@ -13,9 +13,9 @@ from sinkprune.export.pruning.select import build_selects, last_row
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the cut, then as many as meet the budget's mean."""
-    (cut,) = cuts = scaled_layers((2,), facts.language_model.num_layers)
+    cuts = scaled_layers((2,), facts.language_model.num_layers)
     counts = scaled_stages(facts, budget, cuts, [facts.visual_tokens])
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, {cut: counts.stages[0]}, last_row))
+    return PlanGraphs(counts, select_after=build_selects(facts, budget, cuts, counts.stages, last_row))
 
 
 METHODS = {"fastv": build}

@@ -17,8 +17,7 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the first cut, then the same share of what is left after each."""
     cuts = scaled_layers((8, 16, 24), facts.language_model.num_layers)
     counts = constant_ratio(facts, budget, cuts)
-    stages = dict(zip(cuts, counts.stages, strict=True))
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, stages, last_row))
+    return PlanGraphs(counts, select_after=build_selects(facts, budget, cuts, counts.stages, last_row))
 
 
 METHODS = {"pyramiddrop": build}

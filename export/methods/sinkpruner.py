@@ -15,14 +15,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UpTo
 from sinkprune.export.pruning.ranking import check_ranked
-from sinkprune.export.pruning.sanitizer import (
-    ascending,
-    gather_rows,
-    give_rows,
-    joined,
-    largest,
-    new_sanitizer,
-)
+from sinkprune.export.pruning.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer
 from sinkprune.export.pruning.select import build_selects, every_text_row
 from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of, vector
 
@@ -60,7 +53,7 @@ def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
 
 def _selects(facts: PlanFacts, budget: Budget, stages: Sequence[int | Share]) -> dict[int, Graph]:
     cuts = prune_layers(facts.language_model.num_layers) if stages else ()
-    return build_selects(facts, budget, dict(zip(cuts, stages, strict=True)), every_text_row)
+    return build_selects(facts, budget, cuts, stages, every_text_row)
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Graph | None:

@@ -6,7 +6,7 @@ rows ask (`Asking`); the scorer is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -86,11 +86,13 @@ def text_like_the_image(graph: Graph, stage: Stage) -> Asked:
 
 
 def build_selects(
-    facts: PlanFacts, budget: Budget, stages: Mapping[int, int | Share], asking: Asking
+    facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int | Share], asking: Asking
 ) -> dict[int, Graph]:
-    """A select after each layer of `stages` that keeps as many visual rows as stand there, of each group."""
+    """A select after each of the layers `cuts` (0-based) that keeps as many visual rows of each group as its stage
+    says, by layer; raises `BudgetError` for more than TensorRT ranks.
+    """
     selects = {}
-    for layer, stage in stages.items():
+    for layer, stage in zip(cuts, stages, strict=True):
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
         kept = of_all_groups(stage, facts)
         check_ranked(facts, kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
