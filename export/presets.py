@@ -14,9 +14,13 @@ _CLIP_L_336 = {
     "patch_size": 14,
     "projection_dim": 768,
 }
+_QWEN_VISION = {"depth": 32, "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None}
+# What the rows of the table below give
+_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def _llava(**text: Any) -> dict[str, Any]:
+def _llava(*shape: int, **text: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -31,21 +35,22 @@ def _llava(**text: Any) -> dict[str, Any]:
             "vocab_size": 32064,
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
+            **dict(zip(_SHAPE, shape, strict=True)),
             **text,
         },
     }
 
 
-def _llava_next(**text: Any) -> dict[str, Any]:
+def _llava_next(*shape: int, **text: Any) -> dict[str, Any]:
     return {
-        **_llava(**text),
+        **_llava(*shape, **text),
         "architectures": ["LlavaNextForConditionalGeneration"],
         "model_type": "llava_next",
         "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]],
     }
 
 
-def _qwen(**text: Any) -> dict[str, Any]:
+def _qwen(*shape: int, **text: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
@@ -54,15 +59,11 @@ def _qwen(**text: Any) -> dict[str, Any]:
         "vision_start_token_id": 151652,
         "vision_end_token_id": 151653,
         "vision_config": {
+            **_QWEN_VISION,
             "model_type": "qwen2_5_vl_vision",
-            "depth": 32,
             "hidden_size": 1280,
             "intermediate_size": 3420,
-            "num_heads": 16,
-            "out_hidden_size": text["hidden_size"],
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
+            "out_hidden_size": shape[0],
             "window_size": 112,
             "fullatt_block_indexes": [7, 15, 23, 31],
             "tokens_per_second": 2,
@@ -73,95 +74,30 @@ def _qwen(**text: Any) -> dict[str, Any]:
             "rms_norm_eps": 1e-6,
             "eos_token_id": 151645,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            **dict(zip(_SHAPE, shape, strict=True)),
             **text,
         },
     }
 
 
-def _qwen2(**text: Any) -> dict[str, Any]:
-    config = _qwen(**text)
+def _qwen2(*shape: int, **text: Any) -> dict[str, Any]:
+    own = {"model_type": "qwen2_vl_vision", "embed_dim": 1280, "mlp_ratio": 4, "hidden_size": shape[0]}
     return {
-        **config,
+        **_qwen(*shape, **text, model_type="qwen2_vl_text", max_position_embeddings=32768),
         "architectures": ["Qwen2VLForConditionalGeneration"],
         "model_type": "qwen2_vl",
-        "vision_config": {
-            "model_type": "qwen2_vl_vision",
-            "depth": 32,
-            "embed_dim": 1280,
-            "mlp_ratio": 4,
-            "num_heads": 16,
-            "hidden_size": text["hidden_size"],
-            "patch_size": 14,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-        },
-        "text_config": {**config["text_config"], "model_type": "qwen2_vl_text", "max_position_embeddings": 32768},
+        "vision_config": {**_QWEN_VISION, **own},
     }
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "llava-1.5-7b": _llava(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-    ),
-    "llava-1.5-13b": _llava(
-        hidden_size=5120,
-        intermediate_size=13824,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        num_key_value_heads=40,
-    ),
-    "llava-1.1b": _llava(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=22,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-    ),
-    "llava-next-7b": _llava_next(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-    ),
-    "llava-next-mistral-7b": _llava_next(
-        model_type="mistral",
-        hidden_size=4096,
-        intermediate_size=14336,
-        max_position_embeddings=32768,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        rope_theta=1e6,
-        sliding_window=None,
-    ),
-    "qwen2-vl-7b": _qwen2(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ),
-    "qwen2.5-vl-3b": _qwen(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_hidden_layers=36,
-        num_attention_heads=16,
-        num_key_value_heads=2,
-    ),
-    "qwen2.5-vl-7b": _qwen(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ),
+    "llava-1.5-7b": _llava(4096, 11008, 32, 32, 32),
+    "llava-1.5-13b": _llava(5120, 13824, 40, 40, 40),
+    "llava-1.1b": _llava(2048, 5632, 22, 32, 4),
+    "llava-next-7b": _llava_next(4096, 11008, 32, 32, 32),
+    "llava-next-mistral-7b": _llava_next(4096, 14336, 32, 32, 8, **_MISTRAL),
+    "qwen2-vl-7b": _qwen2(3584, 18944, 28, 28, 4, vocab_size=152064),
+    "qwen2.5-vl-3b": _qwen(2048, 11008, 36, 16, 2, vocab_size=151936),
+    "qwen2.5-vl-7b": _qwen(3584, 18944, 28, 28, 4, vocab_size=152064),
 }
 """Configurations in the words of config.json. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""
