@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -27,8 +26,10 @@ from sinkprune.contract.manifest import (
 )
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import DIALECTS, Dialect
-from sinkprune.export.graph import WeightedGraph, Weights
+from sinkprune.export.families import Family
+from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
@@ -59,34 +60,40 @@ def export_bundle(
     check_replaceable(output, BUNDLE, force=force)
     source = open_source(request)
     with closing(source.weights):
-        budgets = parse_budgets(source.family.name, request.budgets)
+        family, lm = source.family, source.family.language_model
+        budgets = parse_budgets(family.name, request.budgets)
         facts = _facts(source, precision, dialect, request.max_images)
         planned = plan_graphs(facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
-        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
-            writer = _Writer(root, source, precision, dialect, progress)
-            segments = decoder_segments(cut_after, source.family.language_model.num_layers)
-            graphs = writer.weight_graphs(segments)
-            plans = writer.plans(planned, budgets, graphs)
-            writer.text_files()
+        weighted = []
+        for name, write in family.graphs(decoder_segments(cut_after, lm.num_layers), source.weights).items():
+            weighted.append(WeightedGraph(name, precision, dialect, _reader(source, name, progress)))
+            write(weighted[-1])
+        embedded = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size
+        needed = (sum(graph.parameters for graph in weighted) + embedded) * precision.numpy.itemsize
+        with staging(output, BUNDLE, needed + _SMALL_FILES_BYTES, "export with --precision fp16") as root:
+            graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in weighted}
+            plans = _save_plans(root, planned, budgets, graphs)
+            _save_embedding(root / EMBEDDING, family, precision, _reader(source, "embedding", progress))
+            (root / TOKENIZER).write_text(source.text.tokenizer_json, encoding="utf-8")
+            (root / CHAT_TEMPLATE).write_text(source.text.chat_template, encoding="utf-8")
             progress("checking sums", 0)
             files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 sinkprune_version=version("sinkprune"),
-                family=source.family.name,
+                family=family.name,
                 precision=precision.name,
                 dialect=request.dialect,
                 checkpoint=source.checkpoint,
-                language_model=source.family.language_model,
-                vision=source.family.vision,
+                language_model=lm,
+                vision=family.vision,
                 most_visual_tokens=facts.most_in_group,
                 max_images=request.max_images,
-                projector=source.family.projector,
+                projector=family.projector,
                 processor=source.processor,
-                tokens=Tokens(source.family.image_token, source.text.stop, source.text.bos, source.text.eos),
+                tokens=Tokens(family.image_token, source.text.stop, source.text.bos, source.text.eos),
                 cut_after=cut_after,
                 budgets=budgets,
                 plans=plans,
@@ -100,74 +107,45 @@ def export_bundle(
         return manifest
 
 
-class _Writer:
-    """Writes the parts of a bundle below `root`."""
+def _reader(source: Source, what: str, progress: Progress) -> ReadTensor:
+    """Reads the checkpoint, and tells `progress` of every tensor read for `what`."""
 
-    def __init__(
-        self, root: Path, source: Source, precision: Precision, dialect: Dialect, progress: Progress
-    ) -> None:
-        self._root, self._source, self._progress = root, source, progress
-        self._precision, self._dialect = precision, dialect
-
-    def weight_graphs(self, segments: Sequence[range]) -> dict[str, GraphSpec]:
-        """Every graph that holds weights, one after the other."""
-        family, specs = self._source.family, {}
-        for name in family.graphs(segments):
-            weights = _Reported(self._source.weights, name, self._progress)
-            graph = WeightedGraph(name, self._precision, self._dialect, weights)
-            family.build(name, graph, segments, weights)
-            specs[name] = graph.save(self._root, f"graphs/{name}.onnx")
-        return specs
-
-    def plans(
-        self,
-        planned: Mapping[str, Mapping[str, PlanGraphs]],
-        budgets: Mapping[str, Budget],
-        graphs: dict[str, GraphSpec],
-    ) -> dict[str, dict[str, Plan]]:
-        """The weightless graphs of every method and budget; their interfaces are added to `graphs`."""
-        plans: dict[str, dict[str, Plan]] = {}
-        for method, by_budget in planned.items():
-            plans[method] = {}
-            for name, built in by_budget.items():
-                folder = f"{method}/{name}"
-                for graph in filter(None, [built.sanitizer, *built.select_after.values()]):
-                    graphs[f"{folder}/{graph.name}"] = graph.save(self._root, f"graphs/{folder}/{graph.name}.onnx")
-                sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
-                selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-                plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
-        return plans
-
-    def text_files(self) -> None:
-        """Embedding table, tokenizer and chat template."""
-        family, text = self._source.family, self._source.text
-        (self._root / EMBEDDING).parent.mkdir()
-        lm = family.language_model
-        weights = _Reported(self._source.weights, "embedding", self._progress)
-        table = weights.tensor(family.embedding, [lm.vocab_size, lm.hidden_size])
-        rows = {name: weights.tensor(stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
-        arrays = {"weight": table, **rows}
-        contiguous = {name: np.ascontiguousarray(array, self._precision.numpy) for name, array in arrays.items()}
-        save_file(contiguous, self._root / EMBEDDING)
-        # safetensors writes through a private temporary file
-        (self._root / EMBEDDING).chmod(0o644)
-        (self._root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
-        (self._root / CHAT_TEMPLATE).write_text(text.chat_template, encoding="utf-8")
-
-
-class _Reported:
-    """Weights that tell `progress` of every tensor read."""
-
-    def __init__(self, weights: Weights, what: str, progress: Progress) -> None:
-        self._weights, self._what, self._progress = weights, what, progress
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._weights
-
-    def tensor(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        array = self._weights.tensor(name, shape)
-        self._progress(self._what, array.size)
+    def read(name: str, shape: Sequence[int]) -> Array:
+        array = source.weights.tensor(name, shape)
+        progress(what, array.size)
         return array
+
+    return read
+
+
+def _save_plans(
+    root: Path,
+    planned: Mapping[str, Mapping[str, PlanGraphs]],
+    budgets: Mapping[str, Budget],
+    graphs: dict[str, GraphSpec],
+) -> dict[str, dict[str, Plan]]:
+    """Write the weightless graphs of every method and budget; their interfaces are added to `graphs`."""
+    plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
+    for method, by_budget in planned.items():
+        for name, built in by_budget.items():
+            folder = f"{method}/{name}"
+            for graph in filter(None, [built.sanitizer, *built.select_after.values()]):
+                graphs[f"{folder}/{graph.name}"] = graph.save(root, f"graphs/{folder}/{graph.name}.onnx")
+            sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
+            selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
+            plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
+    return plans
+
+
+def _save_embedding(path: Path, family: Family, precision: Precision, read: ReadTensor) -> None:
+    """Write the embedding table, and the rows beside it."""
+    lm = family.language_model
+    arrays = {"weight": read(family.embedding, [lm.vocab_size, lm.hidden_size])}
+    arrays |= {name: read(stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
+    path.parent.mkdir()
+    save_file({name: np.ascontiguousarray(array, precision.numpy) for name, array in arrays.items()}, path)
+    # safetensors writes through a private temporary file
+    path.chmod(0o644)
 
 
 def _facts(source: Source, precision: Precision, dialect: Dialect, images: int) -> PlanFacts:

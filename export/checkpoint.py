@@ -16,8 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from sinkprune.contract.errors import CheckpointError
-
-Array = np.ndarray[Any, Any]
+from sinkprune.contract.precision import Array
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -95,7 +94,7 @@ class SafetensorsWeights:
         """Close the shards."""
         self._stack.close()
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._owners
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
@@ -117,8 +116,7 @@ class SafetensorsWeights:
                 f"checkpoint '{self._folder}': tensor '{stored}' is {found.get_dtype()}, expected F32, F16 or BF16. "
                 "Give the unquantised checkpoint."
             )
-        array: Array = handle.get_tensor(stored)
-        return array
+        return handle.get_tensor(stored)
 
     def _shards(self) -> list[Path]:
         if (self._folder / _INDEX).exists():
@@ -154,7 +152,7 @@ class RandomWeights:
 
     std = 0.02
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return True
 
     def close(self) -> None:

@@ -7,10 +7,10 @@ after the other: no export ever holds more than a few tensors in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,6 +20,7 @@ from onnxscript import GraphBuilder
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
+from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
 
@@ -29,13 +30,8 @@ _PAGE = 4096
 Dim = int | str
 
 
-class Weights(Protocol):
-    """Where weights come from: a checkpoint, or a seeded random generator."""
-
-    def tensor(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        """The tensor `name`; raises `CheckpointError` if it is missing or not of `shape`."""
-
-    def __contains__(self, name: str) -> bool: ...
+ReadTensor = Callable[[str, Sequence[int]], Array]
+"""Gives the checkpoint's tensor of a name and a shape; raises `CheckpointError` if it is missing or not of it."""
 
 
 class Graph:
@@ -50,18 +46,13 @@ class Graph:
         self.op = self.builder.op
         self._graph = graph
 
-    @property
-    def float(self) -> ir.DataType:
-        """The bundle's float type."""
-        return self.precision.onnx
-
     def input(self, name: str, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> ir.Value:
         """Declare an input; `dtype` is the bundle's float type unless given."""
-        return self.builder.input(name, dtype or self.float, list(shape))
+        return self.builder.input(name, dtype or self.precision.onnx, list(shape))
 
     def output(self, name: str, value: ir.Value, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> None:
         """Declare an output, with the type and shape the contract gives it."""
-        value.type = ir.TensorType(dtype or self.float)
+        value.type = ir.TensorType(dtype or self.precision.onnx)
         value.shape = ir.Shape(list(shape))
         self.builder.add_output(value, name)
 
@@ -91,11 +82,17 @@ class _Weight(ir.LazyTensor):
 
 
 class WeightedGraph(Graph):
-    """A graph whose weights come from `weights`, and lie in the file `weights/<name>.bin` beside it."""
+    """A graph whose weights `read` gives, and lie in the file `weights/<name>.bin` beside it."""
 
-    def __init__(self, name: str, precision: Precision, dialect: Dialect, weights: Weights) -> None:
+    def __init__(self, name: str, precision: Precision, dialect: Dialect, read: ReadTensor) -> None:
         super().__init__(name, precision, dialect)
-        self._weights = weights
+        self._read = read
+        self._weights: dict[ir.Value, _Weight] = {}
+
+    @property
+    def parameters(self) -> int:
+        """How many weights it has."""
+        return sum(weight.size for weight in self._weights.values())
 
     def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False) -> ir.Value:
         """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer.
@@ -105,11 +102,14 @@ class WeightedGraph(Graph):
         stored = [shape[0], prod(shape[1:])] if flat else list(shape)
 
         def read() -> ir.Tensor[Any]:
-            array = self._read(name, shape).reshape(stored)
+            array = self._converted(name, shape).reshape(stored)
             return ir.Tensor(array.T if transposed else array)
 
         laid_out = ir.Shape(stored[::-1] if transposed else stored)
-        return self.builder.initializer(_Weight(read, self.float, laid_out, name=name), name)
+        weight = _Weight(read, self.precision.onnx, laid_out, name=name)
+        value = self.builder.initializer(weight, name)
+        self._weights[value] = weight
+        return value
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """`x @ weight.T + bias`, with the weight stored [inputs, outputs] as MatMul reads it."""
@@ -120,24 +120,17 @@ class WeightedGraph(Graph):
         """Write the weights, then the graph; raises `CheckpointError` where a weight is not as it must be."""
         folder, location = (root / file).parent, f"weights/{self.name}.bin"
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
-        weights = {
-            value: value.const_value
-            for value in self._graph.initializers.values()
-            # Constants stay in the graph.
-            if isinstance(value.const_value, _Weight)
-        }
-        written = convert_tensors_to_external(
-            list(weights.values()), folder, location, alignment=_PAGE, align_threshold=_PAGE - 1
-        )
-        for value, tensor in zip(weights, written, strict=True):
+        weights = list(self._weights.values())
+        written = convert_tensors_to_external(weights, folder, location, alignment=_PAGE, align_threshold=_PAGE - 1)
+        for value, tensor in zip(self._weights, written, strict=True):
             value.const_value = tensor
         return super().save(root, file)
 
-    def _read(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    def _converted(self, name: str, shape: Sequence[int]) -> Array:
         """The tensor in the bundle's precision, which must hold it."""
-        array = self._weights.tensor(name, shape)
+        array = self._read(name, shape)
         with np.errstate(over="ignore"):
-            converted: np.ndarray[Any, Any] = array.astype(self.precision.numpy)
+            converted: Array = array.astype(self.precision.numpy)
         if not np.isfinite(converted).all():
             raise CheckpointError(
                 f"tensor '{name}' holds values that are not finite in {self.precision.name} (largest magnitude "
@@ -149,11 +142,5 @@ class WeightedGraph(Graph):
 def _spec(value: ir.Value) -> TensorSpec:
     if value.name is None or value.dtype is None or value.shape is None:
         raise ValueError(f"graph input or output without a type: {value}")
-    dtypes = {
-        ir.DataType.FLOAT: "float32",
-        ir.DataType.FLOAT16: "float16",
-        ir.DataType.INT64: "int64",
-        ir.DataType.BOOL: "bool",
-    }
     shape = tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape)
-    return TensorSpec(value.name, dtypes[value.dtype], shape)  # type: ignore[arg-type]
+    return TensorSpec(value.name, value.dtype.numpy().name, shape)  # type: ignore[arg-type]

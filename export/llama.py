@@ -89,7 +89,7 @@ def _layer(
 ) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
     """One decoder layer; returns hidden, the rotated query, and the grown key and value caches."""
     op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
-    d, m = facts.hidden_size, facts.intermediate_size
+    d, width = facts.hidden_size, facts.num_heads * facts.head_dim
 
     def norm(x: ir.Value, which: str) -> ir.Value:
         return dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), llama.rms_norm_eps)
@@ -104,13 +104,17 @@ def _layer(
     key = op.Concat(past_key, key, axis=2)
     value = op.Concat(past_value, heads(x, "v_proj", facts.num_kv_heads), axis=2)
     mixed = dialect.attention(op, query, key, value, mask)
-    mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, facts.num_heads * facts.head_dim])
-    width = facts.num_heads * facts.head_dim
+    mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, width])
     hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias))
 
     x = norm(hidden, "post_attention_layernorm")
-    gate = graph.linear(x, f"{name}.mlp.gate_proj", d, m, bias=llama.mlp_bias)
-    up = graph.linear(x, f"{name}.mlp.up_proj", d, m, bias=llama.mlp_bias)
+    y = gated_mlp(graph, x, f"{name}.mlp", d, facts.intermediate_size, bias=llama.mlp_bias)
+    return op.Add(hidden, y), query, key, value
+
+
+def gated_mlp(graph: WeightedGraph, x: ir.Value, name: str, width: int, inner: int, *, bias: bool) -> ir.Value:
+    """SiLU-gated layers of `inner` values on the rows `x` [...,`width`], with the weights `name`."""
+    op = graph.op
+    gate, up = (graph.linear(x, f"{name}.{which}_proj", width, inner, bias=bias) for which in ("gate", "up"))
     gated = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
-    hidden = op.Add(hidden, graph.linear(gated, f"{name}.mlp.down_proj", m, d, bias=llama.mlp_bias))
-    return hidden, query, key, value
+    return graph.linear(gated, f"{name}.down_proj", inner, width, bias=bias)

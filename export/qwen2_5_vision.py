@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.towers import QwenTower
 from sinkprune.export.graph import Dim, WeightedGraph
+from sinkprune.export.llama import gated_mlp
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -47,13 +48,13 @@ class QwenVision(QwenTower):
         """Width of a merged token's patches side by side."""
         return self.hidden_size * self.merge_size**2
 
-    @property
-    def parameters(self) -> int:
-        """Weights of patches, blocks and merger."""
-        d, m, joined = self.hidden_size, self.intermediate_size, self.joined_size
-        block = 4 * (d * d + d) + 3 * d * m + 2 * m + d + 2 * d
-        merger = joined * joined + joined + joined * self.out_size + self.out_size + d
-        return self.patch_values * d + self.num_blocks * block + merger
+    def norm(self, graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
+        """RMSNorm of the rows `x` [...,`size`], with the weights `name`."""
+        return graph.dialect.rms_norm(graph.op, x, graph.parameter(f"{name}.weight", [size]), EPSILON)
+
+    def mlp(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
+        """A block's gated layers on the rows `x` [...,D], with the weights `name`."""
+        return gated_mlp(graph, x, name, self.hidden_size, self.intermediate_size, bias=True)
 
 
 class _Attending(NamedTuple):
@@ -72,16 +73,7 @@ class _Attending(NamedTuple):
     """[B,T,x] back to [G,patches,x]."""
 
 
-class Parts(NamedTuple):
-    """What a tower's blocks are made of, beside attention: Qwen2-VL and Qwen2.5-VL differ in it."""
-
-    norm: Callable[[WeightedGraph, ir.Value, str, int], ir.Value]
-    """Of the rows `x` of a size, with the weights of a name."""
-    mlp: Callable[[WeightedGraph, QwenVision, str, ir.Value], ir.Value]
-    """Of a tower, with the weights of a name, on the rows `x`."""
-
-
-def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts) -> None:
+def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
     """`vision` of the graph contract: pixel patches of G frames to merged tokens, their norms and their salience.
 
     An image is one frame. Salience is the attention a token's patches receive in `salience_block`, mean
@@ -103,7 +95,7 @@ def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts) -> None
     salience = None
     for block in range(vision.num_blocks):
         attending = full if block in vision.full_attention_blocks else windowed
-        x, query, key = _block(graph, vision, parts, f"visual.blocks.{block}", x, attending)
+        x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
         if block == vision.salience_block:
             salience = _received(graph, vision, query, key, attending)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
@@ -111,7 +103,7 @@ def build_vision(graph: WeightedGraph, vision: QwenVision, parts: Parts) -> None
     def by_unit(y: ir.Value | None) -> ir.Value:
         return op.Reshape(y, [0, -1, vision.merge_size**2])
 
-    graph.output("tokens", _merged(graph, vision, parts, x), ["G", "N", vision.out_size])
+    graph.output("tokens", _merged(graph, vision, x), ["G", "N", vision.out_size])
     graph.output("norms", op.ReduceMax(by_unit(norms), [-1], keepdims=0), ["G", "N"], _FLOAT)
     graph.output("salience", op.ReduceMean(by_unit(salience), [-1], keepdims=0), ["G", "N"], _FLOAT)
 
@@ -138,7 +130,7 @@ def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value
 
 
 def _block(
-    graph: WeightedGraph, vision: QwenVision, parts: Parts, name: str, x: ir.Value, attending: _Attending
+    graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One block on `x` [G,patches,D]; returns its output, and its rotated queries and keys [B,H,T,h]."""
     op, d = graph.op, vision.hidden_size
@@ -147,30 +139,15 @@ def _block(
         return op.Transpose(op.Reshape(y, [0, 0, vision.num_heads, vision.head_dim]), perm=[0, 2, 1, 3])
 
     qkv = attending.gather(
-        graph.linear(parts.norm(graph, x, f"{name}.norm1", d), f"{name}.attn.qkv", d, 3 * d, bias=True)
+        graph.linear(vision.norm(graph, x, f"{name}.norm1", d), f"{name}.attn.qkv", d, 3 * d, bias=True)
     )
     query, key, value = map(heads, op.Split(qkv, axis=-1, num_outputs=3, _outputs=3))
     query, key = (graph.dialect.rotary(op, y, attending.cos, attending.sin) for y in (query, key))
     mixed = graph.dialect.attention(op, query, key, value, attending.mask)
     mixed = attending.scatter(op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d]))
     x = op.Add(x, graph.linear(mixed, f"{name}.attn.proj", d, d, bias=True))
-    y = parts.mlp(graph, vision, f"{name}.mlp", parts.norm(graph, x, f"{name}.norm2", d))
+    y = vision.mlp(graph, vision.norm(graph, x, f"{name}.norm2", d), f"{name}.mlp")
     return op.Add(x, y), query, key
-
-
-def _rms_norm(graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
-    return graph.dialect.rms_norm(graph.op, x, graph.parameter(f"{name}.weight", [size]), EPSILON)
-
-
-def _gated(graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value) -> ir.Value:
-    op, d, m = graph.op, vision.hidden_size, vision.intermediate_size
-    gate, up = (graph.linear(x, f"{name}.{which}_proj", d, m, bias=True) for which in ("gate", "up"))
-    gated = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)
-    return graph.linear(gated, f"{name}.down_proj", m, d, bias=True)
-
-
-QWEN2_5 = Parts(norm=_rms_norm, mlp=_gated)
-"""What Qwen2.5-VL's blocks are made of."""
 
 
 def _received(
@@ -196,9 +173,9 @@ def _received(
     return op.Div(total, op.Mul(patches, float(vision.num_heads)))
 
 
-def _merged(graph: WeightedGraph, vision: QwenVision, parts: Parts, x: ir.Value) -> ir.Value:
+def _merged(graph: WeightedGraph, vision: QwenVision, x: ir.Value) -> ir.Value:
     """[G,N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
     op, joined = graph.op, vision.joined_size
-    x = parts.norm(graph, x, "visual.merger.ln_q", vision.hidden_size)
+    x = vision.norm(graph, x, "visual.merger.ln_q", vision.hidden_size)
     x = graph.linear(op.Reshape(x, [0, -1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
     return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, vision.out_size, bias=True)

@@ -17,13 +17,6 @@ _FLOAT = ir.DataType.FLOAT
 class ViT(ViTTower):
     """A tower that can be written, by `build_vision`."""
 
-    @property
-    def parameters(self) -> int:
-        """Weights of the embeddings and of the blocks that are computed."""
-        d, m = self.hidden_size, self.intermediate_size
-        block = 4 * (d * d + d) + 2 * d * m + m + d + 4 * d
-        return self.num_blocks * block + d * (3 * self.patch_size**2 + self.tokens + 2 + 2)
-
 
 def build_vision(graph: WeightedGraph, vit: ViT) -> None:
     """`vision` of the graph contract for CLIP: pixel values to patch tokens, their norms and their salience."""
@@ -50,27 +43,25 @@ def _embed(graph: WeightedGraph, vit: ViT, pixels: ir.Value) -> ir.Value:
     cls = op.Expand(cls, op.Concat(op.Shape(pixels, start=0, end=1), [1, d], axis=0))
     positions = graph.parameter(f"{name}.position_embedding.weight", [vit.tokens + 1, d])
     x = op.Add(op.Concat(cls, patches, axis=1), positions)
-    return _layer_norm(graph, vit, x, "vision_tower.pre_layrnorm")
+    return layer_norm(graph, x, "vision_tower.pre_layrnorm", d, vit.layer_norm_eps)
 
 
 def _block(graph: WeightedGraph, vit: ViT, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
     """One encoder block; returns its output, and the queries and keys [G,H,1+N,h] of its attention."""
-    op, d, m, count = graph.op, vit.hidden_size, vit.intermediate_size, vit.num_heads
+    op, d, count = graph.op, vit.hidden_size, vit.num_heads
 
     def heads(y: ir.Value, which: str) -> ir.Value:
         y = graph.linear(y, f"{name}.self_attn.{which}", d, d, bias=True)
         return op.Transpose(op.Reshape(y, [0, 0, count, d // count]), perm=[0, 2, 1, 3])
 
-    y = _layer_norm(graph, vit, x, f"{name}.layer_norm1")
+    y = layer_norm(graph, x, f"{name}.layer_norm1", d, vit.layer_norm_eps)
     query, key, value = heads(y, "q_proj"), heads(y, "k_proj"), heads(y, "v_proj")
     mixed = graph.dialect.attention(op, query, key, value)
     mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, d])
     x = op.Add(x, graph.linear(mixed, f"{name}.self_attn.out_proj", d, d, bias=True))
 
-    y = _layer_norm(graph, vit, x, f"{name}.layer_norm2")
-    y = graph.linear(y, f"{name}.mlp.fc1", d, m, bias=True)
-    y = activation(graph, vit.activation, y)
-    return op.Add(x, graph.linear(y, f"{name}.mlp.fc2", m, d, bias=True)), query, key
+    y = layer_norm(graph, x, f"{name}.layer_norm2", d, vit.layer_norm_eps)
+    return op.Add(x, two_layers(graph, y, f"{name}.mlp", d, vit.intermediate_size, vit.activation)), query, key
 
 
 def activation(graph: WeightedGraph, name: str, x: ir.Value) -> ir.Value:
@@ -83,10 +74,17 @@ def activation(graph: WeightedGraph, name: str, x: ir.Value) -> ir.Value:
 ACTIVATIONS = ("quick_gelu", "gelu")
 
 
-def _layer_norm(graph: WeightedGraph, vit: ViT, x: ir.Value, name: str) -> ir.Value:
-    d = vit.hidden_size
-    weight, bias = graph.parameter(f"{name}.weight", [d]), graph.parameter(f"{name}.bias", [d])
-    return graph.op.LayerNormalization(x, weight, bias, axis=-1, epsilon=vit.layer_norm_eps)
+def layer_norm(graph: WeightedGraph, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
+    """LayerNorm of the rows `x` [...,`size`], with the weights `name`."""
+    weight, bias = graph.parameter(f"{name}.weight", [size]), graph.parameter(f"{name}.bias", [size])
+    return graph.op.LayerNormalization(x, weight, bias, axis=-1, epsilon=epsilon)
+
+
+def two_layers(graph: WeightedGraph, x: ir.Value, name: str, width: int, inner: int, act: str) -> ir.Value:
+    """`fc2` of the `act` of `fc1`, on the rows `x` [...,`width`], with the weights `name`; `act` is one of
+    `ACTIVATIONS`."""
+    x = activation(graph, act, graph.linear(x, f"{name}.fc1", width, inner, bias=True))
+    return graph.linear(x, f"{name}.fc2", inner, width, bias=True)
 
 
 def _cls_salience(graph: WeightedGraph, vit: ViT, query: ir.Value | None, key: ir.Value | None) -> ir.Value:

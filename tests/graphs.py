@@ -9,14 +9,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.inliner
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint import RandomWeights
 from sinkprune.export.dialects import opset23
-from sinkprune.export.graph import Graph
+from sinkprune.export.families import Family
+from sinkprune.export.graph import Graph, WeightedGraph
 from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning import equal_mean
@@ -25,7 +27,6 @@ from sinkprune.export.pruning.select import Asking, build_select, every_text_row
 from sinkprune.export.pruning.survivors import best, best_of_each_image
 from sinkprune.runtime.backends import load_backend
 
-Array = np.ndarray[Any, Any]
 Run = Callable[..., dict[str, Array]]
 """A graph as a function from its inputs, by name, to its outputs."""
 
@@ -94,6 +95,17 @@ def quota_select(model: LanguageModel, images: int, budget: Budget, precision: s
     graph = Graph("select", PRECISIONS[precision], opset23)
     build_select(graph, model, best_of_each_image(images), budget, every_text_row)
     return loaded(graph)
+
+
+def parameters_of(family: Family) -> int:
+    """How many weights a bundle of the family holds: its graphs', its embedding table's and its learned rows'."""
+    lm = family.language_model
+    count = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size
+    for name, write in family.graphs([range(lm.num_layers)], ()).items():
+        graph = WeightedGraph(name, PRECISIONS["fp32"], opset23, RandomWeights().tensor)
+        write(graph)
+        count += graph.parameters
+    return count
 
 
 def operators_on_fp16(graph: Graph) -> set[str]:

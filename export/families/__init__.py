@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Literal, Protocol
 
@@ -13,12 +13,14 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.towers import Tower
-from sinkprune.export.graph import WeightedGraph, Weights
+from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.text import SpecialTokens
 
 SalienceBlock = Literal["penultimate", "last"]
 """The block of a tower without a CLS token whose attention is the salience."""
+WriteGraph = Callable[[WeightedGraph], None]
+"""Writes one weight graph into an empty one."""
 
 
 class Family(Protocol):
@@ -45,18 +47,11 @@ class Family(Protocol):
     def special_tokens(self) -> SpecialTokens:
         """What stands in the tokenizer of random weights, at the ids the configuration gives."""
 
-    @property
-    def parameters(self) -> int:
-        """How many weights the bundle will hold, to know beforehand how much space it takes."""
+    def graphs(self, segments: Sequence[range], held: Container[str]) -> Mapping[str, WriteGraph]:
+        """The weight graphs of a decoder cut into `segments`, its layers, by name: `vision`, `projector` if there is
+        one, `decoder_0`, ..., `head`. docs/graph-contract.md has them.
 
-    def graphs(self, segments: Sequence[range]) -> Sequence[str]:
-        """The names of the weight graphs of a decoder cut into `segments`, its layers: `vision`, `projector` if there
-        is one, `decoder_0`, ..., `head`."""
-
-    def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
-        """Write `name`, one of `graphs`, into the empty `graph`, as docs/graph-contract.md has it.
-
-        `weights` tells which tensors the checkpoint holds; `graph.parameter` reads them.
+        `held` tells which tensors the checkpoint holds; `graph.parameter` reads them.
         """
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class LlavaNext(Llava):
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         super().__init__(source, config, salience)
-        side = self._vit.image_size
+        side = self.vision.image_size
         self._pinpoints = [list(pinpoint) for pinpoint in self._config.image_grid_pinpoints]
         if not self._pinpoints or any(
             len(p) != 2 or min(p) < 1 or p[0] % side or p[1] % side for p in self._pinpoints
@@ -45,11 +45,6 @@ class LlavaNext(Llava):
         self.most_groups = 1 + max(height * width for height, width in self._pinpoints) // side**2
         if self._config.text_config.model_type == "mistral":
             self.chat_template = _MISTRAL_TEMPLATE
-
-    def _config_class(self) -> Any:
-        from transformers import LlavaNextConfig
-
-        return LlavaNextConfig
 
     @property
     def default_processor(self) -> dict[str, Any]:
@@ -63,7 +58,7 @@ class LlavaNext(Llava):
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # What it calls padding fills up a batch; here every image is a batch of its own.
         known = {**super().processor(settings), "do_pad": False}
-        side, size = self._vit.image_size, known["size"]
+        side, size = self.vision.image_size, known["size"]
         if set(size.values()) != {side}:
             raise CheckpointError(
                 f"checkpoint '{self._source}': its image processor shows the whole image at {size}, expected {side} "

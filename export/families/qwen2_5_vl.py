@@ -2,49 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
 from math import isqrt
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.export.families import Family
-from sinkprune.export.families.configuration import (
-    Expectation,
-    check_settings,
-    check_shapes,
-    head_dim,
-    parse_config,
-    read_language_model,
-)
-from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.llama import Llama, build_head, build_segment
+from sinkprune.export.families import WriteGraph
+from sinkprune.export.families.llama_shaped import CLIP_PIXELS, LlamaShaped, Setting, head_dim, read_language_model
+from sinkprune.export.llama import Llama
 from sinkprune.export.pruning.plan import UpTo
-from sinkprune.export.qwen2_5_vision import QWEN2_5, QwenVision, build_vision
+from sinkprune.export.qwen2_5_vision import QwenVision, build_vision
 from sinkprune.export.text import SpecialTokens
 
-# What frames and images have in common
-_OF_PIXELS = (
-    "do_rescale",
-    "rescale_factor",
-    "do_normalize",
-    "image_mean",
-    "image_std",
-    "patch_size",
-    "temporal_patch_size",
-    "merge_size",
-)
+_PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+# The settings of Qwen2VLImageProcessor: what a checkpoint leaves out
+_PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "resample": 3,
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 1280,
+    **CLIP_PIXELS,
+    **_PATCHES,
+}
 
 
-class Qwen25VL(Family):
+class Qwen25VL(LlamaShaped):
     """A `Qwen2_5_VLForConditionalGeneration` configuration."""
 
     name = "qwen2.5-vl"
-    parts = QWEN2_5
-    embedding = "language_model.embed_tokens.weight"
-    projector: str | None = None
+    tower: type[QwenVision] = QwenVision
     groups_are_frames = True
-    extra_rows: Mapping[str, str] = {}
+    activation = "silu"
+    width_behind_merger = "out_hidden_size"
+    """The name of the setting."""
     chat_template = (
         "{% for message in messages %}"
         "{% if loop.first and message['role'] != 'system' %}"
@@ -59,24 +53,22 @@ class Qwen25VL(Family):
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
         """`salience` is the block whose attention it is, `penultimate` unless `last` is given."""
-        self._source = source
-        self._config: Any = parse_config(source, self._config_class(), config)
-        self._check()
-        text = self._config.text_config
-        facts = read_language_model(text, text.rope_parameters["mrope_section"])
-        # The model's code fixes which projections have biases.
-        self._decoder = Llama(facts, text.rms_norm_eps, qkv_bias=True, output_bias=False, mlp_bias=False)
-        self.vision = self._vision = self._read_vision(
-            self._config.vision_config, behind=1 if salience == "last" else 2
+        super().__init__(source, config)
+        vision, text = self._config.vision_config, self._config.text_config
+        self.vision = self._read_vision(vision, behind=1 if salience == "last" else 2)
+        self.visual_width = self.vision.out_size
+        sections, half = self.language_model.rope_sections, head_dim(text) // 2
+        head = self.vision.hidden_size / self.vision.num_heads
+        # Qwen2-VL has no windows.
+        window, unit = getattr(vision, "window_size", 0), vision.patch_size * vision.spatial_merge_size
+        self._check(
+            [
+                (f"mrope_section adds up to {half}", sum(sections) == half, list(sections)),
+                ("a vision head's size is a multiple of 4", head > 0 and head % 4 == 0, head),
+                ("the vision tower has two blocks at least", vision.depth >= 2, vision.depth),
+                (f"window_size is a multiple of {unit} pixels", window % unit == 0, window),
+            ]
         )
-        self.language_model = facts
-        self.visual_width = self._vision.out_size
-        self.image_token: int = self._config.image_token_id
-
-    def _config_class(self) -> Any:
-        from transformers import Qwen2_5_VLConfig
-
-        return Qwen2_5_VLConfig
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -98,54 +90,18 @@ class Qwen25VL(Family):
             )
         return SpecialTokens(texts, bos="", eos="<|im_end|>")
 
-    @property
-    def default_processor(self) -> dict[str, Any]:
-        """The settings of Qwen2VLImageProcessor: what a checkpoint leaves out."""
-        return {
-            "image_processor_type": "Qwen2VLImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "resample": 3,
-            "min_pixels": 56 * 56,
-            "max_pixels": 28 * 28 * 1280,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
-            "patch_size": 14,
-            "temporal_patch_size": 2,
-            "merge_size": 2,
-        }
-
-    @property
-    def parameters(self) -> int:
-        lm = self.language_model
-        biases = lm.num_layers * (lm.num_heads + 2 * lm.num_kv_heads) * lm.head_dim
-        return self._vision.parameters + lm.decoder_parameters + biases + (2 * lm.vocab_size + 1) * lm.hidden_size
-
-    def graphs(self, segments: Sequence[range]) -> list[str]:
-        return ["vision", *(f"decoder_{s}" for s in range(len(segments))), "head"]
-
-    def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
-        if name == "vision":
-            build_vision(graph, self._vision, self.parts)
-        elif name == "head":
-            tied = self._config.tie_word_embeddings and "lm_head.weight" not in weights
-            lm_head = self.embedding.removesuffix(".weight") if tied else "lm_head"
-            build_head(graph, self._decoder, lm_head)
-        else:
-            build_segment(graph, self._decoder, segments[int(name.removeprefix("decoder_"))])
+    def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
+        return {"vision": partial(build_vision, vision=self.vision), **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         # processor_config.json nests what preprocessor_config.json holds at the top
         settings = {**settings.get("image_processor", {}), **settings}
         size = settings.get("size") or {}
-        known = {**self.default_processor}
+        known = dict(_PROCESSOR)
         known["min_pixels"] = size.get("shortest_edge", known["min_pixels"])
         known["max_pixels"] = size.get("longest_edge", known["max_pixels"])
         known |= {key: settings[key] for key in known if settings.get(key) is not None}
-        vision, kind = self._vision, str(known["image_processor_type"])
+        vision, kind = self.vision, str(known["image_processor_type"])
         expectations = [
             (
                 "image_processor_type",
@@ -157,7 +113,7 @@ class Qwen25VL(Family):
             ("temporal_patch_size", known["temporal_patch_size"], (vision.temporal_patch_size,)),
             ("merge_size", known["merge_size"], (vision.merge_size,)),
         ]
-        check_settings(self._source, FAMILIES[self.name].architecture, expectations)
+        self._check_settings(expectations)
         least, most, token = known["min_pixels"], known["max_pixels"], self._pixels_each
         if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most and token <= most):
             raise CheckpointError(
@@ -177,7 +133,7 @@ class Qwen25VL(Family):
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         # The frames that are seen at once are one group; an image is one too.
         frames: int = processor["video"]["max_frames"] if "video" in processor else 1
-        return -(-frames // self._vision.temporal_patch_size)
+        return -(-frames // self.vision.temporal_patch_size)
 
     def _most_tokens(self, limits: Mapping[str, Any]) -> int:
         """The most tokens of an image within `limits`.
@@ -198,10 +154,10 @@ class Qwen25VL(Family):
         given = settings.get("video_processor") or settings
         given = {key: value for key, value in given.items() if value is not None}
         fixed = {"do_resize": True, "resample": 3, "cap_pixels_per_frame": False}
-        fixed |= {key: image[key] for key in _OF_PIXELS}
+        fixed |= {key: image[key] for key in (*CLIP_PIXELS, *_PATCHES)}
         expectations = [(f"{key} of videos", given[key], (fixed[key],)) for key in fixed if key in given]
-        check_settings(self._source, FAMILIES[self.name].architecture, expectations)
-        frames, together = settings["max_frames"], self._vision.temporal_patch_size
+        self._check_settings(expectations)
+        frames, together = settings["max_frames"], self.vision.temporal_patch_size
         if frames < together:
             raise UsageError(
                 f"--max-frames is {frames}, expected at least {together}: the model sees so many frames at once."
@@ -222,77 +178,48 @@ class Qwen25VL(Family):
 
     @property
     def _pixels_each(self) -> int:
-        return (self._vision.patch_size * self._vision.merge_size) ** 2
+        return (self.vision.patch_size * self.vision.merge_size) ** 2
 
-    def _check(self) -> None:
-        """Refuse what these graphs do not compute, setting by setting."""
-        config, text, vision = self._config, self._config.text_config, self._config.vision_config
-        rope = text.rope_parameters or {}
-        sections = rope.get("mrope_section") or []
-        settings = [
-            ("text_config.model_type", text.model_type, (f"{FAMILIES[self.name].model_type}_text",)),
-            ("text_config.hidden_act", text.hidden_act, ("silu",)),
-            ("text_config.use_sliding_window", bool(text.use_sliding_window), (False,)),
-            ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), ("default",)),
-            ("vision_config.in_channels", vision.in_channels, (3,)),
-            *self._vision_settings(vision, text),
-            ("quantization_config", getattr(config, "quantization_config", None), (None,)),
-        ]
-        check_settings(self._source, FAMILIES[self.name].architecture, settings)
-        check_shapes(self._source, text, config.image_token_id)
-        head = _vision_head(self._vision_width(vision), vision.num_heads)
-        expectations = [
-            (f"mrope_section adds up to {head_dim(text) // 2}", sum(sections) == head_dim(text) // 2, sections),
-            ("a vision head's size is a multiple of 4", head > 0 and head % 4 == 0, head),
-            ("the vision tower has two blocks at least", vision.depth >= 2, vision.depth),
-            *self._window_expectations(vision),
-        ]
-        for expectation, holds, found in expectations:
-            if not holds:
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': expected that {expectation}; found {found}. Mend config.json."
-                )
-
-    def _vision_settings(self, vision: Any, text: Any) -> list[Expectation]:
-        """What is expected of the tower's configuration."""
+    def _settings(self) -> list[Setting]:
+        text, vision, kind = self._config.text_config, self._config.vision_config, FAMILIES[self.name].model_type
+        width = self.width_behind_merger
         return [
-            ("vision_config.model_type", vision.model_type, ("qwen2_5_vl_vision",)),
-            ("vision_config.hidden_act", vision.hidden_act, ("silu",)),
-            ("vision_config.out_hidden_size", vision.out_hidden_size, (text.hidden_size,)),
+            ("text_config.model_type", text.model_type, (f"{kind}_text",)),
+            ("text_config.use_sliding_window", bool(text.use_sliding_window), (False,)),
+            ("vision_config.in_channels", vision.in_channels, (3,)),
+            ("vision_config.model_type", vision.model_type, (f"{kind}_vision",)),
+            ("vision_config.hidden_act", vision.hidden_act, (self.activation,)),
+            (f"vision_config.{width}", getattr(vision, width), (text.hidden_size,)),
         ]
 
-    def _window_expectations(self, vision: Any) -> list[tuple[str, bool, Any]]:
-        """What windows must be, whether they are, and what was found."""
-        unit = vision.patch_size * vision.spatial_merge_size
-        return [(f"window_size is a multiple of {unit} pixels", vision.window_size % unit == 0, vision.window_size)]
-
-    def _vision_width(self, vision: Any) -> int:
-        """The tower's width."""
-        width: int = vision.hidden_size
-        return width
+    def _read_llama(self, text: Any) -> Llama:
+        facts = read_language_model(text, text.rope_parameters.get("mrope_section") or ())
+        # The model's code fixes which projections have biases.
+        return Llama(facts, text.rms_norm_eps, qkv_bias=True, output_bias=False, mlp_bias=False)
 
     def _read_vision(self, vision: Any, behind: int) -> QwenVision:
         """The tower; its salience is that of the block so many from the end."""
-        return QwenVision(
-            hidden_size=vision.hidden_size,
-            intermediate_size=vision.intermediate_size,
+        return self.tower(
             num_heads=vision.num_heads,
             num_blocks=vision.depth,
-            full_attention_blocks=tuple(block for block in vision.fullatt_block_indexes if block < vision.depth),
-            window_side=vision.window_size // (vision.patch_size * vision.spatial_merge_size),
             patch_size=vision.patch_size,
             temporal_patch_size=vision.temporal_patch_size,
             merge_size=vision.spatial_merge_size,
             rope_theta=float(vision.rope_parameters["rope_theta"]),
-            out_size=vision.out_hidden_size,
+            out_size=getattr(vision, self.width_behind_merger),
             salience_block=vision.depth - behind,
-            tokens_per_second=vision.tokens_per_second,
+            **self._own_facts(vision),
         )
 
-
-def _vision_head(width: int, heads: int) -> int:
-    """The size of a head; 0 where heads do not share the width evenly."""
-    return width // heads if width % heads == 0 else 0
+    def _own_facts(self, vision: Any) -> dict[str, Any]:
+        """The tower's facts that each version of the model has in words of its own."""
+        return {
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "full_attention_blocks": tuple(block for block in vision.fullatt_block_indexes if block < vision.depth),
+            "window_side": vision.window_size // (vision.patch_size * vision.spatial_merge_size),
+            "tokens_per_second": vision.tokens_per_second,
+        }
 
 
 FAMILY = Qwen25VL

@@ -74,7 +74,7 @@ def test_the_hubs_own_configuration_is_the_7b_preset() -> None:
     assert hub.language_model.hidden_size == 128 * hub.language_model.num_heads == 4096
     assert hub.language_model.rope_theta == 10_000
     assert hub.vision == preset.vision
-    assert hub.visual_tokens == 576
+    assert hub.vision.tokens == 576
     assert hub.image_token == 32000
 
 

@@ -1,0 +1,139 @@
+"""What families with a decoder of Llama's shape do alike, whatever their towers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Container, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.manifest import LanguageModel
+from sinkprune.export.families import Family, WriteGraph
+from sinkprune.export.llama import Llama, build_head, build_segment
+
+Setting = tuple[str, Any, Sequence[Any]]
+"""A setting's name, what was found, and what is supported."""
+Expectation = tuple[str, bool, Any]
+"""What is expected, whether it holds, and what was found."""
+
+CLIP_PIXELS: dict[str, Any] = {
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+"""What image processors of CLIP's kind make of a pixel, unless a checkpoint says otherwise."""
+
+
+class LlamaShaped(Family):
+    """A configuration whose decoder has Llama's shape; its tower is the subclass's.
+
+    Raises `CheckpointError` for what is malformed, and for settings that the graphs do not compute.
+    """
+
+    embedding = "language_model.embed_tokens.weight"
+    projector: str | None = None
+    extra_rows: Mapping[str, str] = {}
+
+    def __init__(self, source: str, config: Mapping[str, Any]) -> None:
+        self._source = source
+        kind = self._config_class()
+        try:
+            self._config: Any = kind.from_dict(dict(config))
+        except Exception as error:
+            # transformers checks configurations by many kinds of errors.
+            reason = " ".join(str(error).split()).removesuffix(".")
+            raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
+        text = self._config.text_config
+        rope = (text.rope_parameters or {}).get("rope_type", "default")
+        settings = [
+            *self._settings(),
+            ("text_config.hidden_act", text.hidden_act, ("silu",)),
+            ("text_config.rope_parameters.rope_type", rope, ("default",)),
+            ("quantization_config", getattr(self._config, "quantization_config", None), (None,)),
+        ]
+        self._check_settings(settings)
+        self.image_token: int = self._config.image_token_id
+        self._check_shapes(text)
+        self._llama = self._read_llama(text)
+        self.language_model = self._llama.facts
+
+    def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
+        tied = self._config.tie_word_embeddings and "lm_head.weight" not in held
+        head = self.embedding.removesuffix(".weight") if tied else "lm_head"
+        decoder: dict[str, WriteGraph] = {
+            f"decoder_{number}": partial(build_segment, llama=self._llama, layers=layers)
+            for number, layers in enumerate(segments)
+        }
+        return {**decoder, "head": partial(build_head, llama=self._llama, lm_head=head)}
+
+    def _config_class(self) -> Any:
+        """The class of transformers that reads the configuration."""
+        from transformers import CONFIG_MAPPING
+
+        return CONFIG_MAPPING[FAMILIES[self.name].model_type]
+
+    @abstractmethod
+    def _settings(self) -> list[Setting]:
+        """What is expected of the tower's settings, and of the decoder's beside what is of all families."""
+
+    @abstractmethod
+    def _read_llama(self, text: Any) -> Llama:
+        """The decoder of the configuration `text`."""
+
+    def _check_settings(self, settings: Sequence[Setting]) -> None:
+        """Refuse the first setting that is none of those supported; raises `CheckpointError`."""
+        for name, found, supported in settings:
+            if found not in supported:
+                expected = " or ".join(map(str, supported))
+                raise CheckpointError(
+                    f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
+                    f"Other variants of {FAMILIES[self.name].architecture} are not supported yet."
+                )
+
+    def _check(self, expectations: Sequence[Expectation]) -> None:
+        """Refuse the first expectation that does not hold; raises `CheckpointError`."""
+        for expectation, holds, found in expectations:
+            if not holds:
+                raise CheckpointError(
+                    f"checkpoint '{self._source}': expected that {expectation}; found {found}. Mend config.json."
+                )
+
+    def _check_shapes(self, text: Any) -> None:
+        """Refuse decoder shapes that no weights can have; raises `CheckpointError`."""
+        heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+        found = (
+            f"hidden_size {text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {head_dim(text)}, "
+            f"vocabulary {text.vocab_size}, image token {self.image_token}"
+        )
+        expectations = [
+            ("num_attention_heads is a multiple of num_key_value_heads", heads % kv_heads == 0),
+            ("hidden_size is a multiple of num_attention_heads", text.hidden_size % heads == 0),
+            ("head_dim is even", head_dim(text) % 2 == 0),
+            ("the image token is in the vocabulary", self.image_token < text.vocab_size),
+        ]
+        self._check([(expectation, holds, found) for expectation, holds in expectations])
+
+
+def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> LanguageModel:
+    """The decoder's facts from `text`, a transformers configuration of a decoder of Llama's kind."""
+    return LanguageModel(
+        hidden_size=text.hidden_size,
+        intermediate_size=text.intermediate_size,
+        num_layers=text.num_hidden_layers,
+        num_heads=text.num_attention_heads,
+        num_kv_heads=text.num_key_value_heads,
+        head_dim=head_dim(text),
+        vocab_size=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+        rope_theta=float(text.rope_parameters["rope_theta"]),
+        rope_sections=tuple(rope_sections),
+    )
+
+
+def head_dim(text: Any) -> int:
+    """The size of one attention head."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
