@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
@@ -42,12 +42,16 @@ Progress = Callable[[str, int], None]
 """Told what is being done and how many weights it advanced by."""
 
 
+def _unseen(what: str, weights: int) -> None:
+    """Shows no progress."""
+
+
 def export_bundle(
     request: Request,
     output: Path,
     *,
     force: bool = False,
-    progress: Progress = lambda what, weights: None,
+    progress: Progress = _unseen,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
@@ -66,13 +70,9 @@ def export_bundle(
         planned = plan_graphs(facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        weighted = []
-        for name, write in family.graphs(decoder_segments(cut_after, lm.num_layers), source.weights).items():
-            weighted.append(WeightedGraph(name, precision, dialect, _reader(source, name, progress)))
-            write(weighted[-1])
-        embedded = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size
-        needed = (sum(graph.parameters for graph in weighted) + embedded) * precision.numpy.itemsize
-        with staging(output, BUNDLE, needed + _SMALL_FILES_BYTES, "export with --precision fp16") as root:
+        segments = decoder_segments(cut_after, lm.num_layers)
+        with staging(output, BUNDLE, _needed(source, precision, dialect), "export with --precision fp16") as root:
+            weighted = _weight_graphs(source, precision, dialect, segments, progress)
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in weighted}
             plans = _save_plans(root, planned, budgets, graphs)
             _save_embedding(root / EMBEDDING, family, precision, _reader(source, "embedding", progress))
@@ -105,6 +105,27 @@ def export_bundle(
             check_replaceable(output, BUNDLE, force=force)
             install(root, output)
         return manifest
+
+
+def _needed(source: Source, precision: Precision, dialect: Dialect) -> int:
+    """The bytes that the bundle will take."""
+    family, lm = source.family, source.family.language_model
+    # One decoder layer has as many weights as another.
+    shallow = _weight_graphs(source, precision, dialect, [range(1)], _unseen)
+    counts = {graph.name: graph.parameters for graph in shallow}
+    rows = lm.vocab_size + len(family.extra_rows)
+    weights = sum(counts.values()) + (lm.num_layers - 1) * counts["decoder_0"] + rows * lm.hidden_size
+    return weights * precision.numpy.itemsize + _SMALL_FILES_BYTES
+
+
+def _weight_graphs(
+    source: Source, precision: Precision, dialect: Dialect, segments: Sequence[range], progress: Progress
+) -> Iterator[WeightedGraph]:
+    """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
+    for name, write in source.family.graphs(segments, source.weights).items():
+        graph = WeightedGraph(name, precision, dialect, _reader(source, name, progress))
+        write(graph)
+        yield graph
 
 
 def _reader(source: Source, what: str, progress: Progress) -> ReadTensor:

@@ -48,23 +48,11 @@ def _export(arguments: Sequence[str] | None) -> None:
             f"exporting needs the package '{error.name}', which is not installed. "
             "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
         ) from error
-    from sinkprune.export.progress import ExportProgress
+    from sinkprune.export.progress import shown_progress
 
-    request = Request(
-        source=options.checkpoint,
-        budgets=options.budgets,
-        methods=options.methods,
-        precision=options.precision,
-        dialect=options.dialect,
-        random_weights=options.random_weights,
-        min_pixels=options.min_pixels,
-        max_pixels=options.max_pixels,
-        salience=options.salience,
-        max_images=options.max_images,
-        max_frames=options.max_frames,
-    )
+    request = Request(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Request)})
     unreachable: list[Unreachable] = []
-    with ExportProgress() as progress:
+    with shown_progress() as progress:
         manifest = export_bundle(
             request, options.output, force=options.force, progress=progress, left_out=unreachable.append
         )
@@ -121,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="local folder or hub name in Hugging Face format")
+    add("source", metavar="CHECKPOINT", help="local folder or hub name in Hugging Face format")
     add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
     add("--budgets", type=_names, help="comma-separated budget names (default: all of the family)")
     add(

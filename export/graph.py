@@ -29,7 +29,6 @@ _PAGE = 4096
 
 Dim = int | str
 
-
 ReadTensor = Callable[[str, Sequence[int]], Array]
 """Gives the checkpoint's tensor of a name and a shape; raises `CheckpointError` if it is missing or not of it."""
 

@@ -59,14 +59,11 @@ class Qwen25VL(LlamaShaped):
         self.visual_width = self.vision.out_size
         sections, half = self.language_model.rope_sections, head_dim(text) // 2
         head = self.vision.hidden_size / self.vision.num_heads
-        # Qwen2-VL has no windows.
-        window, unit = getattr(vision, "window_size", 0), vision.patch_size * vision.spatial_merge_size
         self._check(
             [
                 (f"mrope_section adds up to {half}", sum(sections) == half, list(sections)),
                 ("a vision head's size is a multiple of 4", head > 0 and head % 4 == 0, head),
                 ("the vision tower has two blocks at least", vision.depth >= 2, vision.depth),
-                (f"window_size is a multiple of {unit} pixels", window % unit == 0, window),
             ]
         )
 
@@ -102,12 +99,9 @@ class Qwen25VL(LlamaShaped):
         known["max_pixels"] = size.get("longest_edge", known["max_pixels"])
         known |= {key: settings[key] for key in known if settings.get(key) is not None}
         vision, kind = self.vision, str(known["image_processor_type"])
+        kinds = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
         expectations = [
-            (
-                "image_processor_type",
-                kind.removesuffix("Fast"),
-                ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor"),
-            ),
+            ("image_processor_type", kind.removesuffix("Fast"), kinds),
             ("do_resize", known["do_resize"], (True,)),
             ("patch_size", known["patch_size"], (vision.patch_size,)),
             ("temporal_patch_size", known["temporal_patch_size"], (vision.temporal_patch_size,)),
@@ -164,10 +158,8 @@ class Qwen25VL(LlamaShaped):
             )
         size, each = given.get("size") or {}, self._pixels_each
         most = min(given.get("max_pixels") or size.get("longest_edge", 768 * each), image["max_pixels"])
-        limits = {
-            "min_pixels": min(given.get("min_pixels") or size.get("shortest_edge", 128 * each), most),
-            "max_pixels": most,
-        }
+        least = min(given.get("min_pixels") or size.get("shortest_edge", 128 * each), most)
+        limits = {"min_pixels": least, "max_pixels": most}
         return {
             **limits,
             "most_tokens": self._most_tokens(limits),
@@ -212,12 +204,14 @@ class Qwen25VL(LlamaShaped):
         )
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:
-        """The tower's facts that each version of the model has in words of its own."""
+        """The tower's facts that each version of the model has in words of its own; raises `CheckpointError`."""
+        window, unit = vision.window_size, vision.patch_size * vision.spatial_merge_size
+        self._check([(f"window_size is a multiple of {unit} pixels", window % unit == 0, window)])
         return {
             "hidden_size": vision.hidden_size,
             "intermediate_size": vision.intermediate_size,
             "full_attention_blocks": tuple(block for block in vision.fullatt_block_indexes if block < vision.depth),
-            "window_side": vision.window_size // (vision.patch_size * vision.spatial_merge_size),
+            "window_side": window // unit,
             "tokens_per_second": vision.tokens_per_second,
         }
 

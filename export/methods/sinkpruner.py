@@ -14,7 +14,6 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UpTo
-from sinkprune.export.pruning.ranking import check_ranked
 from sinkprune.export.pruning.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer
 from sinkprune.export.pruning.select import build_selects, every_text_row
 from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of, vector
@@ -46,7 +45,7 @@ def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
     in_group = tokens.most if budget.frames == "apart" else tokens.in_all
     if budget.sanitizer:
         most = budget.resolve(in_group)
-        check_ranked(facts, most.reserve + (most.diverse if budget.order == "raster" else 0))
+        facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
     counts = shares_of(budget, in_group)
     return PlanGraphs(None, _sanitizer(facts, budget, counts), _selects(facts, budget, budget.stages))
 

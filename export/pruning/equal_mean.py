@@ -70,7 +70,8 @@ def _nearest(
     layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
 
     def counts(step: int) -> Counts:
-        return unpruned_until(facts, [max(1, stage) for stage in schedule(step)])
+        stages = tuple(max(1, stage) for stage in schedule(step))
+        return Counts(outliers=0, sink=0, reserve=facts.visual_tokens, diverse=0, stages=stages)
 
     def mean(step: int) -> Fraction:
         return mean_tokens(counts(step), cuts, layers)
@@ -82,11 +83,6 @@ def _nearest(
         )
     above = min(_STEPS, bisect_left(range(_STEPS + 1), wanted, key=mean))
     return counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
-
-
-def unpruned_until(facts: PlanFacts, stages: Sequence[int]) -> Counts:
-    """Counts of a method that drops nothing before its first stage."""
-    return Counts(outliers=0, sink=0, reserve=facts.visual_tokens, diverse=0, stages=tuple(stages))
 
 
 def _round(value: Fraction) -> int:

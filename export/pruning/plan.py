@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.top_k import MOST_OF_TOP_K
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
@@ -67,6 +68,26 @@ class PlanFacts:
     def visual_dim(self) -> Dim:
         """N as the shape of a graph's tensor gives it."""
         return "N" if isinstance(self.tokens, UpTo) else self.tokens
+
+    def check_ranked(self, count: int) -> None:
+        """Refuse to keep `count` tokens of a picture in one step, if no TopK of TensorRT's gives as many.
+
+        Raises `BudgetError` with what to lower: now, not when engines are built.
+        """
+        if count <= MOST_OF_TOP_K:
+            return
+        in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
+        if isinstance(self.tokens, UpTo):
+            fit = in_all * MOST_OF_TOP_K // count
+            remedy = (
+                f"Allow up to {fit} tokens only: for images with --max-pixels {fit * self.tokens.pixels_each} or "
+                "less, for clips with fewer --max-frames or smaller frames, or option 'per-frame' where the "
+                "sanitizer is what keeps as many."
+            )
+        raise BudgetError(
+            f"images and clips may have up to {in_all} visual tokens, of which this budget keeps {count} in one "
+            f"step; TensorRT's TopK gives at most {MOST_OF_TOP_K}. {remedy}"
+        )
 
 
 @dataclass(frozen=True)

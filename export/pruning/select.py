@@ -16,7 +16,6 @@ from sinkprune.contract.manifest import LanguageModel
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.functions import unit_rows
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.ranking import check_ranked
 from sinkprune.export.pruning.shares import of_all_groups
 from sinkprune.export.pruning.survivors import Choice, best, best_of_each_image
 
@@ -95,7 +94,7 @@ def build_selects(
     for layer, stage in zip(cuts, stages, strict=True):
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
         kept = of_all_groups(stage, facts)
-        check_ranked(facts, kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
+        facts.check_ranked(kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
         choice = best_of_each_image(facts.images) if facts.images > 1 else best(kept, facts.visual_dim)
         build_select(selects[layer], facts.language_model, choice, budget, asking)
     return selects
