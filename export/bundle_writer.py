@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,16 +43,12 @@ Progress = Callable[[str, int], None]
 """Told what is being done and how many weights it advanced by."""
 
 
-def _unseen(what: str, weights: int) -> None:
-    """Shows no progress."""
-
-
 def export_bundle(
     request: Request,
     output: Path,
     *,
     force: bool = False,
-    progress: Progress = _unseen,
+    progress: Progress = lambda what, weights: None,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
@@ -70,10 +67,11 @@ def export_bundle(
         planned = plan_graphs(facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        segments = decoder_segments(cut_after, lm.num_layers)
-        with staging(output, BUNDLE, _needed(source, precision, dialect), "export with --precision fp16") as root:
-            weighted = _weight_graphs(source, precision, dialect, segments, progress)
-            graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in weighted}
+        weight_graphs = partial(_weight_graphs, source, precision, dialect, progress)
+        needed = parameters_of(family, weight_graphs([range(1)])) * precision.numpy.itemsize + _SMALL_FILES_BYTES
+        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
+            built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
+            graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
             plans = _save_plans(root, planned, budgets, graphs)
             _save_embedding(root / EMBEDDING, family, precision, _reader(source, "embedding", progress))
             (root / TOKENIZER).write_text(source.text.tokenizer_json, encoding="utf-8")
@@ -107,19 +105,18 @@ def export_bundle(
         return manifest
 
 
-def _needed(source: Source, precision: Precision, dialect: Dialect) -> int:
-    """The bytes that the bundle will take."""
-    family, lm = source.family, source.family.language_model
-    # One decoder layer has as many weights as another.
-    shallow = _weight_graphs(source, precision, dialect, [range(1)], _unseen)
-    counts = {graph.name: graph.parameters for graph in shallow}
+def parameters_of(family: Family, shallow: Iterable[WeightedGraph]) -> int:
+    """How many weights a bundle of `family` holds; `shallow` are the weight graphs of a decoder of its first layer.
+
+    Every layer has as many, and there may be more layers than any disk has room for.
+    """
+    lm, counts = family.language_model, {graph.name: graph.parameters for graph in shallow}
     rows = lm.vocab_size + len(family.extra_rows)
-    weights = sum(counts.values()) + (lm.num_layers - 1) * counts["decoder_0"] + rows * lm.hidden_size
-    return weights * precision.numpy.itemsize + _SMALL_FILES_BYTES
+    return sum(counts.values()) + (lm.num_layers - 1) * counts["decoder_0"] + rows * lm.hidden_size
 
 
 def _weight_graphs(
-    source: Source, precision: Precision, dialect: Dialect, segments: Sequence[range], progress: Progress
+    source: Source, precision: Precision, dialect: Dialect, progress: Progress, segments: Sequence[range]
 ) -> Iterator[WeightedGraph]:
     """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
     for name, write in source.family.graphs(segments, source.weights).items():
@@ -172,13 +169,6 @@ def _save_embedding(path: Path, family: Family, precision: Precision, read: Read
 def _facts(source: Source, precision: Precision, dialect: Dialect, images: int) -> PlanFacts:
     """What methods may know of the model."""
     family, groups = source.family, source.family.groups_of(source.processor)
-    return PlanFacts(
-        family.language_model,
-        family.tokens_of(source.processor),
-        family.visual_width,
-        precision,
-        dialect,
-        groups,
-        images,
-        joined=family.groups_are_frames and groups > 1,
-    )
+    tokens, width = family.tokens_of(source.processor), family.visual_width
+    joined = family.groups_are_frames and groups > 1
+    return PlanFacts(family.language_model, tokens, width, precision, dialect, groups, images, joined)

@@ -40,10 +40,9 @@ class Graph:
         self.name = name
         self.precision = precision
         self.dialect = dialect
-        graph = ir.Graph([], [], nodes=[], opset_imports={"": dialect.OPSET}, name=name)
-        self.builder = GraphBuilder(graph)
+        self._graph = ir.Graph([], [], nodes=[], opset_imports={"": dialect.OPSET}, name=name)
+        self.builder = GraphBuilder(self._graph)
         self.op = self.builder.op
-        self._graph = graph
 
     def input(self, name: str, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> ir.Value:
         """Declare an input; `dtype` is the bundle's float type unless given."""

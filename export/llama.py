@@ -28,17 +28,13 @@ class Llama:
 def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
     """`decoder_s` of docs/graph-contract.md: `layers` (0-based) of the decoder, with their caches."""
     facts = llama.facts
-    is_last = layers.stop == facts.num_layers
     table: list[Dim] = [1, "S", facts.head_dim // 2]
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
-    past = {
-        layer: (
-            graph.input(f"past_key_{layer}", [1, facts.num_kv_heads, "P", facts.head_dim]),
-            graph.input(f"past_value_{layer}", [1, facts.num_kv_heads, "P", facts.head_dim]),
-        )
-        for layer in layers
-    }
+    past = {}
+    for layer in layers:
+        shape: list[Dim] = [1, facts.num_kv_heads, "P", facts.head_dim]
+        past[layer] = graph.input(f"past_key_{layer}", shape), graph.input(f"past_value_{layer}", shape)
     mask = _causal_mask(graph, hidden, past[layers.start][0])
     cache: list[Dim] = [1, facts.num_kv_heads, "P + S", facts.head_dim]
     caches = []
@@ -50,7 +46,7 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
     for layer, key, value in caches:
         graph.output(f"key_{layer}", key, cache)
         graph.output(f"value_{layer}", value, cache)
-    if query is not None and not is_last:
+    if query is not None and layers.stop < facts.num_layers:
         graph.output("query", query, [1, facts.num_heads, "S", facts.head_dim])
 
 

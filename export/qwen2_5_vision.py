@@ -10,6 +10,7 @@ index, rotary tables) comes from the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -32,21 +33,6 @@ class QwenVision(QwenTower):
     def head_dim(self) -> int:
         """The size of one attention head."""
         return self.hidden_size // self.num_heads
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether any block attends within windows."""
-        return len(self.full_attention_blocks) < self.num_blocks
-
-    @property
-    def patch_values(self) -> int:
-        """Values of one patch: colours, frames, rows, columns."""
-        return 3 * self.temporal_patch_size * self.patch_size**2
-
-    @property
-    def joined_size(self) -> int:
-        """Width of a merged token's patches side by side."""
-        return self.hidden_size * self.merge_size**2
 
     def norm(self, graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
         """RMSNorm of the rows `x` [...,`size`], with the weights `name`."""
@@ -81,16 +67,17 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
     see it, count as zeros.
     """
     op, d, h = graph.op, vision.hidden_size, vision.head_dim
-    pixels = graph.input("pixel_values", ["G", "patches", vision.patch_values])
+    # Colours, frames, rows, columns of a patch
+    kernel = [d, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
+    pixels = graph.input("pixel_values", ["G", "patches", prod(kernel[1:])])
     table: list[Dim] = ["G", "patches", h // 2]
     cos, sin = graph.input("cos", table), graph.input("sin", table)
     full = windowed = _Attending(cos, sin, None, None, lambda x: x, lambda x: x)
-    if vision.has_windows:
+    if len(vision.full_attention_blocks) < vision.num_blocks:
         slots = (vision.window_side * vision.merge_size) ** 2
         index = graph.input("window_index", ["windows", slots], _INT64)
         slot = graph.input("patch_slot", ["G", "patches"], _INT64)
         windowed = _windows(graph, cos, sin, index, slot)
-    kernel = [d, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
     x = op.MatMul(pixels, graph.parameter("visual.patch_embed.proj.weight", kernel, transposed=True, flat=True))
     salience = None
     for block in range(vision.num_blocks):
@@ -175,7 +162,7 @@ def _received(
 
 def _merged(graph: WeightedGraph, vision: QwenVision, x: ir.Value) -> ir.Value:
     """[G,N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
-    op, joined = graph.op, vision.joined_size
+    op, joined = graph.op, vision.hidden_size * vision.merge_size**2
     x = vision.norm(graph, x, "visual.merger.ln_q", vision.hidden_size)
     x = graph.linear(op.Reshape(x, [0, -1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
     return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, vision.out_size, bias=True)

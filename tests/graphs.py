@@ -15,6 +15,7 @@ import onnx.inliner
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
+from sinkprune.export import bundle_writer
 from sinkprune.export.checkpoint import RandomWeights
 from sinkprune.export.dialects import opset23
 from sinkprune.export.families import Family
@@ -98,14 +99,12 @@ def quota_select(model: LanguageModel, images: int, budget: Budget, precision: s
 
 
 def parameters_of(family: Family) -> int:
-    """How many weights a bundle of the family holds: its graphs', its embedding table's and its learned rows'."""
-    lm = family.language_model
-    count = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size
-    for name, write in family.graphs([range(lm.num_layers)], ()).items():
-        graph = WeightedGraph(name, PRECISIONS["fp32"], opset23, RandomWeights().tensor)
-        write(graph)
-        count += graph.parameters
-    return count
+    """How many weights an export of the family says it will write."""
+    graphs = []
+    for name, write in family.graphs([range(1)], ()).items():
+        graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset23, RandomWeights().tensor))
+        write(graphs[-1])
+    return bundle_writer.parameters_of(family, graphs)
 
 
 def operators_on_fp16(graph: Graph) -> set[str]:

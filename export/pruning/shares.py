@@ -41,11 +41,8 @@ class SanitizerCounts(NamedTuple):
 
 def fixed(counts: Counts, batch: int) -> SanitizerCounts:
     """The same counts for every image."""
-
-    def of(op: Any, norms: ir.Value) -> tuple[Count, Count]:
-        return counts.reserve, counts.diverse
-
-    return SanitizerCounts(bool(counts.outliers), bool(counts.sink), of, -(-counts.diverse // batch), counts.kept)
+    rounds, both = -(-counts.diverse // batch), (counts.reserve, counts.diverse)
+    return SanitizerCounts(bool(counts.outliers), bool(counts.sink), lambda op, norms: both, rounds, counts.kept)
 
 
 def shares_of(budget: Budget, most: int) -> SanitizerCounts:
