@@ -107,34 +107,8 @@ def bind(tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> dict[str
 
 
 def _top_rho(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
-    return top_rho_launches(
-        norms=addresses["norms"],
-        tokens=addresses["tokens"],
-        sink=addresses["sink"],
-        outlier=addresses["outlier"],
-        dtype=dtype,
-        groups=sizes["G"],
-        n=sizes["N"],
-        width=sizes["D"],
-        count=max(1, -(-sizes["N"] * sizes["per_mille"] // 1000)),
-    )
-
-
-def _diversity(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
-    return diversity_launches(
-        tokens=addresses["tokens"],
-        candidate=addresses["candidate"],
-        reserved=addresses["reserved"],
-        chosen=addresses["chosen"],
-        workspace=addresses["workspace"],
-        dtype=dtype,
-        groups=sizes["G"],
-        n=sizes["N"],
-        width=sizes["D"],
-        reserves=sizes["R"],
-        count=sizes["count"],
-        batch=sizes["batch"],
-    )
+    count = max(1, -(-sizes["N"] * sizes["per_mille"] // 1000))
+    return top_rho_launches(addresses, {**sizes, "count": count}, dtype)
 
 
 def _diversity_integers(sizes: Mapping[str, Any], symbolic: Any) -> Sequence[Any]:
@@ -172,7 +146,7 @@ PLUGINS = (
         outputs=(Tensor("chosen", "int64", ("G", "count")),),
         attributes=("batch",),
         workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
-        launches=_diversity,
+        launches=diversity_launches,
         single=SingleKernel(
             kernel=lambda width: variant("diversity_select", width),
             integers=_diversity_integers,
