@@ -1,4 +1,4 @@
-"""Fits a bundle's graph to the plugins, and tells what TensorRT made of each of its nodes.
+"""Reads a graph, fits it to the plugins, and tells what TensorRT made of each of its nodes.
 
 In the file `TopRho` and `DiversitySelect` are nodes of domain `sinkprune` with function bodies. TensorRT takes a
 plugin of a node's name, if one is registered; before 10.7 it takes the function even so, and the function has to go.
@@ -8,9 +8,11 @@ Source: onnx-tensorrt, `docs/Changelog.md` (10.1: shape inputs; 10.7: plugins be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
 from sinkprune.contract.engines_manifest import Realisation
@@ -21,6 +23,14 @@ PLUGINS_FIRST = (10, 7)
 """The first TensorRT that prefers a plugin to a function of the same name."""
 
 _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """The model in the ONNX file `path`, its weights left on disk; raises `EnginesError` if it holds none."""
+    try:
+        return onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise EnginesError(f"{path} holds no ONNX model ({error}). Export the bundle again.") from error
 
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
