@@ -38,6 +38,18 @@ TensorType = Literal["tokens", "float32", "int64", "mask"]
 INT32 at the plugin: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`)."""
 
 
+def token_types(library: Any) -> dict[Any, str]:
+    """The types that tokens may have, by the member of `DataType` of `library`, as `Launch.dtype` names them."""
+    types = library.DataType
+    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
+
+
+def tensor_types(library: Any, tokens: Any) -> dict[TensorType, Any]:
+    """The members of `DataType` of `library` that tensors of each type have, with `tokens` for that of the tokens."""
+    types = library.DataType
+    return {"tokens": tokens, "float32": types.FLOAT, "int64": types.INT64, "mask": types.INT32}
+
+
 @dataclass(frozen=True)
 class Tensor:
     """An input or output of a plugin, or an output that stands in for its workspace."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import Manifest, TensorSpec
-from sinkprune.engines.plugin_graph import read_model, realisations
+from sinkprune.engines.plugin_graph import layers, read_model, realisations
 from sinkprune.engines.preflight import Memory, OutOfMemoryError, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
@@ -120,7 +119,8 @@ class TensorRTBuilder:
             by_name = {tensor.name: tensor for tensor in found}
             for spec in expected:
                 self._check_tensor(job.graph, role, by_name[spec.name], spec)
-        read = set(_read_by_layers(network))
+        taken = [layer.get_input(place) for layer in layers(network) for place in range(layer.num_inputs)]
+        read = {tensor.name for tensor in taken if tensor is not None}
         unread = [tensor.name for tensor in inputs if tensor.name not in read]
         if unread:
             raise EnginesError(
@@ -169,16 +169,6 @@ def export_again(manifest: Manifest, *, dialect: str) -> str:
     """What a user can do about a bundle that a library does not take: the command that exports it in fp16."""
     source, random = manifest.checkpoint.source, " --random-weights" if manifest.checkpoint.random_weights else ""
     return f"Export it again: sinkprune-export {source} -o BUNDLE --precision fp16 --dialect {dialect}{random}"
-
-
-def _read_by_layers(network: Any) -> Iterator[str]:
-    """The names of all tensors that some layer reads."""
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
-        for place in range(layer.num_inputs):
-            tensor = layer.get_input(place)
-            if tensor is not None:
-                yield tensor.name
 
 
 def _words(log: Any) -> str:

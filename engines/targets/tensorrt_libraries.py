@@ -77,8 +77,9 @@ class TensorRT(TensorRTBuilder):
         registered = registry.register_for_build(self._trt, sm, shape_inputs=has_shape_inputs(model))
         if registered is None:
             return model
-        self.plugins |= registered.needed
-        return for_plugins(model, _version(self._trt), registered.namespace)
+        namespace, needed = registered
+        self.plugins |= needed
+        return for_plugins(model, _version(self._trt), namespace)
 
     def network_flags(self) -> int:
         """The flag for strong types before TensorRT 11, and none from there on, where networks always have them."""

@@ -20,7 +20,6 @@ from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import Binary
 from sinkprune.engines.plugins.descriptions import PLUGINS
 from sinkprune.engines.plugins.launches import diversity_launches, in_one_launch, top_rho_launches
-from sinkprune.engines.plugins.registry import Registration
 
 TOP_RHO, DIVERSITY_SELECT = PLUGINS
 SM = 87
@@ -175,8 +174,8 @@ def test_a_second_registration_changes_nothing(plugins: FakeTensorRTPlugin) -> N
     assert plugins.registered == before
 
 
-CLASSES = Registration("sinkprune", {"TopRho": "sum"})
-ALONE = Registration("sinkprune_ahead_of_time", {})
+CLASSES: tuple[str, dict[str, str]] = ("sinkprune", {"TopRho": "sum"})
+ALONE: tuple[str, dict[str, str]] = ("sinkprune_ahead_of_time", {})
 
 
 @pytest.mark.parametrize(
@@ -192,11 +191,15 @@ ALONE = Registration("sinkprune_ahead_of_time", {})
     ],
 )
 def test_engines_need_the_plugin_classes_only_where_nothing_else_can_be_had(
-    monkeypatch: pytest.MonkeyPatch, version: str, sm: int, shape_inputs: bool, expected: Registration | None
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    sm: int,
+    shape_inputs: bool,
+    expected: tuple[str, dict[str, str]] | None,
 ) -> None:
     found = FakeTensorRTPlugin()
     monkeypatch.setattr(registry, "shipped_sms", lambda: (80, 87, 120))
-    monkeypatch.setattr(registry, "register", lambda library: CLASSES.needed)
+    monkeypatch.setattr(registry, "register", lambda library: CLASSES[1])
     monkeypatch.setattr(registry, "import_module", {"tensorrt.plugin": found}.__getitem__)
     library = SimpleNamespace(__name__="tensorrt", __version__=version, DataType=TYPES)
     assert registry.register_for_build(library, sm, shape_inputs=shape_inputs) == expected
