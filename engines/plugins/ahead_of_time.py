@@ -56,8 +56,12 @@ def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: 
         count = len(description.inputs)
         inputs, fields = arguments[:count], arguments[count : count + len(description.fields)]
         sizes = _sizes(description, inputs, fields)
-        width = _constant(description, sizes["D"])
-        single = description.single
+        if not sizes["D"].is_constant:
+            raise EnginesError(
+                f"the tokens of the plugin {description.name} have a dynamic width, and a kernel is compiled for one "
+                "alignment. Export the bundle again with this sinkprune."
+            )
+        single, width = description.single, int(sizes["D"].constant_value())
         code = ptx(single.kernel(width), token_types(library)[inputs[description.tokens].dtype], sm)
         launch = plugins.KernelLaunchParams()
         launch.grid_x, launch.grid_y, launch.grid_z = single.grid(sizes["G"], width)
@@ -79,12 +83,3 @@ def _sizes(description: Plugin, inputs: Any, fields: Any) -> dict[Any, Any]:
     """The named sizes: symbolic ones from shapes, integers from the node's attributes."""
     sizes = bind(description.inputs, [tensor.shape_expr for tensor in inputs])
     return sizes | {name: int(value[0]) for name, value in zip(description.fields, fields, strict=True)}
-
-
-def _constant(description: Plugin, width: Any) -> int:
-    if not width.is_constant:
-        raise EnginesError(
-            f"the tokens of the plugin {description.name} have a dynamic width, and a kernel is compiled for one "
-            "alignment. Export the bundle again with this sinkprune."
-        )
-    return int(width.constant_value())
