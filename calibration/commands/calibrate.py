@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 
 from sinkprune.calibration.norms import NormReport, measure_norms
-from sinkprune.calibration.norms_plot import plot_norms
-from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.calibration.plots import plot_norms
+from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import check_writable, write_whole
@@ -50,7 +51,8 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
         import_matplotlib()
     bundle = read_bundle(options.bundle)
     with status("checking the task"):
-        items = _one_a_picture(load_task(options.task))
+        by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
+        items = [next(items) for _, items in by_picture]
     pipeline = load_pipeline(options, bundle)
     console = Console(stderr=True)
     shown = track(items, "looking", console=console, transient=True, disable=not console.is_terminal)
@@ -60,11 +62,6 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     if options.plot:
         write_whole(options.plot, plot_norms(report, options.plot.suffix))
     sys.stdout.write(_text(report))
-
-
-def _one_a_picture(items: Sequence[Item]) -> list[Item]:
-    """The items but those that ask about the same picture as the one before."""
-    return [item for i, item in enumerate(items) if i == 0 or item.picture != items[i - 1].picture]
 
 
 def _text(report: NormReport) -> str:

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
-from sinkprune.calibration.evaluation.plot import plot_evaluation
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
@@ -167,7 +167,10 @@ def _print_tables(result: EvaluationReport) -> None:
         f"\nnone: {_accuracy(none.accuracy, none.ci95)}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind",
         highlight=False,
     )
-    console.print(_kind_table(none))
+    kinds = _table("kind", "questions", "accuracy")
+    for kind, part in none.by_kind.items():
+        kinds.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
+    console.print(kinds)
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:
@@ -178,13 +181,6 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
         table.add_row(method, *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets))
-    return table
-
-
-def _kind_table(baseline: CombinationReport) -> Table:
-    table = _table("kind", "questions", "accuracy")
-    for kind, part in baseline.by_kind.items():
-        table.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
     return table
 
 

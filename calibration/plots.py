@@ -1,12 +1,15 @@
-"""The evaluation as a picture: accuracy against visual tokens."""
+"""The reports as pictures: accuracy against visual tokens, and how many tokens have which norm."""
 
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
+from itertools import cycle, product
 from typing import Any
 
 from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport
+from sinkprune.calibration.norms import OUTLIER, NormReport
 from sinkprune.runtime.plot import import_matplotlib
 
 OWN = "sinkpruner"
@@ -37,6 +40,28 @@ def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
         _draw_method(axes, method, budgets, side_steps.get(method, 1.0), looks[method])
     _label(axes, report)
     _legend(figure, axes, report)
+    return _file(figure, suffix)
+
+
+def plot_norms(report: NormReport, suffix: str) -> bytes:
+    """A histogram of the norms with a logarithmic count, so that one token in a thousand can be seen.
+
+    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
+    """
+    figure = import_matplotlib()(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.stairs(report.histogram, report.edges, fill=True, color="#0072B2")
+    axes.set_yscale("log")
+    axes.axvline(OUTLIER, color="#D55E00", linestyle="--", label=f"outlier: {OUTLIER:g} medians")
+    axes.set_xlabel("norm of a visual token, in its picture's median norms")
+    axes.set_ylabel(f"tokens, of {report.tokens}")
+    axes.set_title("\n".join(textwrap.wrap(f"{report.model}: {report.verdict}", 95)), fontsize=9, loc="left")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return _file(figure, suffix)
+
+
+def _file(figure: Any, suffix: str) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
     return buffer.getvalue()
@@ -50,12 +75,12 @@ def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     looks: dict[str, dict[str, Any]] = {
         OWN: {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
     }
-    for place, method in enumerate(variants):
-        linestyle, marker = _STYLES[place % len(_STYLES)]
-        looks[method] = {**thin, "color": _OWN_COLOUR, "linestyle": linestyle, "marker": marker}
-    for place, method in enumerate(others):
-        linestyle, marker = _STYLES[place // len(_COLOURS) % len(_STYLES)]
-        looks[method] = {**thin, "color": _COLOURS[place % len(_COLOURS)], "linestyle": linestyle, "marker": marker}
+    styles = [
+        *zip(variants, cycle(product(_STYLES, [_OWN_COLOUR])), strict=False),
+        *zip(others, cycle(product(_STYLES, _COLOURS)), strict=False),
+    ]
+    for method, ((linestyle, marker), colour) in styles:
+        looks[method] = {**thin, "color": colour, "linestyle": linestyle, "marker": marker}
     return looks
 
 
