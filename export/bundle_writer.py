@@ -12,8 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.bundle import write_manifest
-from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.folders import check_replaceable, replacing
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -65,14 +64,13 @@ def export_bundle(
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
-        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
+        with replacing(output, BUNDLE, needed, "export with --precision fp16", force=force) as root:
             writer = _Writer(root, source, precision, dialect, progress)
             segments = decoder_segments(cut_after, source.family.language_model.num_layers)
             graphs = writer.weight_graphs(segments)
             plans = writer.plans(planned, budgets, graphs)
             writer.text_files()
             progress("checking sums", 0)
-            files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 sinkprune_version=version("sinkprune"),
@@ -91,12 +89,9 @@ def export_bundle(
                 budgets=budgets,
                 plans=plans,
                 graphs=graphs,
-                files=file_specs(root, files),
+                files=file_specs(root),
             )
-            write_manifest(root, manifest)
-            # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-            check_replaceable(output, BUNDLE, force=force)
-            install(root, output)
+            BUNDLE.write(root, manifest)
         return manifest
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests import manifest_data, refusal, write_data
-from sinkprune.contract.bundle import read_bundle, verify
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
 
 
@@ -35,7 +35,7 @@ def test_a_bundle_of_format_3_is_the_same_bundle(
     write_data(copied, old)
     after = read_bundle(copied)
     assert after.manifest == read_bundle(original).manifest
-    verify(after)
+    after.verify()
 
 
 def test_what_is_wrong_in_format_3_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
