@@ -29,9 +29,9 @@ from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import binary
 from sinkprune.export.dialects import opset23
-from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.runtime.device import open_device
 
 PER_MILLE = 10

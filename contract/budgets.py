@@ -141,14 +141,8 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
 }
-"""The options of method.md sections 1 and 2, by the name they have behind a budget's ``+``.
-
-raster: all kept tokens in raster order behind the sink. drop-sink: outliers are dropped, not averaged.
-keep-outliers: no outlier removal. no-diversity: salient tokens only. no-sanitizer: every token goes to the LLM.
-serial: the farthest-point rule one token at a time (b = 1). visual-keys: the stage scores' softmax runs over
-visual keys only. compact: positions are renumbered after each stage. per-frame: the frames of a clip are sanitised
-apart.
-"""
+"""The options of method.md sections 1 and 2, by the name they have behind a budget's ``+``; docs/budgets.md says what
+each of them does."""
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:

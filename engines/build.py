@@ -14,10 +14,9 @@ from sinkprune.contract.engines_manifest import (
     EngineSpec,
     Limits,
     OptimisationProfiles,
-    write_engines_manifest,
 )
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.folders import replacing
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
@@ -43,18 +42,17 @@ def build_engines(
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
     as it was. Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
     """
-    check_replaceable(output, ENGINES, force=force)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     check_memory(bundle, profiles, builder.memories())
     needed = sum(weight_bytes(bundle, graph) + _CODE_BYTES for graph in profiles)
-    with staging(output, ENGINES, needed, "build a bundle with fewer methods and budgets") as root:
+    way_out = "build a bundle with fewer methods and budgets"
+    with replacing(output, ENGINES, needed, way_out, force=force) as root:
         engines = {}
         # One after the other: each may need most of the memory.
         for number, (graph, own) in enumerate(profiles.items()):
             progress.graph(graph, number, len(profiles))
             engines[graph] = _engine(bundle, graph, own, root, builder, progress)
-        files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
         manifest = EnginesManifest(
             format_version=FORMAT_VERSION,
             sinkprune_version=version("sinkprune"),
@@ -67,12 +65,9 @@ def build_engines(
             flags=builder.flags,
             limits=limits,
             engines=engines,
-            files=file_specs(root, files),
+            files=file_specs(root),
         )
-        write_engines_manifest(root, manifest)
-        # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-        check_replaceable(output, ENGINES, force=force)
-        install(root, output)
+        ENGINES.write(root, manifest)
     return manifest
 
 

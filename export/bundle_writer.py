@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import UNPRUNED, Budget
-from sinkprune.contract.bundle import write_manifest
-from sinkprune.contract.errors import BudgetError, CheckpointError, UsageError
-from sinkprune.contract.families import FAMILIES, parse_budget
-from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.folders import check_replaceable, replacing
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
     EMBEDDING,
     FORMAT_VERSION,
     TOKENIZER,
-    Checkpoint,
-    DialectName,
     GraphSpec,
     Manifest,
     Tokens,
@@ -32,65 +26,18 @@ from sinkprune.contract.manifest import (
 )
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
-from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
 from sinkprune.export.dialects import DIALECTS, Dialect
-from sinkprune.export.equal_mean import UnreachableMean
-from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import Method, PlanFacts, PlanGraphs, UpTo, load_method
+from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
-from sinkprune.export.presets import PRESETS
-from sinkprune.export.text import Text, read_text, small_text
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.source import Request, Source, open_source
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
 
 Progress = Callable[[str, int], None]
 """Told what is being done and how many weights it advanced by."""
-
-
-@dataclass(frozen=True)
-class Unreachable:
-    """A plan that was left out: the method cannot run on as few visual tokens as the budget asks for."""
-
-    method: str
-    budget: str
-    why: str
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to export."""
-
-    source: str
-    """A local folder, a hub name, or with `random_weights` a config.json, a folder holding one, or a preset."""
-    budgets: tuple[str, ...] | None = None
-    """Budget names; None is every budget of the family."""
-    methods: tuple[str, ...] = ("sinkpruner",)
-    precision: str = "fp32"
-    dialect: DialectName = "opset23"
-    random_weights: bool = False
-    min_pixels: int | None = None
-    """Images are enlarged to at least as many; None is what the checkpoint says."""
-    max_pixels: int | None = None
-    """Images are scaled down to at most as many; None is what the checkpoint says."""
-    salience: SalienceBlock | None = None
-    """The vision block whose attention is the salience, for families that have a choice; None is their own."""
-    max_images: int = 1
-    """The most images a prompt may have."""
-    max_frames: int = 0
-    """The most frames that are taken of a clip; 0 where there is no video."""
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A checkpoint, opened and checked."""
-
-    family: Family
-    weights: SafetensorsWeights | RandomWeights
-    text: Text
-    processor: dict[str, Any]
-    checkpoint: Checkpoint
 
 
 def export_bundle(
@@ -108,27 +55,22 @@ def export_bundle(
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
-    if request.max_images < 1:
-        raise UsageError(f"--max-images is {request.max_images}, expected at least 1.")
-    if request.max_frames < 0:
-        raise UsageError(f"--max-frames is {request.max_frames}, expected 0 for no video, or how many.")
     check_replaceable(output, BUNDLE, force=force)
-    source = _open_source(request)
-    try:
-        budgets = _budgets(source.family.name, request.budgets)
-        methods = {name: load_method(name) for name in request.methods}
-        planned = _plan_graphs(source, precision, dialect, request.max_images, methods, budgets, left_out)
+    source = open_source(request)
+    with closing(source.weights):
+        budgets = parse_budgets(source.family.name, request.budgets)
+        facts = _facts(source, precision, dialect, request.max_images)
+        planned = plan_graphs(facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         needed = source.family.parameters * precision.numpy.itemsize + _SMALL_FILES_BYTES
-        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
+        with replacing(output, BUNDLE, needed, "export with --precision fp16", force=force) as root:
             writer = _Writer(root, source, precision, dialect, progress)
             segments = decoder_segments(cut_after, source.family.language_model.num_layers)
             graphs = writer.weight_graphs(segments)
             plans = writer.plans(planned, budgets, graphs)
             writer.text_files()
             progress("checking sums", 0)
-            files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 sinkprune_version=version("sinkprune"),
@@ -138,7 +80,7 @@ def export_bundle(
                 checkpoint=source.checkpoint,
                 language_model=source.family.language_model,
                 vision=source.family.vision,
-                most_visual_tokens=_most(source.family.tokens_of(source.processor)),
+                most_visual_tokens=facts.most_in_group,
                 max_images=request.max_images,
                 projector=source.family.projector,
                 processor=source.processor,
@@ -147,37 +89,28 @@ def export_bundle(
                 budgets=budgets,
                 plans=plans,
                 graphs=graphs,
-                files=file_specs(root, files),
+                files=file_specs(root),
             )
-            write_manifest(root, manifest)
-            # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-            check_replaceable(output, BUNDLE, force=force)
-            install(root, output)
+            BUNDLE.write(root, manifest)
         return manifest
-    finally:
-        source.weights.close()
 
 
 class _Writer:
     """Writes the parts of a bundle below `root`."""
 
     def __init__(
-        self, root: Path, source: _Source, precision: Precision, dialect: Dialect, progress: Progress
+        self, root: Path, source: Source, precision: Precision, dialect: Dialect, progress: Progress
     ) -> None:
         self._root, self._source, self._progress = root, source, progress
         self._precision, self._dialect = precision, dialect
 
     def weight_graphs(self, segments: Sequence[range]) -> dict[str, GraphSpec]:
         """Every graph that holds weights, one after the other."""
-        family = self._source.family
-        (self._root / "graphs" / "weights").mkdir(parents=True)
-        specs = {}
+        family, specs = self._source.family, {}
         for name in family.graphs(segments):
             weights = _Reported(self._source.weights, name, self._progress)
-            location = f"weights/{name}.bin"
-            with (self._root / "graphs" / location).open("wb") as data:
-                graph = WeightedGraph(name, self._precision, self._dialect, weights, data, location)
-                family.build(name, graph, segments, weights)
+            graph = WeightedGraph(name, self._precision, self._dialect, weights)
+            family.build(name, graph, segments, weights)
             specs[name] = graph.save(self._root, f"graphs/{name}.onnx")
         return specs
 
@@ -232,103 +165,16 @@ class _Reported:
         return array
 
 
-def _open_source(request: Request) -> _Source:
-    if request.random_weights:
-        config = _random_config(request.source)
-        family = read_family(request.source, config, request.salience)
-        text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
-        checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
-        return _Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
-    if request.source in PRESETS:
-        raise CheckpointError(
-            f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
-            "checkpoint folder or hub name."
-        )
-    folder = locate(request.source)
-    config = read_json(folder / "config.json")
-    family = read_family(request.source, config, request.salience)
-    nested = folder / "processor_config.json"
-    single = folder / "preprocessor_config.json"
-    settings = read_json(single if single.exists() or not nested.exists() else nested)
-    video = folder / "video_preprocessor_config.json"
-    settings |= {"video_processor": read_json(video)} if video.exists() else {}
-    processor = _processor(family, settings, request)
-    text = read_text(folder, family.image_token, family.chat_template)
-    checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
-    return _Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
-
-
-def _processor(family: Family, settings: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """The image processor's settings, with the pixel counts that were asked for."""
-    asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
-    asked = {name: count for name, count in asked.items() if count is not None}
-    frames = {"max_frames": request.max_frames} if request.max_frames else {}
-    processor = family.processor({**settings, **asked, **frames})
-    if frames and "video" not in processor:
-        raise UsageError(f"family '{family.name}' takes no video: leave out --max-frames.")
-    if not asked.keys() <= processor.keys():
-        raise UsageError(
-            f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
-        )
-    return processor
-
-
-def _random_config(source: str) -> dict[str, Any]:
-    if source in PRESETS:
-        return PRESETS[source]
-    path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
-        raise CheckpointError(
-            f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
-        )
-    return read_json(path)
-
-
-def _budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
-    names = tuple(FAMILIES[family].budgets) if names is None else names
-    if UNPRUNED in names:
-        raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")
-    return {name: parse_budget(family, name) for name in names}
-
-
-def _plan_graphs(
-    source: _Source,
-    precision: Precision,
-    dialect: Dialect,
-    images: int,
-    methods: Mapping[str, Method],
-    budgets: Mapping[str, Budget],
-    left_out: Callable[[Unreachable], None],
-) -> dict[str, dict[str, PlanGraphs]]:
-    """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
-    family, tokens = source.family, source.family.tokens_of(source.processor)
-    model, width, groups = family.language_model, family.visual_width, family.groups_of(source.processor)
-    joined = family.groups_are_frames and groups > 1
-    if not joined and any(budget.frames == "apart" for budget in budgets.values()):
-        raise BudgetError(
-            "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
-            "takes video with a larger --max-frames."
-        )
-    facts = PlanFacts(model, tokens, width, precision, dialect, groups, images, joined)
-    planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
-    unreachable: list[Unreachable] = []
-    for (method, build), (name, budget) in product(methods.items(), budgets.items()):
-        try:
-            planned[method][name] = build(facts, budget)
-        except UnreachableMean as error:
-            unreachable.append(Unreachable(method, name, str(error)))
-    for missed in unreachable:
-        if not planned[missed.method]:
-            raise BudgetError(
-                f"method '{missed.method}' reaches none of the budgets {', '.join(budgets)}. At '{missed.budget}': "
-                f"{missed.why}. Choose larger budgets, or leave the method out of --methods."
-            )
-    for missed in unreachable:
-        left_out(missed)
-    return planned
-
-
-def _most(tokens: int | UpTo) -> int:
-    return tokens.most if isinstance(tokens, UpTo) else tokens
+def _facts(source: Source, precision: Precision, dialect: Dialect, images: int) -> PlanFacts:
+    """What methods may know of the model."""
+    family, groups = source.family, source.family.groups_of(source.processor)
+    return PlanFacts(
+        family.language_model,
+        family.tokens_of(source.processor),
+        family.visual_width,
+        precision,
+        dialect,
+        groups,
+        images,
+        joined=family.groups_are_frames and groups > 1,
+    )

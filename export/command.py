@@ -40,7 +40,9 @@ def _export(arguments: Sequence[str] | None) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        from sinkprune.export.bundle_writer import Request, Unreachable, export_bundle
+        from sinkprune.export.bundle_writer import export_bundle
+        from sinkprune.export.planning import Unreachable
+        from sinkprune.export.source import Request
     except ImportError as error:
         raise SinkpruneError(
             f"exporting needs the package '{error.name}', which is not installed. "

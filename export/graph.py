@@ -1,19 +1,21 @@
-"""One ONNX graph under construction: named inputs and outputs, and weights that stream to disk.
+"""One ONNX graph under construction: named inputs and outputs, and weights that are read when they are written.
 
 Graphs are written operator by operator (`graph.op.MatMul(x, w)`), so that what stands in the file is what stands in
-the source. A weight goes from the checkpoint to its place in the external-data file the moment it is named: no
-export ever holds more than a few tensors in memory.
+the source. A weight goes from the checkpoint to its place in the external-data file when the graph is saved, one
+after the other: no export ever holds more than a few tensors in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.external_data import convert_tensors_to_external
 from onnxscript import GraphBuilder
 
 from sinkprune.contract.errors import CheckpointError
@@ -21,9 +23,8 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
 
-# Offsets a runtime can map; 4096 is the page size ONNX asks for, where a page per tensor is no waste.
+# A tensor of a page or more starts on one, so that a runtime can map it.
 _PAGE = 4096
-_LINE = 64
 
 Dim = int | str
 
@@ -33,7 +34,6 @@ class Weights(Protocol):
 
     def tensor(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         """The tensor `name`; raises `CheckpointError` if it is missing or not of `shape`."""
-        ...
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -82,51 +82,68 @@ class Graph:
         return GraphSpec(file, inputs, tuple(_spec(value) for value in self._graph.outputs))
 
 
+class _Weight(ir.LazyTensor):
+    """A weight, read when it is written."""
+
+    def tofile(self, file: Any) -> None:
+        # What numpy raises where the disk is full does not say so.
+        file.write(np.ascontiguousarray(self.numpy()).data)
+
+
 class WeightedGraph(Graph):
-    """A graph whose weights stream from `weights` into one external-data file `data` beside it.
+    """A graph whose weights come from `weights`, and lie in the file `weights/<name>.bin` beside it."""
 
-    `location` is the file's path relative to the graph's, as the graph names it.
-    """
-
-    def __init__(
-        self, name: str, precision: Precision, dialect: Dialect, weights: Weights, data: BinaryIO, location: str
-    ) -> None:
+    def __init__(self, name: str, precision: Precision, dialect: Dialect, weights: Weights) -> None:
         super().__init__(name, precision, dialect)
         self._weights = weights
-        self._data = data
-        self._location = location
 
     def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False) -> ir.Value:
         """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer.
 
-        `flat` joins all axes behind the first, `transposed` then turns the axes round.
+        `flat` joins all axes behind the first, `transposed` then turns the axes round. It is read by `save`.
         """
-        array = self._weights.tensor(name, shape)
-        with np.errstate(over="ignore"):
-            converted = array.astype(self.precision.numpy)
-        if not np.isfinite(converted).all():
-            raise CheckpointError(
-                f"tensor '{name}' holds values that are not finite in {self.precision.name} (largest magnitude "
-                f"{np.abs(array.astype(np.float32)).max():.3g}). Export with --precision fp32, or check the download."
-            )
-        if flat:
-            converted = converted.reshape(len(converted), -1)
-        return self._stream(name, converted.T if transposed else converted)
+        stored = [shape[0], prod(shape[1:])] if flat else list(shape)
+
+        def read() -> ir.Tensor[Any]:
+            array = self._read(name, shape).reshape(stored)
+            return ir.Tensor(array.T if transposed else array)
+
+        laid_out = ir.Shape(stored[::-1] if transposed else stored)
+        return self.builder.initializer(_Weight(read, self.float, laid_out, name=name), name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """`x @ weight.T + bias`, with the weight stored [inputs, outputs] as MatMul reads it."""
         y = self.op.MatMul(x, self.parameter(f"{name}.weight", [outputs, inputs], transposed=True))
         return self.op.Add(y, self.parameter(f"{name}.bias", [outputs])) if bias else y
 
-    def _stream(self, name: str, array: np.ndarray[Any, Any]) -> ir.Value:
-        alignment = _PAGE if array.nbytes >= _PAGE else _LINE
-        self._data.write(b"\0" * (-self._data.tell() % alignment))
-        offset = self._data.tell()
-        self._data.write(np.ascontiguousarray(array).data)
-        tensor = ir.ExternalTensor(
-            self._location, offset, array.nbytes, self.float, shape=ir.Shape(array.shape), name=name
+    def save(self, root: Path, file: str) -> GraphSpec:
+        """Write the weights, then the graph; raises `CheckpointError` where a weight is not as it must be."""
+        folder, location = (root / file).parent, f"weights/{self.name}.bin"
+        (folder / location).parent.mkdir(parents=True, exist_ok=True)
+        weights = {
+            value: value.const_value
+            for value in self._graph.initializers.values()
+            # Constants stay in the graph.
+            if isinstance(value.const_value, _Weight)
+        }
+        written = convert_tensors_to_external(
+            list(weights.values()), folder, location, alignment=_PAGE, align_threshold=_PAGE - 1
         )
-        return self.builder.initializer(tensor, name)
+        for value, tensor in zip(weights, written, strict=True):
+            value.const_value = tensor
+        return super().save(root, file)
+
+    def _read(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        """The tensor in the bundle's precision, which must hold it."""
+        array = self._weights.tensor(name, shape)
+        with np.errstate(over="ignore"):
+            converted: np.ndarray[Any, Any] = array.astype(self.precision.numpy)
+        if not np.isfinite(converted).all():
+            raise CheckpointError(
+                f"tensor '{name}' holds values that are not finite in {self.precision.name} (largest magnitude "
+                f"{np.abs(array.astype(np.float32)).max():.3g}). Export with --precision fp32, or check the download."
+            )
+        return converted
 
 
 def _spec(value: ir.Value) -> TensorSpec:

@@ -26,7 +26,7 @@ class Llama:
 
 
 def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
-    """`decoder_s` of the graph contract: `layers` of the decoder, with their caches."""
+    """`decoder_s` of docs/graph-contract.md: `layers` (0-based) of the decoder, with their caches."""
     facts = llama.facts
     is_last = layers.stop == facts.num_layers
     table: list[Dim] = [1, "S", facts.head_dim // 2]
@@ -55,7 +55,8 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
 
 
 def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
-    """`head` of the graph contract: final norm and vocabulary projection `lm_head` of the last row."""
+    """`head` of docs/graph-contract.md: final norm and vocabulary projection of the last row; `lm_head` names its
+    weights."""
     op, facts = graph.op, llama.facts
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
     last = op.Squeeze(op.Slice(hidden, [-1], [2**31 - 1], [1]), [0])

@@ -25,7 +25,7 @@ _HIDDEN = -3.4028234663852886e38
 
 
 class QwenVision(QwenTower):
-    """A tower that can be written."""
+    """A tower that can be written, by `build_vision`."""
 
     @property
     def head_dim(self) -> int:
@@ -73,7 +73,7 @@ class _Attending(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What a tower's blocks are made of."""
+    """What a tower's blocks are made of, beside attention: Qwen2-VL and Qwen2.5-VL differ in it."""
 
     norm: Callable[[WeightedGraph, ir.Value, str, int], ir.Value]
     """Of the rows `x` of a size, with the weights of a name."""

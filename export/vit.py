@@ -15,7 +15,7 @@ _FLOAT = ir.DataType.FLOAT
 
 
 class ViT(ViTTower):
-    """A tower that can be written."""
+    """A tower that can be written, by `build_vision`."""
 
     @property
     def parameters(self) -> int:
@@ -74,7 +74,7 @@ def _block(graph: WeightedGraph, vit: ViT, name: str, x: ir.Value) -> tuple[ir.V
 
 
 def activation(graph: WeightedGraph, name: str, x: ir.Value) -> ir.Value:
-    """The activation functions CLIP towers and LLaVA projectors use, by their configuration name."""
+    """One of `ACTIVATIONS`, which CLIP towers and LLaVA projectors use, by its name in configurations."""
     if name == "quick_gelu":
         return graph.op.Mul(x, graph.op.Sigmoid(graph.op.Mul(x, 1.702)))
     return graph.op.Gelu(x)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import PictureSchedule
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

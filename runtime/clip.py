@@ -12,9 +12,8 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import VideoError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.images import to_rgb
-
-Array = np.ndarray[Any, Any]
 
 
 class ClipSize(NamedTuple):
@@ -34,16 +33,13 @@ class Video(Protocol):
     @property
     def count(self) -> int:
         """How many frames the video has."""
-        ...
 
     @property
     def fps(self) -> float:
         """How many frames a second of the video has."""
-        ...
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """The frames at `indices`, ascending, as RGB images; raises `VideoError`."""
-        ...
 
 
 @dataclass(frozen=True)

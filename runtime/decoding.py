@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.prompt_rows import PromptRows
 from sinkprune.runtime.stopwatch import Stopwatch
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
+from sinkprune.contract.precision import Array
+
 
 class Embedding:
     """`weight` [vocab,d] of a safetensors file, and the rows [d] that stand in it under names of their own."""
@@ -17,13 +19,13 @@ class Embedding:
         self._file = _open(path)
         self._rows = self._file.get_slice("weight")
 
-    def __call__(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+    def __call__(self, ids: Sequence[int]) -> Array:
         """[len(ids),d] in the table's type."""
         return np.concatenate([self._rows[0:0], *(self._rows[token : token + 1] for token in ids)])
 
-    def named(self, name: str) -> np.ndarray[Any, Any]:
+    def named(self, name: str) -> Array:
         """[d] in the table's type: the learned row that bears a name of its own, such as `image_newline`."""
-        row: np.ndarray[Any, Any] = self._file.get_tensor(name)
+        row: Array = self._file.get_tensor(name)
         return row
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.stopwatch import Stopwatch
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

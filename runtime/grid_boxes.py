@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from sinkprune.contract.precision import Array
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
 
 
-def grid_boxes(area: Box, rows: int, columns: int) -> np.ndarray[Any, Any]:
+def grid_boxes(area: Box, rows: int, columns: int) -> Array:
     """[rows*columns,4]: left, top, right, bottom of the equal boxes that tile `area`, in raster order."""
     left, top, right, bottom = area
     xs, ys = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)

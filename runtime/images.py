@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
 
 # Pillow reports damaged files by all of these.
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError)
@@ -46,7 +46,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         raise ImageError(f"image '{file}' is damaged or truncated: {error}. Give a complete image file.") from error
 
 
-def to_rgb(image: Image.Image | np.ndarray[Any, Any]) -> Image.Image:
+def to_rgb(image: Image.Image | Array) -> Image.Image:
     """An RGB image from a Pillow image or a [height,width,3] uint8 array; raises `ImageError`."""
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:

@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.square_processor import SquareProcessor
 
-Array = np.ndarray[Any, Any]
 Size = tuple[int, int]
 """Width and height in pixels, as Pillow orders them."""
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.decoding import Prefill
 from sinkprune.runtime.encoding import Encoded
@@ -33,7 +31,7 @@ class Observer:
     def prefilled(self, result: Prefill) -> None:
         """Caches, the rows each layer ran on, and those that survived each stage."""
 
-    def chose(self, token: int, logits: np.ndarray[Any, Any]) -> None:
+    def chose(self, token: int, logits: Array) -> None:
         """A new token's id, and the logits [vocab] it was chosen by; the first are the prefill's."""
 
     def answered(self, answer: Answer) -> None:

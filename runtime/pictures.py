@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import DTYPES
+from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.clip import Clip, Picture, Shown
 from sinkprune.runtime.families import Family, Seen
 from sinkprune.runtime.images import read_image, to_rgb
 from sinkprune.runtime.video_file import VideoFile
 
-Array = np.ndarray[Any, Any]
 PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
 """A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or what `decoded`
 made of one."""

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import Bundle, read_bundle, verify
-from sinkprune.contract.engines_manifest import verify_engines
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import PromptError, PruningError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.precision import Array
 from sinkprune.contract.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.answer import Answer, Kept
@@ -37,7 +37,6 @@ from sinkprune.runtime.request import Request, new_request
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.stopwatch import Stopwatch
 
-Array = np.ndarray[Any, Any]
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""
 
@@ -89,9 +88,9 @@ class Pipeline:
         library = load_backend(backend, threads, built)
         if check_sums:
             with during("checking sums"):
-                verify(opened)
+                opened.verify()
                 if built is not None:
-                    verify_engines(built.engines)
+                    built.engines.verify()
         with during("loading the engines"):
             return cls(opened, library, built, wrap)
 

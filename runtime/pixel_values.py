@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from sinkprune.contract.precision import Array
 
 
 def pixel_values(pixels: Array, settings: Mapping[str, Any]) -> Array:

@@ -28,16 +28,6 @@ class Prompt:
     """Token ids before each image, and behind the last."""
 
     @property
-    def before(self) -> list[int]:
-        """Token ids before the first image."""
-        return self.texts[0]
-
-    @property
-    def after(self) -> list[int]:
-        """Token ids behind the last image."""
-        return self.texts[-1]
-
-    @property
     def text_tokens(self) -> int:
         """How many text tokens the prompt has; images are not counted."""
         return sum(map(len, self.texts))

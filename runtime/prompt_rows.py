@@ -6,18 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
 from itertools import chain as joined
-from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.rotary import Positions
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

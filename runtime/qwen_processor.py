@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.clip import ClipSize, Shown
 from sinkprune.runtime.pixel_values import pixel_values
 from sinkprune.runtime.torchvision_resize import TorchvisionResize
@@ -17,7 +18,6 @@ from sinkprune.runtime.torchvision_resize import TorchvisionResize
 # The model's own limit (smart_resize).
 _MAX_ASPECT_RATIO = 200
 
-Array = np.ndarray[Any, Any]
 Size = tuple[int, int]
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from sinkprune.contract.precision import Array
 
 
 class Positions(NamedTuple):
@@ -17,11 +17,6 @@ class Positions(NamedTuple):
     """[S], or [A,S] where a position has A axes."""
     next: int
     """The position of the first new token, the same on every axis."""
-
-    @staticmethod
-    def in_line(rows: int) -> Positions:
-        """The positions 0, 1, 2, ... of `rows` rows that stand in line."""
-        return Positions(np.arange(rows), rows)
 
 
 class Rotary:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from sinkprune.contract.errors import NumericsError, UsageError
+from sinkprune.contract.precision import Array
 
 
 class Sampler:
@@ -22,7 +21,7 @@ class Sampler:
         self._temperature, self._top_p = temperature, top_p
         self._generator = np.random.default_rng(seed)
 
-    def __call__(self, logits: np.ndarray[Any, Any]) -> int:
+    def __call__(self, logits: Array) -> int:
         """A token id from logits [vocab]; raises `NumericsError` if they are not finite."""
         if not np.isfinite(logits).all():
             raise NumericsError(

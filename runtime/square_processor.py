@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.pixel_values import pixel_values
 
 # An image this large after resizing is a panorama whose crop shows next to nothing of it.
@@ -24,7 +25,7 @@ class SquareProcessor:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._settings = settings
 
-    def __call__(self, image: Image.Image) -> np.ndarray[Any, Any]:
+    def __call__(self, image: Image.Image) -> Array:
         """[3,height,width] fp32 of an RGB image; raises `ImageError` for one without pixels or too long a shape."""
         settings = self._settings
         if 0 in image.size:
@@ -83,7 +84,7 @@ class SquareProcessor:
             )
         return (edge, resized_long) if width <= height else (resized_long, edge)
 
-    def _cropped(self, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _cropped(self, pixels: Array) -> Array:
         """The central crop; an image smaller than it is padded with zeros."""
         crop = self._settings["crop_size"]
         height, width = crop["height"], crop["width"]

@@ -13,11 +13,9 @@ class Clock(Protocol):
 
     def mark(self) -> Any:
         """The moment at which all work enqueued before is done."""
-        ...
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Milliseconds between two marks; waits for the second."""
-        ...
 
 
 class Stopwatch:

@@ -10,12 +10,13 @@ not antialias.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-Array = np.ndarray[Any, Any]
+from sinkprune.contract.precision import Array
+
 Size = tuple[int, int]
 
 _MOST_PRECISION = 22

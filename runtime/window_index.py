@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.qwen_processor import Grid
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,14 @@ import onnx.inliner
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export import equal_mean
 from sinkprune.export.dialects import opset23
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods import PlanFacts, PlanGraphs, load_method
+from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.select import Asking, build_select, every_text_row
-from sinkprune.export.survivors import best, best_of_each_image
+from sinkprune.export.pruning import equal_mean
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import Asking, build_select, every_text_row
+from sinkprune.export.pruning.survivors import best, best_of_each_image
 from sinkprune.runtime.backends import load_backend
 
 Array = np.ndarray[Any, Any]

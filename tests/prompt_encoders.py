@@ -119,7 +119,7 @@ class Both:
     def found(self, text: str) -> list[int]:
         """Our ids, the image token put back between the halves."""
         prompt = self.ours.encode(["", text])
-        return [*prompt.before, IMAGE_TOKEN, *prompt.after]
+        return [*prompt.texts[0], IMAGE_TOKEN, *prompt.texts[-1]]
 
 
 def encoder(folder: Path, template: str) -> PromptEncoder:
@@ -156,8 +156,8 @@ def assert_typed_text_stays_text(pair: Both, text: str) -> None:
     """`text` gives no special token, and can be read back."""
     prompt = pair.ours.encode(["", text])
     bos = pair.ours.tokenizer.token_to_id("<s>")
-    assert prompt.before.count(bos) == 1
+    assert prompt.texts[0].count(bos) == 1
     special = set(SPECIALS.values())
-    assert not special & {*prompt.before[1:], *prompt.after}
-    decoded = pair.ours.tokenizer.decode(prompt.after, skip_special_tokens=False)
+    assert not special & {*prompt.texts[0][1:], *prompt.texts[-1]}
+    decoded = pair.ours.tokenizer.decode(prompt.texts[-1], skip_special_tokens=False)
     assert decoded.replace("▁", " ").strip() == f"{text} ASSISTANT:".strip()

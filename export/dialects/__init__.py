@@ -21,11 +21,9 @@ class Dialect(Protocol):
 
     def rms_norm(self, op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
         """x / rms(x) * weight over the last axis; fp32 up to the product with `weight`."""
-        ...
 
     def rotary(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
         """Rotary position embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
-        ...
 
     def attention(
         self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None
@@ -33,11 +31,9 @@ class Dialect(Protocol):
         """softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True where a key is
         seen, and every row sees one.
         """
-        ...
 
     def running_sum(self, op: Any, x: ir.Value) -> ir.Value:
         """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24."""
-        ...
 
 
 DIALECTS: dict[DialectName, Dialect] = {"opset23": opset23, "opset20": opset20}

@@ -14,7 +14,7 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.towers import Tower
 from sinkprune.export.graph import WeightedGraph, Weights
-from sinkprune.export.methods import UpTo
+from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.text import SpecialTokens
 
 SalienceBlock = Literal["penultimate", "last"]
@@ -44,35 +44,32 @@ class Family(Protocol):
     @property
     def special_tokens(self) -> SpecialTokens:
         """What stands in the tokenizer of random weights, at the ids the configuration gives."""
-        ...
 
     @property
     def parameters(self) -> int:
-        """How many weights the bundle holds, for disk space."""
-        ...
+        """How many weights the bundle will hold, to know beforehand how much space it takes."""
 
     def graphs(self, segments: Sequence[range]) -> Sequence[str]:
-        """The names of the weight graphs."""
-        ...
+        """The names of the weight graphs of a decoder cut into `segments`, its layers: `vision`, `projector` if there
+        is one, `decoder_0`, ..., `head`."""
 
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
-        """Write the weight graph `name`."""
-        ...
+        """Write `name`, one of `graphs`, into the empty `graph`, as docs/graph-contract.md has it.
+
+        `weights` tells which tensors the checkpoint holds; `graph.parameter` reads them.
+        """
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`.
 
         With `max_frames` among them, families that take video add `video`, from the settings `video_processor`.
         """
-        ...
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
         """N: the visual tokens of each group of an image that went through a processor of these settings."""
-        ...
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
         """The most groups of a picture that went through a processor of these settings."""
-        ...
 
 
 def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock | None = None) -> Family:

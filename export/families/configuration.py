@@ -52,7 +52,7 @@ def check_shapes(source: str, text: Any, image_token: int) -> None:
 
 
 def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> LanguageModel:
-    """The decoder's facts."""
+    """The decoder's facts from `text`, a transformers configuration of a decoder of Llama's kind."""
     return LanguageModel(
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,

@@ -7,6 +7,7 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.export.families import Family
 from sinkprune.export.families.configuration import check_settings, check_shapes, parse_config, read_language_model
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
@@ -14,7 +15,7 @@ from sinkprune.export.text import SpecialTokens
 from sinkprune.export.vit import ACTIVATIONS, ViT, activation, build_vision
 
 
-class Llava:
+class Llava(Family):
     """A `LlavaForConditionalGeneration` configuration."""
 
     name = "llava"
@@ -54,21 +55,18 @@ class Llava:
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Llama's first three ids, and the image token."""
         texts = {0: "<unk>", 1: "<s>", 2: "</s>", self.image_token: "<image>"}
         return SpecialTokens(texts, bos="<s>", eos="</s>", unknown="<unk>")
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
-        """N, the same for every image."""
         return self.visual_tokens
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
-        """The same for every processor."""
         return self.most_groups
 
     @property
     def default_processor(self) -> dict[str, Any]:
-        """CLIP's processor, at the tower's image size."""
+        """The settings of CLIPImageProcessor at the tower's image size: what a checkpoint leaves out."""
         size = self._vit.image_size
         return {
             "image_processor_type": "CLIPImageProcessor",
@@ -88,18 +86,15 @@ class Llava:
 
     @property
     def parameters(self) -> int:
-        """Weights of tower, projector, decoder, head and embedding table."""
         lm, d = self.language_model, self.language_model.hidden_size
         projector = self.visual_width * d + d * d + 2 * d
         rows = 2 * lm.vocab_size + 1 + len(self.extra_rows)
         return self._vit.parameters + projector + lm.decoder_parameters + rows * d
 
     def graphs(self, segments: Sequence[range]) -> list[str]:
-        """vision, projector, decoder_0, ..., head."""
         return ["vision", "projector", *(f"decoder_{s}" for s in range(len(segments))), "head"]
 
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
-        """Write the weight graph `name`."""
         if name == "vision":
             build_vision(graph, self._vit)
         elif name == "projector":
@@ -110,7 +105,6 @@ class Llava:
             build_segment(graph, self._llama, segments[int(name.removeprefix("decoder_"))])
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The image processor's settings, gaps filled with its defaults."""
         # processor_config.json nests what preprocessor_config.json holds at the top
         settings = settings.get("image_processor", settings)
         known = {key: settings.get(key, value) for key, value in self.default_processor.items()}

@@ -53,7 +53,7 @@ class LlavaNext(Llava):
 
     @property
     def default_processor(self) -> dict[str, Any]:
-        """LlavaNextImageProcessor's, at the tower's image size."""
+        """The settings of LlavaNextImageProcessor at the tower's image size: what a checkpoint leaves out."""
         return {
             **super().default_processor,
             "image_processor_type": "LlavaNextImageProcessor",
@@ -61,7 +61,6 @@ class LlavaNext(Llava):
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """LlavaNextImageProcessor's settings, gaps filled with their defaults."""
         # What it calls padding fills up a batch; here every image is a batch of its own.
         known = {**super().processor(settings), "do_pad": False}
         side, size = self._vit.image_size, known["size"]

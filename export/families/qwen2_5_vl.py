@@ -8,6 +8,7 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.export.families import Family
 from sinkprune.export.families.configuration import (
     Expectation,
     check_settings,
@@ -18,7 +19,7 @@ from sinkprune.export.families.configuration import (
 )
 from sinkprune.export.graph import WeightedGraph, Weights
 from sinkprune.export.llama import Llama, build_head, build_segment
-from sinkprune.export.methods import UpTo
+from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.qwen2_5_vision import QWEN2_5, QwenVision, build_vision
 from sinkprune.export.text import SpecialTokens
 
@@ -35,7 +36,7 @@ _OF_PIXELS = (
 )
 
 
-class Qwen25VL:
+class Qwen25VL(Family):
     """A `Qwen2_5_VLForConditionalGeneration` configuration."""
 
     name = "qwen2.5-vl"
@@ -79,7 +80,7 @@ class Qwen25VL:
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """Those the chat template writes, at the configuration's ids; im_start stands before im_end."""
+        # Those that the chat template writes; im_start stands before im_end.
         config, eos = self._config, self._config.text_config.eos_token_id
         end = eos[0] if isinstance(eos, list) else eos
         texts = {
@@ -99,7 +100,7 @@ class Qwen25VL:
 
     @property
     def default_processor(self) -> dict[str, Any]:
-        """Qwen2VLImageProcessor's settings."""
+        """The settings of Qwen2VLImageProcessor: what a checkpoint leaves out."""
         return {
             "image_processor_type": "Qwen2VLImageProcessor",
             "do_convert_rgb": True,
@@ -119,17 +120,14 @@ class Qwen25VL:
 
     @property
     def parameters(self) -> int:
-        """Weights of tower, decoder, head and embedding table."""
         lm = self.language_model
         biases = lm.num_layers * (lm.num_heads + 2 * lm.num_kv_heads) * lm.head_dim
         return self._vision.parameters + lm.decoder_parameters + biases + (2 * lm.vocab_size + 1) * lm.hidden_size
 
     def graphs(self, segments: Sequence[range]) -> list[str]:
-        """vision, decoder_0, ..., head."""
         return ["vision", *(f"decoder_{s}" for s in range(len(segments))), "head"]
 
     def build(self, name: str, graph: WeightedGraph, segments: Sequence[range], weights: Weights) -> None:
-        """Write the weight graph `name`."""
         if name == "vision":
             build_vision(graph, self._vision, self.parts)
         elif name == "head":
@@ -140,7 +138,6 @@ class Qwen25VL:
             build_segment(graph, self._decoder, segments[int(name.removeprefix("decoder_"))])
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Qwen2VLImageProcessor's settings, gaps filled with their defaults."""
         # processor_config.json nests what preprocessor_config.json holds at the top
         settings = {**settings.get("image_processor", {}), **settings}
         size = settings.get("size") or {}
@@ -173,13 +170,12 @@ class Qwen25VL:
         return known
 
     def tokens_of(self, processor: Mapping[str, Any]) -> UpTo:
-        """N, which the pixels of an image decide, or those of a clip's frame."""
         image = self._most_tokens(processor)
         frame: int = processor["video"]["most_tokens"] if "video" in processor else 0
         return UpTo(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
-        """The frames that are seen at once are one group; an image is one too."""
+        # The frames that are seen at once are one group; an image is one too.
         frames: int = processor["video"]["max_frames"] if "video" in processor else 1
         return -(-frames // self._vision.temporal_patch_size)
 

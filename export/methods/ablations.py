@@ -7,9 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkprune.contract.budgets import Budget, prune_layers
-from sinkprune.export.equal_mean import scaled_stages, tokens_into_llm
-from sinkprune.export.methods import PlanFacts, PlanGraphs
 from sinkprune.export.methods.sinkpruner import build_counts
+from sinkprune.export.pruning.equal_mean import scaled_stages, tokens_into_llm
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 
 def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.equal_mean import tokens_into_llm
-from sinkprune.export.functions import cosines, unit_rows
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.sanitizer import ascending, give_tokens, largest, mask_of, new_sanitizer, smallest
+from sinkprune.export.pruning.equal_mean import tokens_into_llm
+from sinkprune.export.pruning.functions import cosines, unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import ascending, give_tokens, largest, mask_of, new_sanitizer, smallest
 
 PIVOTS = 4
 

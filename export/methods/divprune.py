@@ -11,11 +11,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.equal_mean import tokens_into_llm
-from sinkprune.export.functions import cosines, diversity_select, unit_rows
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.sanitizer import Features, ascending, give_tokens, mask_of, new_sanitizer, smallest
+from sinkprune.export.pruning.equal_mean import tokens_into_llm
+from sinkprune.export.pruning.functions import cosines, diversity_select, unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import Features, ascending, give_tokens, mask_of, new_sanitizer, smallest
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:

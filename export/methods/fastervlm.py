@@ -5,9 +5,9 @@ Pruning"); method.md section 6. Its score is our salience.
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.equal_mean import tokens_into_llm
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.sanitizer import ascending, give_tokens, largest, new_sanitizer
+from sinkprune.export.pruning.equal_mean import tokens_into_llm
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import ascending, give_tokens, largest, new_sanitizer
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:

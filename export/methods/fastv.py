@@ -6,16 +6,16 @@ method.md section 6. After layer 2 (0-based, of 32) the visual tokens stay that 
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, scaled_layers
-from sinkprune.export.equal_mean import scaled_stages
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_selects, last_row
+from sinkprune.export.pruning.equal_mean import scaled_stages
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import build_selects, last_row
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the cut, then as many as meet the budget's mean."""
-    (cut,) = cuts = scaled_layers((2,), facts.language_model.num_layers)
+    cuts = scaled_layers((2,), facts.language_model.num_layers)
     counts = scaled_stages(facts, budget, cuts, [facts.visual_tokens])
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, {cut: counts.stages[0]}, last_row))
+    return PlanGraphs(counts, select_after=build_selects(facts, budget, cuts, counts.stages, last_row))
 
 
 METHODS = {"fastv": build}

@@ -8,17 +8,16 @@ here the share that meets the budget's mean.
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, scaled_layers
-from sinkprune.export.equal_mean import constant_ratio
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_selects, last_row
+from sinkprune.export.pruning.equal_mean import constant_ratio
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import build_selects, last_row
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the first cut, then the same share of what is left after each."""
     cuts = scaled_layers((8, 16, 24), facts.language_model.num_layers)
     counts = constant_ratio(facts, budget, cuts)
-    stages = dict(zip(cuts, counts.stages, strict=True))
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, stages, last_row))
+    return PlanGraphs(counts, select_after=build_selects(facts, budget, cuts, counts.stages, last_row))
 
 
 METHODS = {"pyramiddrop": build}

@@ -11,13 +11,13 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
 from sinkprune.contract.errors import BudgetError
-from sinkprune.export.functions import diversity_select, top_rho
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods import PlanFacts, PlanGraphs, UpTo
-from sinkprune.export.ranking import check_ranked
-from sinkprune.export.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer, vector
-from sinkprune.export.select import build_selects, every_text_row
-from sinkprune.export.shares import SanitizerCounts, fixed, shares_of
+from sinkprune.export.pruning.functions import diversity_select, top_rho
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UpTo
+from sinkprune.export.pruning.ranking import check_ranked
+from sinkprune.export.pruning.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer
+from sinkprune.export.pruning.select import build_selects, every_text_row
+from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of, vector
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -53,7 +53,7 @@ def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
 
 def _selects(facts: PlanFacts, budget: Budget, stages: Sequence[int | Share]) -> dict[int, Graph]:
     cuts = prune_layers(facts.language_model.num_layers) if stages else ()
-    return build_selects(facts, budget, dict(zip(cuts, stages, strict=True)), every_text_row)
+    return build_selects(facts, budget, cuts, stages, every_text_row)
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Graph | None:

@@ -8,17 +8,17 @@ layer, and picks by these. Its recycling of dropped tokens is left out.
 from __future__ import annotations
 
 from sinkprune.contract.budgets import Budget, prune_layers
-from sinkprune.export.equal_mean import scaled_stages
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.select import build_selects, text_like_the_image
+from sinkprune.export.pruning.equal_mean import scaled_stages
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.select import build_selects, text_like_the_image
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the first cut, then the budget's stages, scaled down alike until its mean is met."""
     cuts = prune_layers(facts.language_model.num_layers)
     counts = scaled_stages(facts, budget, cuts, budget.resolve(facts.visual_tokens).stages)
-    stages = dict(zip(cuts, counts.stages, strict=True))
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, stages, text_like_the_image))
+    selects = build_selects(facts, budget, cuts, counts.stages, text_like_the_image)
+    return PlanGraphs(counts, select_after=selects)
 
 
 METHODS = {"sparsevlm": build}

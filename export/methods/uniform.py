@@ -8,9 +8,9 @@ from __future__ import annotations
 from random import Random
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.equal_mean import tokens_into_llm
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.sanitizer import give_tokens, new_sanitizer
+from sinkprune.export.pruning.equal_mean import tokens_into_llm
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import give_tokens, new_sanitizer
 
 SEED = 0
 

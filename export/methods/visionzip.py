@@ -12,11 +12,11 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.equal_mean import UnreachableMean, tokens_into_llm
-from sinkprune.export.functions import cosines, top_rho, unit_rows
 from sinkprune.export.graph import Graph
-from sinkprune.export.methods import PlanFacts, PlanGraphs
-from sinkprune.export.sanitizer import (
+from sinkprune.export.pruning.equal_mean import UnreachableMean, tokens_into_llm
+from sinkprune.export.pruning.functions import cosines, top_rho, unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import (
     Features,
     ascending,
     gather_rows,

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
 
 Tensor = Any
@@ -24,7 +23,6 @@ class Engine(Protocol):
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All outputs by name, from all inputs by name; both are in the backend's own buffers, on its device."""
-        ...
 
 
 class Backend(Protocol):
@@ -39,27 +37,21 @@ class Backend(Protocol):
 
     def load(self, path: Path) -> Engine:
         """The engine of one graph, from the bundle's ONNX file or a built one; raises `BackendError`."""
-        ...
 
-    def tensor(self, array: np.ndarray[Any, Any]) -> Tensor:
+    def tensor(self, array: Array) -> Tensor:
         """`array` as a tensor on the device, which may share the array's memory."""
-        ...
 
-    def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+    def numpy(self, tensor: Tensor) -> Array:
         """`tensor` as a host array; waits until it is computed."""
-        ...
 
-    def join(self, parts: Sequence[Tensor], order: np.ndarray[Any, Any]) -> Tensor:
+    def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
         """[1,S,d]: rows of `parts` [...,d], counted through all parts one behind the other, in `order` [S] int64."""
-        ...
 
     def mark(self) -> Any:
         """The moment at which all work enqueued before is done; `elapsed_ms` of two tells the time between them."""
-        ...
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Milliseconds between two marks of `mark`; waits for the second."""
-        ...
 
 
 def load_backend(name: str, threads: int | None = None, built: BuiltEngines | None = None) -> Backend:

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.row_runs import row_runs
 
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
-class OrtBackend:
+class OrtBackend(Backend):
     """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
 
     def __init__(self, name: str, provider: str, threads: int | None) -> None:
@@ -37,7 +39,6 @@ class OrtBackend:
         self.versions = {"onnxruntime": ort.__version__}
 
     def load(self, path: Path) -> _OrtEngine:
-        """The engine of the ONNX file `path`; raises `BackendError` where onnxruntime does not take it."""
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
@@ -57,16 +58,15 @@ class OrtBackend:
             )
         return _OrtEngine(session, self._device)
 
-    def tensor(self, array: np.ndarray[Any, Any]) -> Any:
-        """`array` as an OrtValue on the device; on a CPU it may share the array's memory."""
+    def tensor(self, array: Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
-    def numpy(self, tensor: Any) -> np.ndarray[Any, Any]:
+    def numpy(self, tensor: Any) -> Array:
         """`tensor` as a host array in memory of its own."""
         # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
         return np.array(tensor.numpy())
 
-    def join(self, parts: Sequence[Any], order: np.ndarray[Any, Any]) -> Any:
+    def join(self, parts: Sequence[Any], order: Array) -> Any:
         """[1,S,d]: rows of `parts` in `order`. On a CPU one copy; on a GPU by way of the host, because onnxruntime's
         Python copies no piece of a tensor from device to device."""
         rows = [tensor.numpy().reshape(-1, tensor.shape()[-1]) for tensor in parts]
@@ -76,11 +76,9 @@ class OrtBackend:
         return self.tensor(joined)
 
     def mark(self) -> float:
-        """Now: a call of an engine returns when its outputs are there."""
         return time.perf_counter()
 
     def elapsed_ms(self, start: float, end: float) -> float:
-        """Milliseconds between two marks of `mark`."""
         return (end - start) * 1e3
 
 

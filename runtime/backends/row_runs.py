@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from sinkprune.contract.precision import Array
 
 
 class RowRun(NamedTuple):
@@ -21,7 +23,7 @@ class RowRun(NamedTuple):
     """Their first row in the new order."""
 
 
-def row_runs(lengths: Sequence[int], order: np.ndarray[Any, Any]) -> list[RowRun]:
+def row_runs(lengths: Sequence[int], order: Array) -> list[RowRun]:
     """The runs of `order` [S] int64, which counts rows through tensors of so many rows each."""
     starts = np.cumsum([0, *lengths])
     part = np.searchsorted(starts, order, side="right") - 1

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.row_runs import row_runs
@@ -33,7 +35,7 @@ def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
     return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
 
 
-class TensorRTBackend:
+class TensorRTBackend(Backend):
     """TensorRT or TensorRT-RTX on a device, with engines that were found to fit both.
 
     Tensors are `DeviceTensor`. All work is enqueued on the device's one stream; only `numpy` and `elapsed_ms` wait.
@@ -63,7 +65,6 @@ class TensorRTBackend:
         self._specs = {built.path(graph): (graph, spec) for graph, spec in built.engines.manifest.engines.items()}
 
     def load(self, path: Path) -> TensorRTEngine:
-        """The engine in the file `path`, which engines.json lists; raises `BackendError` if it cannot be loaded."""
         graph, spec = self._specs[path]
         free, _ = self._device.memory()
         self._session.errors.clear()
@@ -77,20 +78,19 @@ class TensorRTBackend:
             )
         return TensorRTEngine(graph, engine, spec, self._session)
 
-    def tensor(self, array: np.ndarray[Any, Any]) -> DeviceTensor:
-        """`array` on the device; the copy is enqueued, and the array may be changed at once."""
+    def tensor(self, array: Array) -> DeviceTensor:
         array = np.ascontiguousarray(array)
         tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
         self._device.copy_in(tensor.address, array)
         return tensor
 
-    def numpy(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+    def numpy(self, tensor: DeviceTensor) -> Array:
         """`tensor` as a host array; waits until all work enqueued before is done."""
         array = np.empty(tensor.shape, tensor.dtype)
         self._device.copy_out(array, tensor.address)
         return array
 
-    def join(self, parts: Sequence[DeviceTensor], order: np.ndarray[Any, Any]) -> DeviceTensor:
+    def join(self, parts: Sequence[DeviceTensor], order: Array) -> DeviceTensor:
         """[1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
         width, dtype = parts[0].shape[-1], parts[0].dtype
         shape, row = (1, len(order), width), width * dtype.itemsize
@@ -100,11 +100,9 @@ class TensorRTBackend:
         return joined
 
     def mark(self) -> Any:
-        """A mark in the stream: the moment at which all work enqueued before it is done. For `elapsed_ms`."""
         return self._device.record_event()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds on the device between two marks of `mark`; waits for the second."""
         return self._device.elapsed_ms(start, end)
 
     @staticmethod

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.precision import Array
 
 Address = int
 """A device address in bytes."""
@@ -35,43 +36,33 @@ class Device(Protocol):
 
         On a board that shares its memory with the CPU, free is what the system can make free.
         """
-        ...
 
     def allocate(self, size: int) -> Address:
         """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
-        ...
 
     def free(self, address: Address) -> None:
         """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
-        ...
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
+    def copy_in(self, address: Address, array: Array) -> None:
         """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
-        ...
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
+    def copy_out(self, array: Array, address: Address) -> None:
         """Fill a C-contiguous host array from the device, after all that was enqueued before."""
-        ...
 
     def copy(self, destination: Address, source: Address, size: int) -> None:
         """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
-        ...
 
     def synchronize(self) -> None:
         """Wait until the stream has done all it was given."""
-        ...
 
     def record_event(self) -> Any:
         """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
-        ...
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Milliseconds on the device between two marks of `record_event`; waits for the second."""
-        ...
 
     def load_kernel(self, image: bytes, name: str) -> Any:
         """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
-        ...
 
     def launch(
         self,
@@ -85,19 +76,24 @@ class Device(Protocol):
 
         A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
         """
-        ...
 
     def begin_capture(self) -> None:
         """From here on what is enqueued is recorded, not run; only where `has_graphs`."""
-        ...
 
     def end_capture(self) -> Any:
         """The CUDA graph of what was enqueued since `begin_capture`, for `replay`."""
-        ...
 
     def replay(self, graph: Any) -> None:
         """Enqueue a CUDA graph of `end_capture`: the same work at the same addresses."""
-        ...
+
+
+def out_of_memory(device: Device, size: int) -> BackendError:
+    """What to say of a device that has no `size` bytes left."""
+    free, total = device.memory()
+    return BackendError(
+        f"out of memory on {device.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of {total / 1e6:.1f} MB "
+        "are free. End other programs, or use a smaller budget or shorter answers."
+    )
 
 
 def open_device() -> Device:

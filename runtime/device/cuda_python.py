@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device import Address
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.device import Address, Device, out_of_memory
 from sinkprune.runtime.device.system_memory import available_bytes
 
 # A kernel that wants more shared memory than this must say so first.
 _DEFAULT_SHARED_BYTES = 48 << 10
 
 
-class CudaPythonDevice:
+class CudaPythonDevice(Device):
     """The first CUDA device; its primary context is the one TensorRT uses too. Calls may come from any thread."""
 
     has_graphs = True
@@ -70,20 +71,14 @@ class CudaPythonDevice:
         # Not cuMemAllocAsync: Tegra boards may lack memory pools.
         status, address = self._cuda.cuMemAlloc(size)
         if status == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            free, total = self.memory()
-            raise BackendError(
-                f"out of memory on {self.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of "
-                f"{total / 1e6:.1f} MB are free. End other programs, or use a smaller budget or shorter answers."
-            )
+            raise out_of_memory(self, size)
         self._checked((status,))
         return int(address)
 
     def free(self, address: Address) -> None:
-        """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
         self._do(self._cuda.cuMemFree, address)
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
-        """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
+    def copy_in(self, address: Address, array: Array) -> None:
         if not array.nbytes:
             return
         staging = self._free_staging(array.nbytes)
@@ -91,34 +86,28 @@ class CudaPythonDevice:
         self._do(self._cuda.cuMemcpyHtoDAsync, address, staging.address, array.nbytes, self._stream)
         self._do(self._cuda.cuEventRecord, staging.copied, self._stream)
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
-        """Fill a C-contiguous host array from the device, after all that was enqueued before."""
+    def copy_out(self, array: Array, address: Address) -> None:
         if array.nbytes:
             self._do(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._stream)
         self.synchronize()
 
     def copy(self, destination: Address, source: Address, size: int) -> None:
-        """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
         self._do(self._cuda.cuMemcpyDtoDAsync, destination, source, size, self._stream)
 
     def synchronize(self) -> None:
-        """Wait until the stream has done all it was given."""
         self._do(self._cuda.cuStreamSynchronize, self._stream)
 
     def record_event(self) -> Any:
-        """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
         event = self._do(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DEFAULT)
         self._do(self._cuda.cuEventRecord, event, self._stream)
         return _Owned(event, self._cuda.cuEventDestroy)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds on the device between two marks of `record_event`; waits for the second."""
         self._do(self._cuda.cuEventSynchronize, end.handle)
         milliseconds: float = self._do(self._cuda.cuEventElapsedTime, start.handle, end.handle)
         return milliseconds
 
     def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
         # PTX is text and must end in a zero byte; a cubin does not mind one.
         module = self._do(self._cuda.cuModuleLoadData, image + b"\0")
         return self._do(self._cuda.cuModuleGetFunction, module, name.encode())
@@ -131,10 +120,6 @@ class CudaPythonDevice:
         shared_bytes: int,
         arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel of `load_kernel` on `grid` blocks of `threads` threads.
-
-        A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
-        """
         if shared_bytes > _DEFAULT_SHARED_BYTES:
             most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._do(self._cuda.cuFuncSetAttribute, kernel, most, shared_bytes)
@@ -144,13 +129,11 @@ class CudaPythonDevice:
         self._do(self._cuda.cuLaunchKernel, kernel, *grid, *block, shared_bytes, self._stream, (values, types), 0)
 
     def begin_capture(self) -> None:
-        """From here on what is enqueued is recorded, not run."""
         # Other threads, TensorRT's own too, may go on as they like.
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._do(self._cuda.cuStreamBeginCapture, self._stream, mode)
 
     def end_capture(self) -> Any:
-        """The CUDA graph of what was enqueued since `begin_capture`, for `replay`."""
         graph = self._do(self._cuda.cuStreamEndCapture, self._stream)
         try:
             return _Owned(self._do(self._cuda.cuGraphInstantiate, graph, 0), self._cuda.cuGraphExecDestroy)
@@ -158,7 +141,6 @@ class CudaPythonDevice:
             self._do(self._cuda.cuGraphDestroy, graph)
 
     def replay(self, graph: Any) -> None:
-        """Enqueue a CUDA graph of `end_capture`: the same work at the same addresses."""
         self._do(self._cuda.cuGraphLaunch, graph.handle, self._stream)
 
     def _free_staging(self, size: int) -> _Staging:

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.device import Address
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.device import Address, Device, out_of_memory
 from sinkprune.runtime.device.system_memory import available_bytes
 
 T = TypeVar("T")
 
 
-class PycudaDevice:
+class PycudaDevice(Device):
     """The first CUDA device; its primary context is the one TensorRT uses too. Calls must come from one thread."""
 
     has_graphs = False
@@ -52,21 +53,15 @@ class PycudaDevice:
         try:
             allocation = self._cuda.mem_alloc(size)
         except self._cuda.MemoryError as error:
-            free, total = self.memory()
-            raise BackendError(
-                f"out of memory on {self.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of "
-                f"{total / 1e6:.1f} MB are free. End other programs, or use a smaller budget or shorter answers."
-            ) from error
+            raise out_of_memory(self, size) from error
         address = int(allocation)
         self._allocations[address] = allocation
         return address
 
     def free(self, address: Address) -> None:
-        """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
         self._allocations.pop(address).free()
 
-    def copy_in(self, address: Address, array: np.ndarray[Any, Any]) -> None:
-        """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
+    def copy_in(self, address: Address, array: Array) -> None:
         if not array.nbytes:
             return
         # Pinned memory lives until its copy is done.
@@ -76,31 +71,25 @@ class PycudaDevice:
         self._do(self._cuda.memcpy_htod_async, address, staging, self._stream)
         self._staging.append((staging, self._cuda.Event().record(self._stream)))
 
-    def copy_out(self, array: np.ndarray[Any, Any], address: Address) -> None:
-        """Fill a C-contiguous host array from the device, after all that was enqueued before."""
+    def copy_out(self, array: Array, address: Address) -> None:
         if array.nbytes:
             self._do(self._cuda.memcpy_dtoh_async, array, address, self._stream)
         self.synchronize()
 
     def copy(self, destination: Address, source: Address, size: int) -> None:
-        """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
         self._do(self._cuda.memcpy_dtod_async, destination, source, size, self._stream)
 
     def synchronize(self) -> None:
-        """Wait until the stream has done all it was given."""
         self._do(self._stream.synchronize)
 
     def record_event(self) -> Any:
-        """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
         return self._cuda.Event().record(self._stream)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds on the device between two marks of `record_event`; waits for the second."""
         self._do(end.synchronize)
         return float(end.time_since(start))
 
     def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
         return self._do(self._cuda.module_from_buffer, image + b"\0").get_function(name)
 
     def launch(
@@ -111,25 +100,18 @@ class PycudaDevice:
         shared_bytes: int,
         arguments: Sequence[np.uint64 | np.int32],
     ) -> None:
-        """Enqueue a kernel of `load_kernel` on `grid` blocks of `threads` threads.
-
-        A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
-        """
         if shared_bytes > 48 << 10:
             # More than a kernel gets unasked.
             kernel.set_attribute(self._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
         kernel(*arguments, block=(threads, 1, 1), grid=grid, shared=shared_bytes, stream=self._stream)
 
     def begin_capture(self) -> None:
-        """Not supported: pycuda has no CUDA graphs, and `has_graphs` says so. Raises `NotImplementedError`."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def end_capture(self) -> Any:
-        """Not supported: pycuda has no CUDA graphs, and `has_graphs` says so. Raises `NotImplementedError`."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def replay(self, graph: Any) -> None:
-        """Not supported: pycuda has no CUDA graphs, and `has_graphs` says so. Raises `NotImplementedError`."""
         raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
 
     def _start(self) -> Any:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.clip import Picture, Shown, Video
-
-Array = np.ndarray[Any, Any]
 
 
 class Seen(NamedTuple):
@@ -37,23 +35,19 @@ class Family(Protocol):
 
     def see(self, picture: Picture) -> Seen:
         """The inputs of `vision` for an image or the shown frames of a clip, and its layout; raises `ImageError`."""
-        ...
 
     def shown(self, video: Video) -> Shown:
         """The frames of a clip or a video file that the model is shown; raises `VideoError` where it takes none."""
-        ...
 
     def largest(self) -> dict[str, VisualLayout]:
         """The largest layout of each kind of picture that the bundle takes, by the kind's name.
 
         A kind that lies within another is left out; of the rest those with most groups stand first.
         """
-        ...
 
     def vision_sizes(self, tokens: int, groups: int) -> dict[str, tuple[int, int, int]]:
         """The smallest, usual and largest size of each dimension that only `vision` has, by the dimension's name, for
         pictures of up to `groups` groups of `tokens` visual tokens."""
-        ...
 
 
 def load_family(manifest: Manifest) -> Family:

@@ -6,8 +6,9 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.errors import VideoError
-from sinkprune.contract.layout import Array, VisualLayout
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import ViTTower
 from sinkprune.runtime.clip import Picture, Shown, Video
 from sinkprune.runtime.families import Seen

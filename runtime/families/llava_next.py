@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.layout import Array, VisualLayout
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.llava_next_processor import Canvas, LlavaNextProcessor

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from sinkprune.contract.errors import VideoError
-from sinkprune.contract.layout import Array, VisualLayout
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import QwenTower
 from sinkprune.runtime.clip import Picture, Shown, Video, shown
 from sinkprune.runtime.families import Seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sinkprune.contract.layout import Array
+from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
 
 

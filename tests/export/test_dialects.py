@@ -145,7 +145,7 @@ PREFILL, CONTINUED, DECODE = sizes_of(60, 0), sizes_of(30, 20), {**sizes_of(1, 4
 
 def seen(spec: GraphSpec, root: Path, photo: Image.Image) -> dict[str, Array]:
     """What `vision` is given of a photo."""
-    arrays = Pipeline.load(root, check_sums=False).family.preprocess(photo)
+    arrays = Pipeline.load(root, check_sums=False).family.see(photo).inputs
     return {tensor.name: arrays[tensor.name].astype(tensor.dtype) for tensor in spec.inputs}
 
 

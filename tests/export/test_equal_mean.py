@@ -14,15 +14,16 @@ from sinkprune.contract.budgets import Counts, Share, prune_layers, scaled_layer
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.export.dialects import opset23
-from sinkprune.export.equal_mean import (
+from sinkprune.export.methods import all_methods
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.equal_mean import (
     UnreachableMean,
     constant_ratio,
     mean_tokens,
     scaled_stages,
     tokens_into_llm,
 )
-from sinkprune.export.methods import PlanFacts, PlanGraphs, all_methods
-from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 MODELS = {
     (32, 576): (*FAMILIES["llava"].budgets, "retain-64+no-sanitizer", "retain-64+drop-sink"),

@@ -15,8 +15,8 @@ from reference import largest
 from reference_methods import BEFORE_LLM, divprune, visionzip
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.families import parse_budget
-from sinkprune.export.equal_mean import UnreachableMean
 from sinkprune.export.methods import all_methods
+from sinkprune.export.pruning.equal_mean import UnreachableMean
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}

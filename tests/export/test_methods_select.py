@@ -15,7 +15,7 @@ from reference_methods import IN_LLM, asking_rows, rows_like_the_image
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.families import parse_budget
 from sinkprune.export.methods import fastv, pyramiddrop, sinkpruner, sparsevlm
-from sinkprune.export.select import every_text_row, last_row, text_like_the_image
+from sinkprune.export.pruning.select import every_text_row, last_row, text_like_the_image
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}

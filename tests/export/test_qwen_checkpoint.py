@@ -23,9 +23,10 @@ from sinkprune.contract.manifest import decoder_segments
 from sinkprune.export.bundle_writer import Request, export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
-from sinkprune.export.methods import PlanFacts, load_method
+from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.pruning.plan import PlanFacts
 
 # Qwen/Qwen2.5-VL-7B-Instruct's config.json: the decoder's settings stand at the top.
 HUB_CONFIG: dict[str, Any] = {
@@ -254,7 +255,7 @@ def test_limits_given_at_export_are_the_bundles(checkpoint: Callable[[str], Path
     outcome = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", *limits, "--budgets", "prune-88.9")
     assert outcome.code == 0, outcome.stderr
     family = Pipeline.load(tmp_path / "out").family
-    assert (family.visual_tokens((28, 28)), family.visual_tokens((2000, 2000))) == (64, 121)
+    assert [family.see(Image.new("RGB", size)).layout.tokens for size in ((28, 28), (2000, 2000))] == [64, 121]
 
 
 def test_other_methods_are_refused_with_the_reason(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

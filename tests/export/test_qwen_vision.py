@@ -17,6 +17,7 @@ from conftest import QWEN_SHAPES
 from qwen_towers import features
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
+from steps import patch_grid
 
 Array = np.ndarray[Any, Any]
 
@@ -26,15 +27,15 @@ SIZES = [(224, 224), (280, 112), (300, 520), (60, 600), (28, 28), (672, 560)]
 
 def outputs(pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
     backend = pipeline.backend
-    inputs = {name: backend.tensor(array) for name, array in pipeline.family.preprocess(image).items()}
+    inputs = {name: backend.tensor(array) for name, array in pipeline.family.see(image).inputs.items()}
     return {name: backend.numpy(tensor) for name, tensor in pipeline.chain.vision(inputs).items()}
 
 
 def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int = -2) -> dict[str, Array]:
     """From transformers' eager attention."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    grid = torch.tensor([list(pipeline.family._processor.grid(image.size))])
-    pixels = torch.from_numpy(pipeline.family.preprocess(image)["pixel_values"]).flatten(0, 1)
+    grid = torch.tensor([patch_grid(pipeline, image)])
+    pixels = torch.from_numpy(pipeline.family.see(image).inputs["pixel_values"]).flatten(0, 1)
     found = features(model.model.visual, pixels, grid, block)
     return {name: tensor[None].numpy() for name, tensor in found._asdict().items()}
 
@@ -50,7 +51,7 @@ def test_tokens_norms_and_salience(
 ) -> None:
     image = photo.resize(size)
     ours, theirs = outputs(pipeline(name), image), reference(checkpoint(name), pipeline(name), image)
-    assert ours["norms"].shape == (1, pipeline(name).family.visual_tokens(size))
+    assert ours["norms"].shape == (1, pipeline(name).family.see(image).layout.tokens)
     np.testing.assert_allclose(ours["tokens"], theirs["tokens"], atol=1e-4)
     np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-4)
     np.testing.assert_allclose(ours["salience"], theirs["salience"], rtol=1e-4, atol=1e-9)

@@ -134,7 +134,7 @@ def test_every_option_equals_the_reference(option: str, kind: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["random", "tied"])
 def test_counts_at_their_limits(kind: str, n: int, reserve: int, diverse: int, batch: int) -> None:
-    budget = budget_of(n, reserve, diverse, batch=batch)
+    budget = budget_of(n, reserve, diverse, diversity_group_size=batch)
     assert_equals_reference(budget, "fp32", *tokens_of(kind, "fp32", 2, n=n, d=8))
 
 
@@ -160,7 +160,7 @@ def test_kept_tokens_worked_by_hand() -> None:
     tokens = np.stack([east, 9 * up, 7 * north, east + north, -east, 2 * up, 0 * up, 3 * east])
     norms = np.array([1, 9, 7, 1.4, 1, 2, 0, 3], np.float32)
     salience = np.array([5, 9, 1, 2, 0, 0, 0, 5], np.float32)
-    run = graphs.sanitizer(8, 3, budget_of(8, 1, 3, batch=2, outlier_per_mille=130))
+    run = graphs.sanitizer(8, 3, budget_of(8, 1, 3, diversity_group_size=2, outlier_per_mille=130))
     out = run(tokens=tokens[None], norms=norms[None], salience=salience[None])
     # H = {1, 2}: ceil(1.04). RES = {0}, which ties with 7. Then cosines with east: 4 is -1; 5 and 6 are 0, so 5;
     # last 6, at 0 to all of them.
@@ -172,8 +172,8 @@ def test_members_of_one_batch_are_not_compared_with_each_other() -> None:
     tokens = np.array([[1, 0], [0, 1], [0, 1], [-1, 0.1], [1, 1], [9, 9]], np.float32)
     inputs = {"tokens": tokens[None], "norms": lengths(tokens)[None].astype(np.float32)}
     inputs["salience"] = np.array([[9, 0, 0, 0, 0, 0]], np.float32)
-    together = graphs.sanitizer(6, 2, budget_of(6, 1, 3, batch=3))(**inputs)
-    serial = graphs.sanitizer(6, 2, budget_of(6, 1, 3, batch=1))(**inputs)
+    together = graphs.sanitizer(6, 2, budget_of(6, 1, 3, diversity_group_size=3))(**inputs)
+    serial = graphs.sanitizer(6, 2, budget_of(6, 1, 3, diversity_group_size=1))(**inputs)
     assert together["kept_index"].tolist() == [[5, 0, 1, 2, 3]]
     assert serial["kept_index"].tolist() == [[5, 0, 1, 3, 4]]
 
@@ -186,7 +186,7 @@ def test_tokens_equal_to_kept_ones_tie(d: int, precision: str) -> None:
     directions = rng.normal(size=(4, d)).astype(DTYPES[precision])
     tokens = directions[rng.integers(0, 4, (3, 60))]
     norms, salience = rng.random((2, 3, 60))
-    assert_equals_reference(budget_of(60, 8, 20, batch=4), precision, tokens, norms, salience)
+    assert_equals_reference(budget_of(60, 8, 20, diversity_group_size=4), precision, tokens, norms, salience)
 
 
 def test_fp16_tokens_are_moved_and_never_computed_with() -> None:
@@ -220,7 +220,7 @@ _LIMITS = [
 def test_ties_duplicates_zeros_and_extremes(
     n: int, reserve: int, diverse: int, per_mille: int, batch: int, precision: str
 ) -> None:
-    budget = budget_of(n, reserve, diverse, outlier_per_mille=per_mille, batch=batch)
+    budget = budget_of(n, reserve, diverse, outlier_per_mille=per_mille, diversity_group_size=batch)
     token = st.tuples(
         st.sampled_from(_ROWS),
         st.sampled_from(_SCALES[precision]),

@@ -19,8 +19,8 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.select import build_select, every_text_row
-from sinkprune.export.survivors import best, best_of_each_image
+from sinkprune.export.pruning.select import build_select, every_text_row
+from sinkprune.export.pruning.survivors import best, best_of_each_image
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}

@@ -12,8 +12,9 @@ import reference
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.export.dialects import opset23
-from sinkprune.export.methods import PlanFacts, UpTo, all_methods, load_method
+from sinkprune.export.methods import all_methods, load_method
 from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.plan import PlanFacts, UpTo
 
 D = 16
 MODEL = replace(graphs.language_model(), rope_sections=(1, 1, 2))

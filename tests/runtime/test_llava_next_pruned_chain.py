@@ -51,7 +51,7 @@ def expected_sequence(
         indices.append(index)
     rows = model.model.multi_modal_projector(torch.from_numpy(np.concatenate(kept))[None])[0].numpy()
     question = pipe.prompts.encode(["", QUESTION])
-    before, after = (embedded(model, ids) for ids in (question.before, question.after))
+    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
     start, end = len(before), len(before) + len(rows)
     sequence = np.concatenate([before, rows, after])
     visual, text = list(range(start, end)), list(range(end, len(sequence)))

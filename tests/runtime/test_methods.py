@@ -106,8 +106,10 @@ def test_dropping_inside_the_llm_equals_masking(
     with torch.no_grad():
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
     question = pipe.prompts.encode(["", PROMPT])
-    rows = np.concatenate([embedded(torch_model, question.before), image, embedded(torch_model, question.after)])
-    start = len(question.before)
+    rows = np.concatenate(
+        [embedded(torch_model, question.texts[0]), image, embedded(torch_model, question.texts[-1])]
+    )
+    start = len(question.texts[0])
     visual, text = list(range(start, start + TOKENS)), list(range(start + TOKENS, len(rows)))
     plan = pipe.bundle.manifest.plans[method][budget]
     stages = dict(zip(map(int, plan.select_after), plan.counts.stages, strict=True))

@@ -76,8 +76,8 @@ def test_the_question_stands_in_the_ids(name: str, both: Pairs) -> None:
     pair = both(name)
     prompt = pair.ours.encode(["", "is the image blue?"])
     decode = pair.ours.tokenizer.decode
-    assert decode(prompt.after).strip().replace("▁", " ") == "is the image blue? ASSISTANT:"
-    assert decode(prompt.before, skip_special_tokens=True).replace("▁", " ").strip() == "USER:"
+    assert decode(prompt.texts[-1]).strip().replace("▁", " ") == "is the image blue? ASSISTANT:"
+    assert decode(prompt.texts[0], skip_special_tokens=True).replace("▁", " ").strip() == "USER:"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -98,9 +98,9 @@ def test_typed_special_tokens_stay_text(name: str, text: str, both: Pairs) -> No
 def test_typed_special_tokens_never_become_special_ids_where_bytes_are_special_too(text: str, both: Pairs) -> None:
     pair = both("trained llama")
     prompt = pair.ours.encode(["", text])
-    assert prompt.before == pair.ours.encode(["", "What?"]).before
-    assert not set(SPECIALS.values()) & set(prompt.after)
-    decoded = pair.ours.tokenizer.decode(prompt.after, skip_special_tokens=False)
+    assert prompt.texts[0] == pair.ours.encode(["", "What?"]).texts[0]
+    assert not set(SPECIALS.values()) & set(prompt.texts[-1])
+    decoded = pair.ours.tokenizer.decode(prompt.texts[-1], skip_special_tokens=False)
     assert decoded.strip() == f"{text} ASSISTANT:".strip()
 
 
@@ -124,10 +124,10 @@ def test_a_special_token_that_begins_another_is_not_taken_for_it(tokenizer_folde
     longer = backend.token_to_id("<image></s>")
     ours = encoder(tokenizer_folder, TEMPLATE)
     prompt = ours.encode(["", "see <image></s>?"])
-    assert not {longer, IMAGE_TOKEN, 2} & {*prompt.before, *prompt.after}
-    assert ours.tokenizer.decode(prompt.after, skip_special_tokens=False) == "\nsee <image></s>? ASSISTANT:"
+    assert not {longer, IMAGE_TOKEN, 2} & {*prompt.texts[0], *prompt.texts[-1]}
+    assert ours.tokenizer.decode(prompt.texts[-1], skip_special_tokens=False) == "\nsee <image></s>? ASSISTANT:"
     twice = encoder(tokenizer_folder, TEMPLATE.replace("<image>\n", "<image>\n<image></s>"))
-    assert twice.encode(["", "see"]).after.count(longer) == 1
+    assert twice.encode(["", "see"]).texts[-1].count(longer) == 1
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n", " \t\r\n ", "\u3000\u00a0", None, b"What?", "W\udcff?"], ids=ascii)
@@ -155,4 +155,4 @@ def test_an_image_token_need_not_be_marked_special(tokenizer_folder: Path) -> No
         text.replace(marked + "true", marked + "false"), encoding="utf-8"
     )
     prompt: Any = encoder(tokenizer_folder, TEMPLATE).encode(["", "see <image>?"])
-    assert IMAGE_TOKEN not in {*prompt.before, *prompt.after}
+    assert IMAGE_TOKEN not in {*prompt.texts[0], *prompt.texts[-1]}

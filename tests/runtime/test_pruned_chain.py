@@ -82,7 +82,7 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
         )
     image_rows = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0]
     question = pipe.prompts.encode(["", PROMPT])
-    before, after = (embedded(model, ids) for ids in (question.before, question.after))
+    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
     rows = np.concatenate([before, image_rows.numpy(), after])
     start, end = len(before), len(before) + len(image_rows)
     return Sequence(rows, list(range(start, end)), list(range(end, len(rows)))), index

@@ -51,9 +51,9 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
             raster=options.order == "raster",
         )
     question = pipe.prompts.encode(["", PROMPT])
-    before, after = (embedded(model, ids) for ids in (question.before, question.after))
+    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
     token = model.config.image_token_id
-    ids = torch.tensor([[*question.before, *[token] * n, *question.after]])
+    ids = torch.tensor([[*question.texts[0], *[token] * n, *question.texts[-1]]])
     positions, _ = model.model.get_rope_index(ids, (ids == token).int(), torch.tensor([patch_grid(pipe, image)]))
     start = len(before)
     rows = [*range(start), *(start + np.array(index)), *range(start + n, ids.shape[1])]

@@ -83,7 +83,7 @@ def test_what_the_steps_tell_fits_together(
     np.testing.assert_array_equal(hidden[steps.rows.visual], embeddings.reshape(-1, embeddings.shape[-1]))
     text = np.setdiff1d(np.arange(len(hidden)), steps.rows.visual)
     ids = pipe.prompts.encode(["", QUESTION])
-    np.testing.assert_array_equal(hidden[text], pipe.embedding([*ids.before, *ids.after]))
+    np.testing.assert_array_equal(hidden[text], pipe.embedding([*ids.texts[0], *ids.texts[-1]]))
     for layer, kept in steps.prefill.keep_index.items():
         # The engines keep as many rows as the schedule says.
         text_rows = steps.rows.length - len(steps.rows.visual)

@@ -141,8 +141,8 @@ def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tu
         kept.append(tokens)
         indices.append(index)
     question, n = pipe.prompts.encode(["", QUESTION]), features[1].size
-    before, after = (embedded(model, ids) for ids in (question.before, question.after))
-    ids = torch.tensor([[*question.before, *[VIDEO_TOKEN] * n, *question.after]])
+    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
+    ids = torch.tensor([[*question.texts[0], *[VIDEO_TOKEN] * n, *question.texts[-1]]])
     positions, _ = model.model.get_rope_index(
         ids,
         2 * (ids == VIDEO_TOKEN).int(),

@@ -12,6 +12,8 @@ from typing import Any
 import onnx_ir as ir
 from onnxscript import build_function
 
+from sinkprune.export.pruning.shares import outliers
+
 DOMAIN = "sinkprune"
 
 _FLOAT = ir.DataType.FLOAT
@@ -30,8 +32,7 @@ def top_rho(opset: int) -> ir.Function:
     """
 
     def body(op: Any, norms: ir.Value, tokens: ir.Value) -> list[ir.Value]:
-        share = op.Mul(op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
-        count = op.Max(op.Div(op.Add(share, [999]), [1000]), [1])
+        count = outliers(op, op.Shape(norms, start=1, end=2), _attribute(op, "per_mille"))
         _, top = op.TopK(norms, count, axis=-1, largest=1, sorted=1, _outputs=2)
         members = op.GatherND(op.Cast(tokens, to=_FLOAT), op.Unsqueeze(top, [-1]), batch_dims=1)
         sink = op.CastLike(op.ReduceMean(members, [1], keepdims=1), tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.top_k import MOST_OF_TOP_K
-from sinkprune.export.methods import PlanFacts, UpTo
+from sinkprune.export.pruning.plan import PlanFacts, UpTo
 
 
 def check_ranked(facts: PlanFacts, count: int) -> None:

@@ -14,7 +14,8 @@ from math import floor
 
 from sinkprune.contract.budgets import Budget, Counts, prune_layers
 from sinkprune.contract.errors import BudgetError
-from sinkprune.export.methods import PlanFacts
+from sinkprune.contract.schedule import PictureSchedule
+from sinkprune.export.pruning.plan import PlanFacts
 
 # Schedules are sought in steps of a millionth: finer than one token of any image.
 _STEPS = 1_000_000
@@ -26,11 +27,7 @@ class UnreachableMean(BudgetError):
 
 def mean_tokens(counts: Counts, cuts: Sequence[int], num_layers: int) -> Fraction:
     """Visual tokens a layer, on average, where `counts` are realised and the stages follow the layers `cuts`."""
-    total, visible, start = 0, counts.kept, 0
-    for cut, stage in zip(cuts, counts.stages, strict=True):
-        total += visible * (cut + 1 - start)
-        visible, start = min(visible, stage), cut + 1
-    return Fraction(total + visible * (num_layers - start), num_layers)
+    return PictureSchedule.of(counts, 1, cuts).mean(num_layers)
 
 
 def budget_mean(facts: PlanFacts, budget: Budget) -> Fraction:

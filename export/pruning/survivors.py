@@ -10,7 +10,7 @@ import onnx_ir as ir
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.top_k import MOST_OF_TOP_K
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.shares import share
+from sinkprune.export.pruning.shares import surviving
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -34,9 +34,7 @@ def best(kept: int | Share, tokens: Dim = "N") -> Choice:
 
     def choose(graph: Graph, scores: ir.Value) -> Survivors:
         op = graph.op
-        most = [kept] if isinstance(kept, int) else _share_of_image(graph, kept, tokens)
-        # K_s >= V: every visual row survives
-        count = op.Min(op.Shape(scores), most)
+        count = surviving(graph, scores, kept, tokens)
         _, index = op.TopK(scores, count, axis=-1, largest=1, sorted=1, _outputs=2)
         nobody = op.Expand(0, op.Shape(scores))
         return Survivors(op.ScatterElements(nobody, index, op.Expand(1, op.Shape(index)), axis=0), count)
@@ -72,10 +70,3 @@ def best_of_each_image(images: int) -> Choice:
         return Survivors(op.Cast(op.ReduceSum(alive, [0], keepdims=0), to=_INT64), op.Shape(quota))
 
     return choose
-
-
-def _share_of_image(graph: Graph, kept: Share, tokens: Dim) -> ir.Value:
-    """[1]: a share of all G*N tokens the image had; its `norms` tell by their shape how many."""
-    op = graph.op
-    norms = graph.input("norms", ["G", tokens], _FLOAT)
-    return share(op, op.Mul(op.Shape(norms, start=0, end=1), op.Shape(norms, start=1, end=2)), kept)

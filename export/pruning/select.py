@@ -6,18 +6,19 @@ rows ask (`Asking`); the scorer is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export.functions import unit_rows
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.methods import PlanFacts
-from sinkprune.export.ranking import check_ranked
-from sinkprune.export.survivors import Choice, best, best_of_each_image
+from sinkprune.export.pruning.functions import unit_rows
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.ranking import check_ranked
+from sinkprune.export.pruning.shares import of_all_groups
+from sinkprune.export.pruning.survivors import Choice, best, best_of_each_image
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -85,15 +86,15 @@ def text_like_the_image(graph: Graph, stage: Stage) -> Asked:
 
 
 def build_selects(
-    facts: PlanFacts, budget: Budget, stages: Mapping[int, int | Share], asking: Asking
+    facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int | Share], asking: Asking
 ) -> dict[int, Graph]:
-    """A select after each layer of `stages` that keeps as many visual rows as stand there, of each group."""
+    """A select after each of the layers `cuts` (0-based) that keeps as many visual rows of each group as its stage
+    says, by layer; raises `BudgetError` for more than TensorRT ranks.
+    """
     selects = {}
-    for layer, kept in stages.items():
+    for layer, stage in zip(cuts, stages, strict=True):
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
-        # Groups are counted in the graph: so many of each are a share of what all of them had.
-        if facts.groups > 1 and isinstance(kept, int):
-            kept = Share(kept, facts.visual_tokens)
+        kept = of_all_groups(stage, facts)
         check_ranked(facts, kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
         choice = best_of_each_image(facts.images) if facts.images > 1 else best(kept, facts.visual_dim)
         build_select(selects[layer], facts.language_model, choice, budget, asking)

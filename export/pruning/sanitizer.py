@@ -10,15 +10,12 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.export.graph import Dim, Graph
-from sinkprune.export.methods import PlanFacts
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.pruning.shares import Count, vector
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
-
-
-Count = int | ir.Value
-"""A number of tokens: known when the graph is written, or [1] int64 within it."""
 
 
 class Features(NamedTuple):
@@ -89,11 +86,6 @@ def ascending(graph: Graph, index: ir.Value, count: Count) -> ir.Value:
     op = graph.op
     ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return op.Cast(ordered, to=_INT64)
-
-
-def vector(count: Count) -> list[int] | ir.Value:
-    """`count` as operators take it, of shape [1]."""
-    return [count] if isinstance(count, int) else count
 
 
 def mask_of(graph: Graph, features: Features, index: ir.Value) -> ir.Value:

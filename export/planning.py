@@ -1,0 +1,62 @@
+"""The plans of an export: every method at every budget that it can reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from sinkprune.contract.budgets import UNPRUNED, Budget
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.export.methods import load_method
+from sinkprune.export.pruning.equal_mean import UnreachableMean
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A plan that was left out: the method cannot run on as few visual tokens as the budget asks for."""
+
+    method: str
+    budget: str
+    why: str
+
+
+def parse_budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
+    """The budgets of these names, all of the family if there are none; raises `BudgetError`."""
+    names = tuple(FAMILIES[family].budgets) if names is None else names
+    if UNPRUNED in names:
+        raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")
+    return {name: parse_budget(family, name) for name in names}
+
+
+def plan_graphs(
+    facts: PlanFacts,
+    methods: Sequence[str],
+    budgets: Mapping[str, Budget],
+    left_out: Callable[[Unreachable], None],
+) -> dict[str, dict[str, PlanGraphs]]:
+    """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
+    builders = {name: load_method(name) for name in methods}
+    if not facts.joined and any(budget.frames == "apart" for budget in budgets.values()):
+        raise BudgetError(
+            "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
+            "takes video with a larger --max-frames."
+        )
+    planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
+    unreachable: list[Unreachable] = []
+    for (method, build), (name, budget) in product(builders.items(), budgets.items()):
+        try:
+            planned[method][name] = build(facts, budget)
+        except UnreachableMean as error:
+            unreachable.append(Unreachable(method, name, str(error)))
+    for missed in unreachable:
+        if not planned[missed.method]:
+            raise BudgetError(
+                f"method '{missed.method}' reaches none of the budgets {', '.join(budgets)}. At '{missed.budget}': "
+                f"{missed.why}. Choose larger budgets, or leave the method out of --methods."
+            )
+    for missed in unreachable:
+        left_out(missed)
+    return planned

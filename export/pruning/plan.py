@@ -1,0 +1,86 @@
+"""What a method is told of a model, and the plan it makes of a budget: a `PlanGraphs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.manifest import LanguageModel
+from sinkprune.export.dialects import Dialect
+from sinkprune.export.graph import Dim, Graph
+from sinkprune.export.precision import Precision
+
+
+@dataclass(frozen=True)
+class UpTo:
+    """A number of visual tokens that differs from image to image."""
+
+    most: int
+    """No group has more."""
+    pixels_each: int
+    """How many pixels of the resized image make a token."""
+    in_all: int
+    """No image or clip has more in all its groups."""
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """What a method may know of the model it prunes."""
+
+    language_model: LanguageModel
+    tokens: int | UpTo
+    """N of each group."""
+    visual_width: int
+    """D, the width of `tokens`."""
+    precision: Precision
+    dialect: Dialect
+    groups: int = 1
+    """The most groups an image has."""
+    images: int = 1
+    """The most images a prompt has."""
+    joined: bool = False
+    """Whether groups are the frames of a clip, sanitised as one unless a budget says otherwise."""
+
+    @property
+    def visual_tokens(self) -> int:
+        """N, for methods that count when they are exported; raises `BudgetError` where images differ in theirs."""
+        if isinstance(self.tokens, UpTo):
+            raise BudgetError(
+                "images of this family differ in their number of visual tokens, and a method other than sinkpruner "
+                "fixes its counts when it is exported. Leave the others out of --methods."
+            )
+        return self.tokens
+
+    @property
+    def most_in_group(self) -> int:
+        """The most visual tokens of a group."""
+        return self.tokens.most if isinstance(self.tokens, UpTo) else self.tokens
+
+    @property
+    def most_visual_tokens(self) -> int:
+        """The most visual tokens of an image or clip, in all its groups."""
+        return self.tokens.in_all if isinstance(self.tokens, UpTo) else self.groups * self.tokens
+
+    @property
+    def visual_dim(self) -> Dim:
+        """N as the shape of a graph's tensor gives it."""
+        return "N" if isinstance(self.tokens, UpTo) else self.tokens
+
+
+@dataclass(frozen=True)
+class PlanGraphs:
+    """The graphs of one method at one budget."""
+
+    counts: Counts | None
+    """What the graphs keep of one group's visual tokens; None where they take the budget's shares of each image's."""
+    sanitizer: Graph | None = None
+    """The graph before the LLM, for methods that drop tokens there."""
+    select_after: dict[int, Graph] = field(default_factory=dict)
+    """The graph behind each decoder layer (0-based) that the method drops tokens after."""
+
+
+Method = Callable[[PlanFacts, Budget], PlanGraphs]
+"""Builds the plan of a budget. Raises `UnreachableMean` where the method cannot keep as few tokens as the budget
+asks for, and `BudgetError` where the model is too shallow for it."""

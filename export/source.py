@@ -1,0 +1,111 @@
+"""What is asked for, and the checkpoint of it: opened, and checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.errors import CheckpointError, UsageError
+from sinkprune.contract.manifest import Checkpoint, DialectName
+from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
+from sinkprune.export.families import Family, SalienceBlock, read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.export.text import Text, read_text, small_text
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to export. Raises `UsageError` for counts that make no sense."""
+
+    source: str
+    """A local folder, a hub name, or with `random_weights` a config.json, a folder holding one, or a preset."""
+    budgets: tuple[str, ...] | None = None
+    """Budget names; None is every budget of the family."""
+    methods: tuple[str, ...] = ("sinkpruner",)
+    precision: str = "fp32"
+    dialect: DialectName = "opset23"
+    random_weights: bool = False
+    min_pixels: int | None = None
+    """Images are enlarged to at least as many; None is what the checkpoint says."""
+    max_pixels: int | None = None
+    """Images are scaled down to at most as many; None is what the checkpoint says."""
+    salience: SalienceBlock | None = None
+    """The vision block whose attention is the salience, for families that have a choice; None is their own."""
+    max_images: int = 1
+    """The most images a prompt may have."""
+    max_frames: int = 0
+    """The most frames that are taken of a clip; 0 where there is no video."""
+
+    def __post_init__(self) -> None:
+        if self.max_images < 1:
+            raise UsageError(f"--max-images is {self.max_images}, expected at least 1.")
+        if self.max_frames < 0:
+            raise UsageError(f"--max-frames is {self.max_frames}, expected 0 for no video, or how many.")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, opened and checked."""
+
+    family: Family
+    weights: SafetensorsWeights | RandomWeights
+    text: Text
+    processor: dict[str, Any]
+    checkpoint: Checkpoint
+
+
+def open_source(request: Request) -> Source:
+    """What is to be exported; its weights must be closed. Raises `CheckpointError` and `UsageError`."""
+    if request.random_weights:
+        config = _random_config(request.source)
+        family = read_family(request.source, config, request.salience)
+        text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
+        checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
+        return Source(family, RandomWeights(), text, _processor(family, {}, request), checkpoint)
+    if request.source in PRESETS:
+        raise CheckpointError(
+            f"'{request.source}' is a preset: true shapes without weights. Add --random-weights, or give a "
+            "checkpoint folder or hub name."
+        )
+    folder = locate(request.source)
+    config = read_json(folder / "config.json")
+    family = read_family(request.source, config, request.salience)
+    nested = folder / "processor_config.json"
+    single = folder / "preprocessor_config.json"
+    settings = read_json(single if single.exists() or not nested.exists() else nested)
+    video = folder / "video_preprocessor_config.json"
+    settings |= {"video_processor": read_json(video)} if video.exists() else {}
+    processor = _processor(family, settings, request)
+    text = read_text(folder, family.image_token, family.chat_template)
+    checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
+    return Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+
+
+def _processor(family: Family, settings: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """The image processor's settings, with the pixel counts that were asked for."""
+    asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
+    asked = {name: count for name, count in asked.items() if count is not None}
+    frames = {"max_frames": request.max_frames} if request.max_frames else {}
+    processor = family.processor({**settings, **asked, **frames})
+    if frames and "video" not in processor:
+        raise UsageError(f"family '{family.name}' takes no video: leave out --max-frames.")
+    if not asked.keys() <= processor.keys():
+        raise UsageError(
+            f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
+        )
+    return processor
+
+
+def _random_config(source: str) -> dict[str, Any]:
+    if source in PRESETS:
+        return PRESETS[source]
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
+        )
+    return read_json(path)

@@ -1,0 +1,44 @@
+"""What programs rely on in `sinkprune-export`: the keys of its JSON, and options by the names they used to have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from commands import run
+from sinkprune.contract.bundle import read_bundle
+
+
+@pytest.mark.parametrize(("said", "meant"), [("trt10", "opset20"), ("onnx24", "opset23"), ("opset20", "opset20")])
+def test_a_dialect_may_be_called_what_it_was(
+    said: str, meant: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = ("--budgets", "retain-64", "--methods", "sinkpruner,fastervlm", "--dialect", said, "--json")
+    outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.stderr
+    summary = json.loads(outcome.stdout)
+    size = summary.pop("bytes")
+    assert summary == {
+        "bundle": str(tmp_path / "out"),
+        "budgets": ["retain-64"],
+        "methods": ["sinkpruner", "fastervlm"],
+        "unreachable": [],
+        "cut_after": [1, 2, 4],
+        "precision": "fp32",
+        "dialect": meant,
+    }
+    manifest = read_bundle(tmp_path / "out").manifest
+    assert manifest.dialect == meant
+    assert size == sum(spec.size for spec in manifest.files.values())
+
+
+def test_json_tells_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ("--budgets", "retain-192,retain-32", "--methods", "fastv", "--json")
+    outcome = run("sinkprune-export", checkpoint("mha-336"), "-o", tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.stderr
+    (missed,) = json.loads(outcome.stdout)["unreachable"]
+    assert list(missed) == ["method", "budget", "why"]
+    assert (missed["method"], missed["budget"]) == ("fastv", "retain-32")

@@ -1,0 +1,94 @@
+"""`compare_bundles.py` finds nothing between equal bundles, and every kind of difference between others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+import pytest
+
+from compare_bundles import differences, main
+from manifests import manifest_data, write_data
+
+SANITIZER = "sinkpruner/retain-64/sanitizer"
+Graph = onnx.GraphProto
+
+
+@pytest.fixture
+def copied(bundle: Callable[..., Path], tmp_path: Path) -> Path:
+    """A bundle to alter."""
+    return Path(shutil.copytree(bundle("gqa-112"), tmp_path / "copied"))
+
+
+def another_operator(graph: Graph) -> None:
+    next(node for node in graph.node if node.op_type == "Concat").op_type = "Add"
+
+
+def another_attribute(graph: Graph) -> None:
+    next(node for node in graph.node if node.op_type == "TopRho").attribute[0].i += 1
+
+
+def one_node_less(graph: Graph) -> None:
+    del graph.node[-1]
+
+
+def another_shape(graph: Graph) -> None:
+    graph.output[0].type.tensor_type.shape.dim[1].dim_value += 1
+
+
+def another_constant(graph: Graph) -> None:
+    tensor = next(tensor for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.INT64)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(tensor) + 1, tensor.name))
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (another_operator, ".op_type is 'Add', was 'Concat'"),
+        (another_attribute, ".attribute[0].i is 11, was 10"),
+        (one_node_less, " is missing, was "),
+        (another_shape, "output[0].type"),
+        (another_constant, "].raw_data is "),
+    ],
+)
+def test_a_change_of_a_graph_is_found(
+    change: Callable[[Graph], None], place: str, bundle: Callable[..., Path], copied: Path
+) -> None:
+    path = copied / "graphs" / f"{SANITIZER}.onnx"
+    model = onnx.load(path)
+    change(model.graph)
+    onnx.save(model, path)
+    found = differences(bundle("gqa-112"), copied)
+    assert list(found) == [SANITIZER]
+    assert place in found[SANITIZER][0]
+
+
+def test_a_change_of_a_weight_is_found(
+    bundle: Callable[..., Path], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied / "graphs/weights/head.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert main([str(bundle("gqa-112")), str(copied)]) == 1
+    first, summary = capsys.readouterr().out.splitlines()
+    assert first.startswith("head: graph.initializer[") and summary.endswith("1 parts differ")
+
+
+def test_other_files_and_facts_are_compared(bundle: Callable[..., Path], copied: Path) -> None:
+    (copied / "weights/tokenizer.json").write_text("{}")
+    write_data(copied, {**manifest_data(copied), "max_images": 2, "sinkprune_version": "0.0"})
+    found = differences(bundle("gqa-112"), copied)
+    assert found["bundle.json"] == ["max_images is 2, was 1"]
+    assert list(found) == ["bundle.json", "weights/tokenizer.json"]
+
+
+def test_equal_values_may_lie_elsewhere(
+    bundle: Callable[..., Path], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied / "graphs/head.onnx"
+    model = onnx.load(path)
+    (copied / "graphs/weights/head.bin").unlink()
+    onnx.save(model, path)
+    assert main([str(bundle("gqa-112")), str(copied)]) == 0
+    assert capsys.readouterr().out.endswith("23 graphs; all the same\n")
