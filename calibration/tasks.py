@@ -1,13 +1,8 @@
 """Tasks: questions about pictures to evaluate a bundle on, the project's own or from a file.
 
-A file has one JSON object a line:
-
-    {"image": "kitchen.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence"}
-    {"id": "k2", "image": "kitchen.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
-
-`image` is a path, relative to the file. `answer` is a string, or a list of strings that are all right; with
-`options` it is the letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind`
-is "all" unless given.
+A file has one JSON object a line. `question` is what is asked, and `image` the path of the picture, relative to the
+file. `answer` is a string, or a list of strings that are all right; with `options`, a list of strings, it is the
+letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind` is "all" unless given.
 """
 
 from __future__ import annotations
@@ -75,9 +70,15 @@ def _read_scenes() -> Iterator[Item]:
 
 def _read_jsonl(path: Path) -> Iterator[Item]:
     """The items of a JSONL file, blank lines skipped; raises `TaskError` at the first bad line, naming it."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TaskError(f"'{path}' cannot be read: {error.strerror}. Give a file of questions.") from error
     lines_of_ids: dict[str, int] = {}
     sound_images: set[Path] = set()
-    for number, line in _lines(path):
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
             image, question = _read_line(line, path.parent, number)
             if question.id in lines_of_ids:
@@ -96,16 +97,6 @@ def _read_jsonl(path: Path) -> Iterator[Item]:
         raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, counted from 1."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TaskError(f"'{path}' cannot be read: {error.strerror}. Give a file of questions.") from error
-    lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
-    return ((number, line) for number, line in lines if line.strip())
-
-
 def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     try:
         data = json.loads(line)
@@ -119,9 +110,9 @@ def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     for name in _REQUIRED:
         if name not in data:
             raise TaskError(f"'{name}' is missing, expected {_FIELDS}.")
-    options = _options(data)
+    options, identity = _options(data), data.get("id", number)
     question = Question(
-        id=_identity(data.get("id", number)),
+        id=str(identity) if type(identity) is int else _text("id", identity),
         kind=_text("kind", data.get("kind", "all")),
         text=_text("question", data["question"]),
         answers=(_letter(data["answer"], options),) if options else _answers(data["answer"]),
@@ -138,10 +129,6 @@ def _text(name: str, value: Any) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise TaskError(f"'{name}' is {value!r}, which holds half a character. Write the file as UTF-8.")
     return value
-
-
-def _identity(value: Any) -> str:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text("id", value)
 
 
 def _answers(value: Any) -> tuple[str, ...]:

@@ -49,7 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    _check_outputs(options)
+    if options.json:
+        check_writable(options.json, (".json",))
+    if options.answers:
+        check_writable(options.answers, (".jsonl",))
+        if options.answers.absolute() == Path(options.task).absolute():
+            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
+    if options.plot:
+        check_writable(options.plot, PLOT_SUFFIXES)
+        import_matplotlib()
     if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
         raise UsageError(
             f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
@@ -109,18 +117,6 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    if options.json:
-        check_writable(options.json, (".json",))
-    if options.answers:
-        check_writable(options.answers, (".jsonl",))
-        if options.answers.absolute() == Path(options.task).absolute():
-            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
-    if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
-        import_matplotlib()
-
-
 def _ask(
     pipeline: Pipeline, items: Sequence[Item], combinations: Sequence[Combination], max_new_tokens: int
 ) -> list[Reply]:
@@ -129,15 +125,11 @@ def _ask(
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("warming up", total=len(items) * (1 + len(combinations)))
-        return ask(
-            pipeline,
-            items,
-            combinations,
-            max_new_tokens=max_new_tokens,
-            on_run=lambda combination: progress.update(
-                task, advance=1, description=" ".join(dict.fromkeys(combination))
-            ),
-        )
+
+        def show(pair: Combination) -> None:
+            progress.update(task, advance=1, description=" ".join(dict.fromkeys(pair)))
+
+        return ask(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 
 
 def _answer_line(reply: Reply) -> str:
@@ -147,26 +139,23 @@ def _answer_line(reply: Reply) -> str:
 
 
 def _print_tables(result: EvaluationReport) -> None:
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    console = Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False)
     blind = ", every picture replaced by a grey one" if result.blind else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{result.model}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
         f"{result.task}, {result.questions} questions{blind}{planted}; "
         "accuracy in % ± half its 95 % interval (of none's)",
-        highlight=False,
         markup=False,
     )
     if result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))
-        console.print("\nTTFT in ms: median (p95), and visual tokens a layer", highlight=False)
+        console.print("\nTTFT in ms: median (p95), and visual tokens a layer")
         console.print(_grid(result, _ttft_and_tokens))
     none = result.none
-    console.print(
-        f"\nnone: {_accuracy(none.accuracy, none.ci95)}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind",
-        highlight=False,
-    )
+    accuracy = _accuracy(none.accuracy, none.ci95)
+    console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
     kinds = _table("kind", "questions", "accuracy")
     for kind, part in none.by_kind.items():
         kinds.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))

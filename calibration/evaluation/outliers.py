@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-
-Array = np.ndarray[Any, Any]
 
 _PER_MILLE = 10
 # Of a planted token, in median norms of its group.
@@ -35,7 +34,7 @@ def plant_in_vision(graph: str, engine: Engine, backend: Backend) -> Engine:
     return planted if graph == "vision" else engine
 
 
-def plant_outliers(tokens: Array, norms: Array, salience: Array) -> tuple[Array, Array, Array]:
+def plant_outliers(tokens: NDArray[Any], norms: NDArray[Any], salience: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Turn the least salient 1 % of each group's tokens (at least one) into outliers; returns copies.
 
     `tokens` [G,N,D] float, `norms` [G,N] and `salience` [G,N] fp32. A planted token points where the group's mean
