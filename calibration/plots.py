@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
 from collections.abc import Sequence
 from itertools import cycle, product
@@ -10,7 +9,7 @@ from typing import Any
 
 from sinkprune.calibration.evaluation.report import EvaluationReport
 from sinkprune.calibration.norms import OUTLIER, NormReport
-from sinkprune.runtime.plot import import_matplotlib
+from sinkprune.runtime.plot import figure_bytes, import_matplotlib
 
 OWN = "sinkpruner"
 """The method that is drawn boldly: the project's own."""
@@ -45,7 +44,7 @@ def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
         axes.errorbar(tokens, accuracies, yerr=reach, elinewidth=width, label=method, **looks[method])
     _label(axes, report)
     _legend(figure, axes, report)
-    return _file(figure, suffix)
+    return figure_bytes(figure, suffix)
 
 
 def plot_norms(report: NormReport, suffix: str) -> bytes:
@@ -63,13 +62,7 @@ def plot_norms(report: NormReport, suffix: str) -> bytes:
     axes.set_title("\n".join(textwrap.wrap(f"{report.model}: {report.verdict}", 95)), fontsize=9, loc="left")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    return _file(figure, suffix)
-
-
-def _file(figure: Any, suffix: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
-    return buffer.getvalue()
+    return figure_bytes(figure, suffix)
 
 
 def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:

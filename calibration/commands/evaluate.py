@@ -20,10 +20,15 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_writable, write_whole
-from sinkprune.contract.schema import to_json
-from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
+from sinkprune.runtime.commands import (
+    add_report_options,
+    bundle_parser,
+    check_report_options,
+    load_pipeline,
+    status,
+    write_report,
+)
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
 
 _EXAMPLES = """\
 examples:
@@ -49,15 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    if options.json:
-        check_writable(options.json, (".json",))
+    check_report_options(options)
     if options.answers:
         check_writable(options.answers, (".jsonl",))
         if options.answers.absolute() == Path(options.task).absolute():
             raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
-    if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
-        import_matplotlib()
     if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
         raise UsageError(
             f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
@@ -81,10 +82,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     )
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
-    if options.json:
-        write_whole(options.json, (json.dumps(to_json(result), indent=1) + "\n").encode())
-    if options.plot:
-        write_whole(options.plot, plot_evaluation(result, options.plot.suffix))
+    write_report(options, result, plot_evaluation)
     # Last, because whoever reads it may stop reading, as `head` does.
     _print_tables(result)
 
@@ -107,8 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         help="turn 1 %% of each picture's background tokens into high-norm, salient outliers behind the vision tower",
     )
     add("--max-new-tokens", type=int, default=8, help="longest answer (default: 8)")
-    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
-    add("--plot", type=Path, metavar="FILE.png", help="draw accuracy against visual tokens")
+    add_report_options(parser, "accuracy against visual tokens")
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
 
