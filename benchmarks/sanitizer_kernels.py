@@ -232,26 +232,13 @@ def _kernels(
     workspace = torch.empty(
         launches.diversity_workspace(shape.groups, shape.tokens), dtype=torch.uint8, device="cuda"
     )
-    sizes = {"dtype": shape.dtype, "groups": shape.groups, "n": shape.tokens, "width": shape.width}
-    top = launches.top_rho_launches(
-        norms=norms.data_ptr(),
-        tokens=tokens.data_ptr(),
-        sink=sink.data_ptr(),
-        outlier=outlier.data_ptr(),
-        count=shape.outliers,
-        **sizes,
-    )
-    diverse = launches.diversity_launches(
-        tokens=tokens.data_ptr(),
-        candidate=mask.data_ptr(),
-        reserved=index.data_ptr(),
-        chosen=chosen.data_ptr(),
-        workspace=workspace.data_ptr(),
-        reserves=shape.reserve,
-        count=shape.diverse,
-        batch=shape.batch,
-        **sizes,
-    )
+    given = {"norms": norms, "tokens": tokens, "candidate": mask, "reserved": index}
+    filled = {"sink": sink, "outlier": outlier, "chosen": chosen, "workspace": workspace}
+    addresses = {name: tensor.data_ptr() for name, tensor in {**given, **filled}.items()}
+    sizes = {"G": shape.groups, "N": shape.tokens, "D": shape.width}
+    top = launches.top_rho_launches(addresses, {**sizes, "count": shape.outliers}, shape.dtype)
+    sizes |= {"R": shape.reserve, "count": shape.diverse, "batch": shape.batch}
+    diverse = launches.diversity_launches(addresses, sizes, shape.dtype)
     torch.cuda.synchronize()
     ready = []
     for launch in (*top, *(launches.in_one_launch(diverse) if single else diverse)):
@@ -259,7 +246,7 @@ def _kernels(
         kernel = device.load_kernel(code.image, code.entry)
         ready.append((kernel, launch.grid, code.threads, code.shared_bytes, launch.arguments))
     # Held by what is returned, so that their memory is not given out again.
-    held = (sink, outlier, mask, index, workspace)
+    held = (given, filled)
 
     def enqueue() -> None:
         for launch in ready:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profile import model_name
-
-Array = np.ndarray[Any, Any]
 
 OUTLIER = 2.0
 """Norm, in median norms of its group, from which a token counts as an outlier."""
@@ -62,7 +60,9 @@ def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormRe
     return summarise(model_name(pipeline.bundle.manifest.checkpoint.source), len(encoded), norms, salience)
 
 
-def summarise(model: str, pictures: int, norms: Sequence[Array], salience: Sequence[Array]) -> NormReport:
+def summarise(
+    model: str, pictures: int, norms: Sequence[NDArray[np.float32]], salience: Sequence[NDArray[np.float32]]
+) -> NormReport:
     """The report of `norms` and `salience` [N] of all groups of some pictures; groups may differ in N."""
     scaled = np.concatenate([group / np.median(group) for group in norms])
     counts = [max(1, -(-len(group) * _PER_MILLE // 1000)) for group in norms]
@@ -70,9 +70,8 @@ def summarise(model: str, pictures: int, norms: Sequence[Array], salience: Seque
         [np.argsort(-group, kind="stable")[:count] for group, count in zip(groups, counts, strict=True)]
         for groups in (norms, salience)
     )
-    overlap_of = [len(np.intersect1d(a, b)) / len(a) for a, b in zip(largest, salient, strict=True)]
+    overlap = float(np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(largest, salient, strict=True)]))
     chance = float(np.mean([count / len(group) for group, count in zip(norms, counts, strict=True)]))
-    overlap = float(np.mean(overlap_of))
     share, top = float((scaled >= OUTLIER).mean()), float(scaled.max())
     received = [group[first].sum() / group.sum() for group, first in zip(salience, largest, strict=True)]
     histogram, edges = np.histogram(scaled, bins=_BINS, range=(0.0, max(3.0, top)))
@@ -105,7 +104,7 @@ def _verdict(share: float, largest: float, *, attended: bool) -> str:
     return f"Not the outliers the paper describes: {found}, but {why}."
 
 
-def _spearman(a: Array, b: Array) -> float:
+def _spearman(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
     """Rank correlation; ties are broken by position, which is nothing among floats."""
     ranks = [np.argsort(np.argsort(x, kind="stable"), kind="stable") for x in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

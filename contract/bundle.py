@@ -1,33 +1,25 @@
 """A bundle on disk: a folder of graphs, weights and `bundle.json`, their manifest.
 
 This module is the only reader and writer of `bundle.json`. Reading validates everything before anything is loaded:
-the format version, every field, what the graphs take and give, and (`verify`) every file's size and sha256.
+the format version, every field, what the graphs take and give, and (`Bundle.verify`) every file's size and sha256.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.graph_contract import check_interfaces
 from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER, Manifest
-from sinkprune.contract.manifest_file import outside
+from sinkprune.contract.manifest_file import Folder, outside
 
 
-@dataclass(frozen=True)
-class Bundle:
+class Bundle(Folder[Manifest]):
     """A bundle that was read: where it lies and what its manifest says."""
 
-    path: Path
-    manifest: Manifest
-
-    def file(self, name: str) -> Path:
-        """The path of a file named in the manifest."""
-        return self.path / name
+    kind = BUNDLE
 
     def graph_path(self, graph: str) -> Path:
         """The path of the ONNX file of the graph that bears this name in the manifest."""
@@ -41,16 +33,6 @@ def read_bundle(path: str | os.PathLike[str]) -> Bundle:
     _check_consistent(root / MANIFEST, manifest)
     BUNDLE.check_sizes(root, manifest.files)
     return Bundle(root, manifest)
-
-
-def verify(bundle: Bundle, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-    """Compare every file with its sha256; `on_bytes` is told of progress. Raises `BundleError`."""
-    BUNDLE.check_sums(bundle.path, bundle.manifest.files, on_bytes)
-
-
-def write_manifest(root: Path, manifest: Manifest) -> None:
-    """Write `bundle.json` into the folder `root`."""
-    BUNDLE.write(root, manifest)
 
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:

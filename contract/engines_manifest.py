@@ -7,13 +7,12 @@ the library and some GPUs; everything here is compared before any of them is loa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest_file import FileSpec, ManifestFile, outside
+from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile, outside
 
 FORMAT_VERSION = 2
 MANIFEST = "engines.json"
@@ -117,16 +116,10 @@ ENGINES = ManifestFile(
 )
 
 
-@dataclass(frozen=True)
-class Engines:
-    """A folder of engines on disk, and what its `engines.json` says of them."""
+class Engines(Folder[EnginesManifest]):
+    """A folder of engines that was read: where it lies and what its `engines.json` says."""
 
-    path: Path
-    manifest: EnginesManifest
-
-    def file(self, name: str) -> Path:
-        """The path of the file that `engines.json` calls `name`."""
-        return self.path / name
+    kind = ENGINES
 
     def engine_path(self, graph: str) -> Path:
         """The path of the engine of the graph of that name, as in the bundle."""
@@ -136,26 +129,13 @@ class Engines:
 def read_engines(path: str | os.PathLike[str]) -> Engines:
     """The engines in the folder `path`, their manifest validated and every file present at its size.
 
-    Raises `EnginesError`. Sums are not compared: see `verify_engines`.
+    Raises `EnginesError`. Sums are not compared: see `Engines.verify`.
     """
     root = Path(path)
     manifest = ENGINES.read(root, EnginesManifest)
     _check_consistent(root / MANIFEST, manifest)
     ENGINES.check_sizes(root, manifest.files)
     return Engines(root, manifest)
-
-
-def verify_engines(engines: Engines, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-    """Compare every file of `engines` with its sha256; raises `EnginesError` for the first that was altered.
-
-    `on_bytes` is told how many bytes were read since its last call.
-    """
-    ENGINES.check_sums(engines.path, engines.manifest.files, on_bytes)
-
-
-def write_engines_manifest(root: Path, manifest: EnginesManifest) -> None:
-    """Write `engines.json` into the folder `root`."""
-    ENGINES.write(root, manifest)
 
 
 def _check_consistent(path: Path, manifest: EnginesManifest) -> None:

@@ -24,11 +24,13 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
 
 
 @contextmanager
-def staging(output: Path, kind: ManifestFile, needed: int, way_out: str) -> Iterator[Path]:
-    """A temporary folder on the file system of `output` with `needed` bytes free; removed whatever happens.
+def replacing(output: Path, kind: ManifestFile, needed: int, way_out: str, *, force: bool) -> Iterator[Path]:
+    """A temporary folder with `needed` bytes free, which becomes `output` when the block is done.
 
-    `way_out` says how to need less.
+    Whatever goes wrong, `output` is left as it was and the temporary folder is removed. `way_out` says how to need
+    less. Raises `kind.error`, also for what `check_replaceable` refuses.
     """
+    check_replaceable(output, kind, force=force)
     parent = next(folder for folder in output.absolute().parents if folder.exists())
     try:
         root = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=parent))
@@ -44,11 +46,14 @@ def staging(output: Path, kind: ManifestFile, needed: int, way_out: str) -> Iter
                 f"GB free. Free space, choose another place, or {way_out}."
             )
         yield root
+        # Hours may have passed: what came to stand there meanwhile is not ours to replace.
+        check_replaceable(output, kind, force=force)
+        _install(root, output)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def install(root: Path, output: Path) -> None:
+def _install(root: Path, output: Path) -> None:
     """Rename the finished folder `root` to `output`; what stands there is removed only after."""
     root.chmod(0o755)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,16 +8,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.schema import SchemaError, from_json, to_json
 
 T = TypeVar("T")
+M = TypeVar("M", bound="Lists")
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,35 @@ class ManifestFile:
             raise self.error(f"'{path}' is not JSON: {error}. {self.again}") from error
 
 
-def file_specs(root: Path, names: Iterable[str]) -> dict[str, FileSpec]:
-    """Size and sha256 of the files `names` below `root`."""
-    return {name: FileSpec((root / name).stat().st_size, sha256(root / name)) for name in names}
+class Lists(Protocol):
+    """A manifest, as far as all manifests are alike."""
+
+    @property
+    def files(self) -> dict[str, FileSpec]:
+        """Every other file of the folder, by its path relative to it."""
+
+
+@dataclass(frozen=True)
+class Folder(Generic[M]):
+    """A folder with a manifest that was read: where it lies and what its manifest says."""
+
+    kind: ClassVar[ManifestFile]
+    path: Path
+    manifest: M
+
+    def file(self, name: str) -> Path:
+        """The path of the file that the manifest calls `name`."""
+        return self.path / name
+
+    def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        """Compare every file with its sha256; `on_bytes` is told of bytes read. Raises the kind's `error`."""
+        self.kind.check_sums(self.path, self.manifest.files, on_bytes)
+
+
+def file_specs(root: Path) -> dict[str, FileSpec]:
+    """Size and sha256 of all files below `root`, by their paths relative to it, in order."""
+    paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
+    return {name: FileSpec(paths[name].stat().st_size, sha256(paths[name])) for name in sorted(paths)}
 
 
 def outside(name: str) -> bool:

@@ -27,6 +27,12 @@ class _Asked:
     options: tuple[str, ...] = ()
 
 
+Pair = tuple[str, str]
+"""Colour and shape of an object."""
+Kind = Callable[[Scene, Random], _Asked | None]
+"""Asks about a scene, if it can be asked about in this way."""
+
+
 def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]:
     """One question of every kind the scene has an answer to; their ids start with `name`."""
     for kind in KINDS:
@@ -56,13 +62,13 @@ def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
         yield Question(name, kind, asked.text, (asked.answer,), asked.options)
 
 
-def _existence(absent: Callable[[Scene, Random], list[tuple[str, str]]]) -> Callable[[Scene, Random], _Asked | None]:
+def _existence(absent: Callable[[Scene], Sequence[Pair]]) -> Kind:
     """Asks for a pair that is there, or as often for one of `absent`."""
 
     def ask(scene: Scene, rng: Random) -> _Asked | None:
         present = sorted({thing.pair for thing in scene.objects})
         there = rng.random() < 0.5
-        pairs = present if there else [pair for pair in absent(scene, rng) if pair not in present]
+        pairs = present if there else [pair for pair in absent(scene) if pair not in present]
         if not pairs:
             return None
         return _Asked(f"Is there {_a(rng.choice(pairs))}?", "yes" if there else "no")
@@ -70,31 +76,32 @@ def _existence(absent: Callable[[Scene, Random], list[tuple[str, str]]]) -> Call
     return ask
 
 
-def _any_pair(scene: Scene, rng: Random) -> list[tuple[str, str]]:
-    return list(product(COLOURS, SHAPES))
-
-
-def _popular_pair(scene: Scene, rng: Random) -> list[tuple[str, str]]:
-    return list(POPULAR)
-
-
-def _mixed_pair(scene: Scene, rng: Random) -> list[tuple[str, str]]:
+def _mixed_pairs(scene: Scene) -> list[Pair]:
     return list(product(sorted({t.colour for t in scene.objects}), sorted({t.shape for t in scene.objects})))
 
 
-def _colour(scene: Scene, rng: Random) -> _Asked | None:
-    thing = _one_by(scene.objects, rng, lambda thing: thing.shape)
-    return _Asked(f"What colour is the {thing.shape}?", thing.colour) if thing else None
+def _about_one(key: Callable[[Thing], object], ask: Callable[[Thing], _Asked]) -> Kind:
+    """Asks about an object that shares its `key` with no other."""
+
+    def ask_about_one(scene: Scene, rng: Random) -> _Asked | None:
+        unique = _all_by(scene.objects, key)
+        return ask(rng.choice(unique)) if unique else None
+
+    return ask_about_one
 
 
-def _shape(scene: Scene, rng: Random) -> _Asked | None:
-    thing = _one_by(scene.objects, rng, lambda thing: thing.colour)
-    return _Asked(f"What shape is the {thing.colour} object?", thing.shape) if thing else None
+def _size(thing: Thing) -> _Asked:
+    return _Asked(f"Is the {_named(thing.pair)} {' or '.join(RADII)}?", thing.size)
 
 
-def _size(scene: Scene, rng: Random) -> _Asked | None:
-    thing = _one_by(scene.objects, rng, lambda thing: thing.pair)
-    return _Asked(f"Is the {_named(thing.pair)} {' or '.join(RADII)}?", thing.size) if thing else None
+def _place(thing: Thing) -> _Asked:
+    """Where a thing is, which a relation needs to know of two."""
+    row, column = ("top", "middle", "bottom")[3 * thing.y // SIDE], ("left", "centre", "right")[3 * thing.x // SIDE]
+    return _Asked(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
+
+
+_colour = _about_one(lambda t: t.shape, lambda t: _Asked(f"What colour is the {t.shape}?", t.colour))
+_shape = _about_one(lambda t: t.colour, lambda t: _Asked(f"What shape is the {t.colour} object?", t.shape))
 
 
 def _relation(scene: Scene, rng: Random) -> _Asked | None:
@@ -141,15 +148,6 @@ def _choice(scene: Scene, rng: Random) -> _Asked | None:
     return _Asked(asked.text, "ABCD"[options.index(asked.answer)], tuple(options))
 
 
-def _place(scene: Scene, rng: Random) -> _Asked | None:
-    """Where a thing is, which a relation needs to know of two."""
-    thing = _one_by(scene.objects, rng, lambda thing: thing.pair)
-    if thing is None:
-        return None
-    row, column = ("top", "middle", "bottom")[3 * thing.y // SIDE], ("left", "centre", "right")[3 * thing.x // SIDE]
-    return _Asked(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
-
-
 _WHICH = "Which of these is in the picture?"
 
 
@@ -157,11 +155,11 @@ def _present(scene: Scene, rng: Random) -> _Asked | None:
     return _Asked(_WHICH, _named(rng.choice(scene.objects).pair))
 
 
-def _named(pair: tuple[str, str]) -> str:
+def _named(pair: Pair) -> str:
     return " ".join(pair)
 
 
-def _a(pair: tuple[str, str]) -> str:
+def _a(pair: Pair) -> str:
     return f"{'an' if pair[0][0] in 'aeiou' else 'a'} {_named(pair)}"
 
 
@@ -171,20 +169,16 @@ def _all_by(things: Sequence[Thing], key: Callable[[Thing], object]) -> list[Thi
     return [thing for thing in things if counts[key(thing)] == 1]
 
 
-def _one_by(things: Sequence[Thing], rng: Random, key: Callable[[Thing], object]) -> Thing | None:
-    unique = _all_by(things, key)
-    return rng.choice(unique) if unique else None
+_PAIRS = tuple(product(COLOURS, SHAPES))
+_ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(map(_named, _PAIRS)))
 
-
-_ALTERNATIVES = (tuple(COLOURS), SHAPES, DIGITS, WORDS, tuple(_named(pair) for pair in product(COLOURS, SHAPES)))
-
-KINDS: dict[str, Callable[[Scene, Random], _Asked | None]] = {
-    "existence-random": _existence(_any_pair),
-    "existence-popular": _existence(_popular_pair),
-    "existence-adversarial": _existence(_mixed_pair),
+KINDS: dict[str, Kind] = {
+    "existence-random": _existence(lambda scene: _PAIRS),
+    "existence-popular": _existence(lambda scene: POPULAR),
+    "existence-adversarial": _existence(_mixed_pairs),
     "colour": _colour,
     "shape": _shape,
-    "size": _size,
+    "size": _about_one(lambda thing: thing.pair, _size),
     "relation": _relation,
     "counting": _counting,
     "reading": _reading,
@@ -192,5 +186,5 @@ KINDS: dict[str, Callable[[Scene, Random], _Asked | None]] = {
 }
 """The kinds of questions by name."""
 
-LESSONS: dict[str, Callable[[Scene, Random], _Asked | None]] = {"place": _place}
+LESSONS: dict[str, Kind] = {"place": _about_one(lambda thing: thing.pair, _place)}
 """Kinds that are asked in training only, as a step towards the others."""

@@ -163,27 +163,22 @@ def _touch(a: Thing, b: Thing) -> bool:
 
 
 def _draw(scene: Scene, behind: Image.Image) -> Image.Image:
-    scale = _SUPERSAMPLING
-    canvas = behind.resize((SIDE * scale, SIDE * scale))
+    canvas = behind.resize((SIDE * _SUPERSAMPLING, SIDE * _SUPERSAMPLING))
     draw = ImageDraw.Draw(canvas)
     for thing in scene.objects:
-        _draw_object(draw, thing, scale)
+        _draw_object(draw, thing)
     for plate in scene.plates:
-        box = [
-            (plate.x - plate.half_width) * scale,
-            (plate.y - plate.half_height) * scale,
-            (plate.x + plate.half_width) * scale,
-            (plate.y + plate.half_height) * scale,
-        ]
-        draw.rectangle(box, fill=(248, 248, 244), outline=COLOURS[plate.colour], width=4 * scale)
-        font = _font(plate.text, scale)
-        draw.text((plate.x * scale, plate.y * scale), plate.text, fill=_OUTLINE, font=font, anchor="mm")
+        x, y = plate.x * _SUPERSAMPLING, plate.y * _SUPERSAMPLING
+        width, height = plate.half_width * _SUPERSAMPLING, plate.half_height * _SUPERSAMPLING
+        box = [x - width, y - height, x + width, y + height]
+        draw.rectangle(box, fill=(248, 248, 244), outline=COLOURS[plate.colour], width=4 * _SUPERSAMPLING)
+        draw.text((x, y), plate.text, fill=_OUTLINE, font=_font(plate.text, _SUPERSAMPLING), anchor="mm")
     return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
 
 
-def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing, scale: int) -> None:
-    x, y, r = thing.x * scale, thing.y * scale, thing.half_width * scale
-    fill, line = COLOURS[thing.colour], _LINE * scale
+def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
+    x, y, r = thing.x * _SUPERSAMPLING, thing.y * _SUPERSAMPLING, thing.half_width * _SUPERSAMPLING
+    fill, line = COLOURS[thing.colour], _LINE * _SUPERSAMPLING
     if thing.shape == "circle":
         draw.ellipse([x - r, y - r, x + r, y + r], fill=fill, outline=_OUTLINE, width=line)
     elif thing.shape == "ring":
@@ -204,21 +199,11 @@ def _corners(shape: str) -> list[tuple[float, float]]:
         radii = (1.0, 0.42)
         turns = [math.pi * i / 5 for i in range(10)]
         return [(radii[i % 2] * math.sin(turn), -radii[i % 2] * math.cos(turn)) for i, turn in enumerate(turns)]
-    a = 0.34
-    return [
-        (-a, -1),
-        (a, -1),
-        (a, -a),
-        (1, -a),
-        (1, a),
-        (a, a),
-        (a, 1),
-        (-a, 1),
-        (-a, a),
-        (-1, a),
-        (-1, -a),
-        (-a, -a),
-    ]
+    # A cross: each of its arms is the one before, turned.
+    corners = [(-0.34, -1.0), (0.34, -1.0), (0.34, -0.34)]
+    for _ in range(3):
+        corners += [(-y, x) for x, y in corners[-3:]]
+    return corners
 
 
 def _font(text: str, scale: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:

@@ -72,6 +72,8 @@ _SAVE_EVERY = 100
 _LOG_EVERY = 20
 _CLIP = 1.0
 _SEED = 7
+# What of a training knows its own state.
+_STATES = ("model", "probe", "optimizer")
 
 
 class Training:
@@ -88,11 +90,7 @@ class Training:
         others = [parameter for parameter in self.parameters if parameter.ndim == 1]
         groups = [{"params": matrices, "weight_decay": 0.03}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
-        if state.exists():
-            self._load()
-            self.tokenizer = Tokenizer.from_str(self._saved["tokenizer"])
-        else:
-            self.tokenizer = new_tokenizer()
+        self.tokenizer = self._load() if state.exists() else new_tokenizer()
 
     def run(self, stages: Sequence[Stage]) -> None:
         """All steps that are still to be done."""
@@ -141,24 +139,18 @@ class Training:
         return rate
 
     def _save(self) -> None:
-        state = {
-            "step": self.step,
-            "log": self.log,
-            "tokenizer": self.tokenizer.to_str(),
-            "model": self.model.state_dict(),
-            "probe": self.probe.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        state = {name: getattr(self, name).state_dict() for name in _STATES}
+        state |= {"step": self.step, "log": self.log, "tokenizer": self.tokenizer.to_str()}
         beside = self._path.with_suffix(".new")
         torch.save(state, beside)
         beside.replace(self._path)
 
-    def _load(self) -> None:
-        self._saved = torch.load(self._path)
-        self.model.load_state_dict(self._saved["model"])
-        self.probe.load_state_dict(self._saved["probe"])
-        self.optimizer.load_state_dict(self._saved["optimizer"])
-        self.step, self.log = self._saved["step"], self._saved["log"]
+    def _load(self) -> Tokenizer:
+        saved = torch.load(self._path)
+        for name in _STATES:
+            getattr(self, name).load_state_dict(saved[name])
+        self.step, self.log = saved["step"], saved["log"]
+        return Tokenizer.from_str(saved["tokenizer"])
 
 
 def _questions(stage: Stage, scene: Scene, rng: Random) -> list[Question]:
@@ -180,16 +172,15 @@ def _drawn_ahead(
 ) -> Iterator[tuple[Stage, int, list[tuple[Scene, Image.Image]]]]:
     """The steps from `first` on with their scenes, which are drawn while the step before is computed."""
     with ThreadPoolExecutor(1) as pool:
-        waiting = None
-        for stage, step, picture in schedule:
-            if step < first:
-                continue
-            drawing = pool.submit(training_scenes, picture, stage.pictures, stage.most_objects)
-            if waiting is not None:
-                yield *waiting[:2], waiting[2].result()
-            waiting = stage, step, drawing
-        if waiting is not None:
-            yield *waiting[:2], waiting[2].result()
+        drawing = (
+            (stage, step, pool.submit(training_scenes, picture, stage.pictures, stage.most_objects))
+            for stage, step, picture in schedule
+            if step >= first
+        )
+        waiting = next(drawing, None)
+        while waiting:
+            (stage, step, scenes), waiting = waiting, next(drawing, None)
+            yield stage, step, scenes.result()
 
 
 def main() -> None:

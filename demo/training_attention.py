@@ -31,11 +31,7 @@ class Reading:
 
 
 def looking_loss(
-    model: LlavaForConditionalGeneration,
-    reading: Reading,
-    asked: Turns,
-    seen: Pictures,
-    words: Words,
+    model: LlavaForConditionalGeneration, reading: Reading, asked: Turns, seen: Pictures, words: Words
 ) -> torch.Tensor:
     """How far attention is from what a question speaks of; scalar.
 

@@ -19,7 +19,8 @@ _SHAPES = ("", *SHAPES, "plate")
 _COLOURS = ("", *COLOURS)
 _SIZES = ("", *RADII)
 _TEXTS = ("", *DIGITS, *WORDS)
-CLASSES = (len(_SHAPES), len(_COLOURS), len(_SIZES), len(_TEXTS), 2)
+_SHOWN = (_SHAPES, _COLOURS, _SIZES, _TEXTS)
+CLASSES = (*map(len, _SHOWN), 2)
 """Of a patch: shape, colour, size and text of what it shows, 0 for nothing; and whether it holds its centre, of which
 there is one to be counted, whatever the size."""
 SUMMARY = len(COLOURS) * len(SHAPES) + len(_TEXTS)
@@ -150,16 +151,10 @@ def _patch_targets(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     centres = np.zeros((GRID, GRID, 2), np.float32)
     y, x = (np.mgrid[0:GRID, 0:GRID] + 0.5) * PATCH
     for thing in (*scene.objects, *scene.plates):
-        inside = (abs(x - thing.x) <= thing.half_width + _PATCH_MARGIN) & (
-            abs(y - thing.y) <= thing.half_height + _PATCH_MARGIN
-        )
-        classes[inside] = (
-            _SHAPES.index(thing.shape),
-            _COLOURS.index(thing.colour),
-            _SIZES.index(thing.size),
-            _TEXTS.index(thing.text),
-            0,
-        )
+        inside = abs(x - thing.x) <= thing.half_width + _PATCH_MARGIN
+        inside &= abs(y - thing.y) <= thing.half_height + _PATCH_MARGIN
+        shown = zip(_SHOWN, (thing.shape, thing.colour, thing.size, thing.text), strict=True)
+        classes[inside] = (*(names.index(name) for names, name in shown), 0)
         classes[thing.y // PATCH, thing.x // PATCH, -1] = 1
         centres[inside] = np.array([thing.x, thing.y]) / PATCH - GRID / 2
     return classes.reshape(-1, len(CLASSES)), centres.reshape(-1, 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 
 from sinkprune.demo.scenes import test_set
@@ -16,9 +16,8 @@ from sinkprune.demo.scenes import test_set
 def write_scenes(folder: Path, count: int) -> None:
     """`count` pictures `scene-0.png`, ... and `scenes.jsonl` into `folder`."""
     lines = []
-    for number, (_, group) in enumerate(groupby(test_set(), key=lambda pair: id(pair[0]))):
-        if number == count:
-            break
+    by_picture = groupby(test_set(), key=lambda pair: id(pair[0]))
+    for number, (_, group) in enumerate(islice(by_picture, count)):
         for picture, question in group:
             picture.save(folder / f"scene-{number}.png")
             line: dict[str, object] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,10 +14,9 @@ from sinkprune.contract.engines_manifest import (
     EngineSpec,
     Limits,
     OptimisationProfiles,
-    write_engines_manifest,
 )
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.folders import replacing
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
@@ -44,15 +42,17 @@ def build_engines(
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
     as it was. Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
     """
-    check_replaceable(output, ENGINES, force=force)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     check_memory(bundle, profiles, builder.memories())
     needed = sum(weight_bytes(bundle, graph) + _CODE_BYTES for graph in profiles)
-    with staging(output, ENGINES, needed, "build a bundle with fewer methods and budgets") as root:
-        writer = _Writer(bundle, root, builder, progress)
-        engines = writer.engines(profiles)
-        files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    way_out = "build a bundle with fewer methods and budgets"
+    with replacing(output, ENGINES, needed, way_out, force=force) as root:
+        engines = {}
+        # One after the other: each may need most of the memory.
+        for number, (graph, own) in enumerate(profiles.items()):
+            progress.graph(graph, number, len(profiles))
+            engines[graph] = _engine(bundle, graph, own, root, builder, progress)
         manifest = EnginesManifest(
             format_version=FORMAT_VERSION,
             sinkprune_version=version("sinkprune"),
@@ -65,43 +65,24 @@ def build_engines(
             flags=builder.flags,
             limits=limits,
             engines=engines,
-            files=file_specs(root, files),
+            files=file_specs(root),
         )
-        write_engines_manifest(root, manifest)
-        # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-        check_replaceable(output, ENGINES, force=force)
-        install(root, output)
+        ENGINES.write(root, manifest)
     return manifest
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Writes engines below `root`."""
-
-    bundle: Bundle
-    root: Path
-    builder: Builder
-    progress: BuildProgress
-
-    def engines(self, profiles: dict[str, OptimisationProfiles]) -> dict[str, EngineSpec]:
-        """An engine of each graph, one after the other: each may need most of the memory."""
-        specs = {}
-        for number, graph in enumerate(profiles):
-            self.progress.graph(graph, number, len(profiles))
-            specs[graph] = self._engine(graph, profiles[graph])
-        return specs
-
-    def _engine(self, graph: str, profiles: OptimisationProfiles) -> EngineSpec:
-        file = f"engines/{graph}{self.builder.suffix}"
-        (self.root / file).parent.mkdir(parents=True, exist_ok=True)
-        job = Job(graph, self.bundle.graph_path(graph), self.bundle.manifest.graphs[graph], profiles)
-        start = time.perf_counter()
-        try:
-            built = self.builder.build(job, self.root / file, self.progress)
-        except OutOfMemoryError as error:
-            told = need_and_free(self.bundle, graph, profiles, self.builder.memories())
-            raise EnginesError(
-                f"{error} By estimate, {told}. End other programs, or use a machine with more."
-            ) from error
-        seconds = round(time.perf_counter() - start, 3)
-        return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)
+def _engine(
+    bundle: Bundle, graph: str, profiles: OptimisationProfiles, root: Path, builder: Builder, progress: BuildProgress
+) -> EngineSpec:
+    """Write the engine of `graph` below `root`."""
+    file = f"engines/{graph}{builder.suffix}"
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    job = Job(graph, bundle.graph_path(graph), bundle.manifest.graphs[graph], profiles)
+    start = time.perf_counter()
+    try:
+        built = builder.build(job, root / file, progress)
+    except OutOfMemoryError as error:
+        told = need_and_free(bundle, graph, profiles, builder.memories())
+        raise EnginesError(f"{error} By estimate, {told}. End other programs, or use a machine with more.") from error
+    seconds = round(time.perf_counter() - start, 3)
+    return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _build(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
-    from sinkprune.contract.bundle import read_bundle, verify
+    from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES
     from sinkprune.contract.folders import check_replaceable
     from sinkprune.engines.build import build_engines
@@ -55,7 +55,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
     with TerminalProgress() as progress:
-        verify(bundle)
+        bundle.verify()
         manifest = build_engines(bundle, options.output, builder, limits, force=options.force, progress=progress)
     summary = _summary(options.output, manifest)
     sys.stdout.write(json.dumps(summary) + "\n" if options.json else _text(options.output, manifest))

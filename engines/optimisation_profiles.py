@@ -6,7 +6,7 @@ budgets, and the largest pictures its model takes) and from what a request may b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median_low
 from typing import NamedTuple
@@ -44,25 +44,15 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
     Raises `BundleError` for a dynamic dimension that the graph contract does not know.
     """
     family = load_family(manifest)
-    pictures = {
-        kind: _Picture(
-            manifest,
-            layout,
-            _planned(manifest, layout),
-            {name: _Span(*sizes) for name, sizes in family.vision_sizes(layout.tokens, layout.groups).items()},
+    plans = [(name, budget, plan) for name, own in manifest.plans.items() for budget, plan in own.items()]
+    pictures = {}
+    for kind, layout in family.largest().items():
+        planned = tuple(
+            (plan, schedule(manifest, name, budget, [layout]).pictures[0]) for name, budget, plan in plans
         )
-        for kind, layout in family.largest().items()
-    }
+        sizes = {name: _Span(*span) for name, span in family.vision_sizes(layout.tokens, layout.groups).items()}
+        pictures[kind] = _Picture(manifest, layout, planned, sizes)
     return {graph: _of_graph(graph, spec, limits, pictures) for graph, spec in manifest.graphs.items()}
-
-
-def _planned(manifest: Manifest, layout: VisualLayout) -> tuple[tuple[Plan, PictureSchedule], ...]:
-    """Every plan of a bundle, with what it leaves of a picture of this layout."""
-    return tuple(
-        (plan, schedule(manifest, method, budget, [layout]).pictures[0])
-        for method, plans in manifest.plans.items()
-        for budget, plan in plans.items()
-    )
 
 
 @dataclass(frozen=True)
@@ -72,6 +62,7 @@ class _Picture:
     manifest: Manifest
     layout: VisualLayout
     planned: tuple[tuple[Plan, PictureSchedule], ...]
+    """Every plan of the bundle, with what it leaves of the picture."""
     vision_sizes: dict[str, _Span]
 
     def visual_counts(self, graph: str) -> list[int]:
@@ -140,9 +131,6 @@ def _ranges(graph: str, spec: GraphSpec, spans: Mapping[str, _Span]) -> Optimisa
                 f"graph '{graph}': input '{tensor.name}' has the dynamic dimension '{unknown[0]}', expected one of "
                 f"{', '.join(spans)}. Export the bundle again."
             )
-        ranges[tensor.name] = Range(*(_shape(tensor.shape, spans, which) for which in range(3)))
+        sizes = [spans[size] if isinstance(size, str) else _Span(size, size, size) for size in tensor.shape]
+        ranges[tensor.name] = Range(*(tuple(span[which] for span in sizes) for which in range(3)))
     return ranges
-
-
-def _shape(shape: Sequence[int | str], spans: Mapping[str, _Span], which: int) -> tuple[int, ...]:
-    return tuple(spans[size][which] if isinstance(size, str) else size for size in shape)

@@ -1,4 +1,4 @@
-"""Fits a bundle's graph to the plugins, and tells what TensorRT made of each of its nodes.
+"""Reads a graph, fits it to the plugins, and tells what TensorRT made of each of its nodes.
 
 In the file `TopRho` and `DiversitySelect` are nodes of domain `sinkprune` with function bodies. TensorRT takes a
 plugin of a node's name, if one is registered; before 10.7 it takes the function even so, and the function has to go.
@@ -8,9 +8,12 @@ Source: onnx-tensorrt, `docs/Changelog.md` (10.1: shape inputs; 10.7: plugins be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
 from sinkprune.contract.engines_manifest import Realisation
@@ -21,6 +24,14 @@ PLUGINS_FIRST = (10, 7)
 """The first TensorRT that prefers a plugin to a function of the same name."""
 
 _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """The model in the ONNX file `path`, its weights left on disk; raises `EnginesError` if it holds none."""
+    try:
+        return onnx.load(path, load_external_data=False)
+    except DecodeError as error:
+        raise EnginesError(f"{path} holds no ONNX model ({error}). Export the bundle again.") from error
 
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
@@ -40,9 +51,8 @@ def has_shape_inputs(model: onnx.ModelProto) -> bool:
 
     Raises `EnginesError` for a node no plugin is known for.
     """
-    constants = dict(_constants(model.graph))
-    nodes = custom_nodes(model).values()
-    return any(value not in constants for node in nodes for value in node.input[len(_plugin(node).inputs) :])
+    known, nodes = constants(model.graph), custom_nodes(model).values()
+    return any(value not in known for node in nodes for value in node.input[len(_plugin(node).inputs) :])
 
 
 def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str) -> onnx.ModelProto:
@@ -55,11 +65,13 @@ def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str
     """
     fitted = onnx.ModelProto()
     fitted.CopyFrom(model)
-    constants = dict(_constants(fitted.graph))
+    known = constants(fitted.graph)
     for node in custom_nodes(fitted).values():
         plugin = _plugin(node)
-        _name_plugin(node, namespace)
-        _fold_shape_inputs(node, plugin, constants)
+        # What the parser looks a plugin up by; since 10.10 it also tries the domain (`FallbackPluginImporter`).
+        for name, value in (("plugin_namespace", namespace), ("plugin_version", VERSION)):
+            node.attribute.append(helper.make_attribute(name, value))
+        _fold_shape_inputs(node, plugin, known)
         _cast_masks(fitted.graph, node, plugin)
     if version < PLUGINS_FIRST:
         kept = [function for function in fitted.functions if function.domain != DOMAIN]
@@ -76,13 +88,13 @@ def realisations(model: onnx.ModelProto, network: Any, library: Any) -> dict[str
     Raises `EnginesError` for a node no layer stands for.
     """
     functions = {function.name for function in model.functions if function.domain == DOMAIN}
-    layers = list(_layers(network))
+    found = list(layers(network))
     told: dict[str, Realisation] = {}
     for name, node in custom_nodes(model).items():
         calls = (f"| {name} ({node.op_type})", f"Local Function: {node.op_type}]")
-        if any(kind == library.LayerType.PLUGIN_V3 and layer == name for layer, kind, _ in layers):
+        if any(layer.type == library.LayerType.PLUGIN_V3 and layer.name == name for layer in found):
             told[name] = "plugin" if node.op_type in functions else "stripped"
-        elif any(call in metadata for _, _, metadata in layers for call in calls):
+        elif any(call in layer.metadata for layer in found for call in calls):
             told[name] = "function"
         else:
             raise EnginesError(
@@ -92,21 +104,23 @@ def realisations(model: onnx.ModelProto, network: Any, library: Any) -> dict[str
     return told
 
 
-def _layers(network: Any) -> Iterator[tuple[str, Any, str]]:
-    """Name, type and metadata of every layer."""
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
-        yield layer.name, layer.type, layer.metadata
+def layers(network: Any) -> Iterator[Any]:
+    """Every layer of a network of TensorRT."""
+    return (network.get_layer(number) for number in range(network.num_layers))
 
 
-def _constants(graph: onnx.GraphProto) -> Iterator[tuple[str, onnx.TensorProto]]:
-    for initializer in graph.initializer:
-        yield initializer.name, initializer
+def constants(graph: onnx.GraphProto) -> dict[str, Any]:
+    """What is known when `graph` is parsed, by name: tensors, and what stands in `Constant` nodes."""
+    known: dict[str, Any] = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
-            for attribute in node.attribute:
-                if attribute.name == "value":
-                    yield node.output[0], attribute.t
+            known[node.output[0]] = helper.get_attribute_value(node.attribute[0])
+    return known
+
+
+def as_array(constant: Any) -> np.ndarray[Any, Any]:
+    """A tensor or number of `constants` as an array; the tensor's data must be in the graph."""
+    return numpy_helper.to_array(constant) if isinstance(constant, onnx.TensorProto) else np.asarray(constant)
 
 
 def _plugin(node: onnx.NodeProto) -> Plugin:
@@ -119,18 +133,11 @@ def _plugin(node: onnx.NodeProto) -> Plugin:
     )
 
 
-def _name_plugin(node: onnx.NodeProto, namespace: str) -> None:
-    """What the parser looks a plugin up by; since 10.10 it also tries the domain (`FallbackPluginImporter`)."""
-    for name, value in (("plugin_namespace", namespace), ("plugin_version", VERSION)):
-        node.attribute.append(helper.make_attribute(name, value))
-
-
-def _fold_shape_inputs(node: onnx.NodeProto, plugin: Plugin, constants: Mapping[str, onnx.TensorProto]) -> None:
+def _fold_shape_inputs(node: onnx.NodeProto, plugin: Plugin, known: Mapping[str, Any]) -> None:
     kept, marked = list(node.input[: len(plugin.inputs)]), []
     for tensor, value in zip(plugin.shape_inputs, node.input[len(plugin.inputs) :], strict=True):
-        if value in constants:
-            size = int(numpy_helper.to_array(constants[value]).item())
-            node.attribute.append(helper.make_attribute(tensor.name, size))
+        if value in known:
+            node.attribute.append(helper.make_attribute(tensor.name, int(as_array(known[value]).item())))
         else:
             marked.append(len(kept))
             kept.append(value)

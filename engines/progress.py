@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -36,12 +35,12 @@ SILENT = BuildProgress()
 """Shows nothing of a build."""
 
 
-class TerminalProgress(BuildProgress):
+class TerminalProgress(BuildProgress, Progress):
     """Shows a build on stderr: a bar of its graphs, and below it the phases that run. Silent without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -50,37 +49,28 @@ class TerminalProgress(BuildProgress):
             transient=True,
             disable=not console.is_terminal,
         )
-        self._graphs = self._progress.add_task("reading", total=None)
+        self._graphs = self.add_task("reading", total=None)
         self._phases: dict[str, TaskID] = {}
         self._depths: dict[str, int] = {}
 
-    def __enter__(self) -> TerminalProgress:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
     def graph(self, name: str, number: int, total: int) -> None:
         """Set the bar of all graphs to `number` of `total`, with the name of the one that is built."""
-        self._progress.update(self._graphs, description=name, completed=number, total=total)
+        self.update(self._graphs, description=name, completed=number, total=total)
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """Add a bar for the phase, indented below its parent's."""
         self._depths[name] = self._depths.get(parent or "", 0) + 1
-        self._phases[name] = self._progress.add_task("  " * self._depths[name] + name, total=steps)
+        self._phases[name] = self.add_task("  " * self._depths[name] + name, total=steps)
 
     def step_complete(self, name: str, step: int) -> None:
         """Advance the phase's bar behind the step `step`, counted from 0."""
         if name in self._phases:
-            self._progress.update(self._phases[name], completed=step + 1)
+            self.update(self._phases[name], completed=step + 1)
 
     def phase_finish(self, name: str) -> None:
         """Take the phase's bar away."""
         if name in self._phases:
-            self._progress.remove_task(self._phases.pop(name))
+            self.remove_task(self._phases.pop(name))
 
 
 def new_monitor(trt: Any, progress: BuildProgress, interrupted: threading.Event) -> Any:

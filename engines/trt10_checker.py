@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import numpy as np
 import onnx
 from onnx import inliner, shape_inference
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.top_k import MOST_OF_TOP_K
+from sinkprune.engines.plugin_graph import as_array, constants
 
 MAX_OPSET = 20
 MAX_IR_VERSION = 10
@@ -26,29 +26,22 @@ MAX_IR_VERSION = 10
 _FLOATS = frozenset({"FLOAT", "FLOAT16", "BFLOAT16"})
 _NUMBERS = _FLOATS | {"INT32", "INT64"}
 _ALL = _NUMBERS | {"BOOL"}
-_TYPES = {
-    "floats": _FLOATS,
-    "numbers": _NUMBERS,
-    "bool": frozenset({"BOOL"}),
-    "all": _ALL,
+_NAMES = {
+    _FLOATS: """
+        Acos Acosh Asin Asinh Atan Atanh Ceil Celu Clip Conv ConvTranspose Cos Cosh CumSum Einsum Elu Erf Exp Floor
+        Gelu Gemm HardSigmoid HardSwish InstanceNormalization LayerNormalization LeakyRelu Log LogSoftmax
+        LpNormalization MatMul Mean PRelu Pow Reciprocal Round Selu Sigmoid Sin Sinh Softmax Softplus Softsign Sqrt
+        Tan Tanh ThresholdedRelu""",
+    _NUMBERS: """
+        Abs Add ArgMax ArgMin DepthToSpace Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Neg Pad
+        Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
+        ReduceSumSquare Relu ScatterElements ScatterND Shrink Sign SpaceToDepth Sub Sum TopK""",
+    frozenset({"BOOL"}): "And Not Or Xor",
+    _ALL: """
+        Cast CastLike Concat Constant ConstantOfShape Expand EyeLike Flatten Gather GatherElements GatherND Identity
+        OneHot Reshape Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where""",
 }
-_LIST = """\
-floats: Acos Acosh Asin Asinh Atan Atanh Ceil Celu Clip Conv ConvTranspose Cos Cosh CumSum Einsum Elu Erf Exp Floor
-floats: Gelu Gemm HardSigmoid HardSwish InstanceNormalization LayerNormalization LeakyRelu Log LogSoftmax
-floats: LpNormalization MatMul Mean PRelu Pow Reciprocal Round Selu Sigmoid Sin Sinh Softmax Softplus Softsign Sqrt
-floats: Tan Tanh ThresholdedRelu
-numbers: Abs Add ArgMax ArgMin DepthToSpace Div Equal Greater GreaterOrEqual Less LessOrEqual Max Min Mod Mul Neg Pad
-numbers: Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
-numbers: ReduceSumSquare Relu ScatterElements ScatterND Shrink Sign SpaceToDepth Sub Sum TopK
-bool: And Not Or Xor
-all: Cast CastLike Concat Constant ConstantOfShape Expand EyeLike Flatten Gather GatherElements GatherND Identity
-all: OneHot Reshape Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where
-"""
-OPERATORS = {
-    name: _TYPES[types]
-    for types, _, names in (line.partition(":") for line in _LIST.splitlines())
-    for name in names.split()
-}
+OPERATORS = {name: types for types, names in _NAMES.items() for name in names.split()}
 """The operators of the list, each with the types of the data it works on."""
 
 # Which inputs that data is: the first, for all others.
@@ -77,12 +70,12 @@ def check_trt10(model: onnx.ModelProto, graph: str) -> None:
     _check_operators(model, graph)
     _check_versions(model, graph)
     inferred = _inlined(model, graph)
-    types, constants = _value_types(inferred), _constants(inferred)
+    types, known = _value_types(inferred), constants(inferred)
     opset = next(opset.version for opset in model.opset_import if not opset.domain)
     for node in inferred.node:
         _check_attributes(graph, node, opset)
         _check_types(graph, node, types)
-        _check_inputs(graph, node, constants)
+        _check_inputs(graph, node, known)
 
 
 _REMEDY = "Export the bundle with --dialect opset20."
@@ -168,17 +161,16 @@ def _check_types(graph: str, node: onnx.NodeProto, types: Mapping[str, str]) -> 
             _refuse(graph, node, f"is given {found}", ", ".join(sorted(OPERATORS[node.op_type])))
 
 
-def _check_inputs(graph: str, node: onnx.NodeProto, constants: Mapping[str, Any]) -> None:
+def _check_inputs(graph: str, node: onnx.NodeProto, known: Mapping[str, Any]) -> None:
     place = _CONSTANT_INPUTS.get(node.op_type)
-    if place is not None and place < len(node.input) and node.input[place] and node.input[place] not in constants:
+    if place is not None and place < len(node.input) and node.input[place] and node.input[place] not in known:
         _refuse(graph, node, f"computes its input {place}", "a constant there")
     if node.op_type == "LayerNormalization" and len(node.output) > 1:
         _refuse(graph, node, f"gives {len(node.output)} outputs", "the first alone")
-    if node.op_type == "TopK" and node.input[1] in constants:
-        count = constants[node.input[1]]
-        array = onnx.numpy_helper.to_array(count) if isinstance(count, onnx.TensorProto) else np.asarray(count)
-        if array.max() > MOST_OF_TOP_K:
-            _refuse(graph, node, f"has K = {array.max()}", f"up to {MOST_OF_TOP_K}")
+    if node.op_type == "TopK" and node.input[1] in known:
+        most = as_array(known[node.input[1]]).max()
+        if most > MOST_OF_TOP_K:
+            _refuse(graph, node, f"has K = {most}", f"up to {MOST_OF_TOP_K}")
 
 
 def _value_types(graph: onnx.GraphProto) -> dict[str, str]:
@@ -188,12 +180,3 @@ def _value_types(graph: onnx.GraphProto) -> dict[str, str]:
     }
     values |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     return {name: onnx.TensorProto.DataType.Name(number) for name, number in values.items()}
-
-
-def _constants(graph: onnx.GraphProto) -> dict[str, Any]:
-    """What is known when the graph is parsed: tensors, and numbers of `Constant` nodes."""
-    constants: dict[str, Any] = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant":
-            constants[node.output[0]] = onnx.helper.get_attribute_value(node.attribute[0])
-    return constants

@@ -12,8 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.bundle import write_manifest
-from sinkprune.contract.folders import check_replaceable, install, staging
+from sinkprune.contract.folders import check_replaceable, replacing
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -69,7 +68,7 @@ def export_bundle(
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         weight_graphs = partial(_weight_graphs, source, precision, dialect, progress)
         needed = parameters_of(family, weight_graphs([range(1)])) * precision.numpy.itemsize + _SMALL_FILES_BYTES
-        with staging(output, BUNDLE, needed, "export with --precision fp16") as root:
+        with replacing(output, BUNDLE, needed, "export with --precision fp16", force=force) as root:
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
             plans = _save_plans(root, planned, budgets, graphs)
@@ -77,7 +76,6 @@ def export_bundle(
             (root / TOKENIZER).write_text(source.text.tokenizer_json, encoding="utf-8")
             (root / CHAT_TEMPLATE).write_text(source.text.chat_template, encoding="utf-8")
             progress("checking sums", 0)
-            files = sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 sinkprune_version=version("sinkprune"),
@@ -96,12 +94,9 @@ def export_bundle(
                 budgets=budgets,
                 plans=plans,
                 graphs=graphs,
-                files=file_specs(root, files),
+                files=file_specs(root),
             )
-            write_manifest(root, manifest)
-            # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-            check_replaceable(output, BUNDLE, force=force)
-            install(root, output)
+            BUNDLE.write(root, manifest)
         return manifest
 
 

@@ -149,21 +149,12 @@ def _mixed(pixels: Array, colour: Colour, share: float) -> Array:
 
 def _outline(picture: Image.Image, boxes: Array, view: range, fates: Fates) -> None:
     draw = ImageDraw.Draw(picture)
-    for token in view:
-        outline = (
-            _SINK
-            if fates.sink[token]
-            else _SALIENCE
-            if fates.salience[token]
-            else _DIVERSITY
-            if fates.diversity[token]
-            else None
-        )
-        if outline:
+    for tokens, colour in ((fates.sink, _SINK), (fates.salience, _SALIENCE), (fates.diversity, _DIVERSITY)):
+        for token in filter(tokens.__getitem__, view):
             left, top, right, bottom = boxes[token].tolist()
             # A token of a very wide or tall image may be narrower than its outline.
             corner = (max(left + 1, right - 2), max(top + 1, bottom - 2))
-            draw.rectangle((left + 1, top + 1, *corner), outline=outline, width=2)
+            draw.rectangle((left + 1, top + 1, *corner), outline=colour, width=2)
 
 
 def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:

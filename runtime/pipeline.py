@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import Bundle, read_bundle, verify
-from sinkprune.contract.engines_manifest import verify_engines
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import PromptError, PruningError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
@@ -89,9 +88,9 @@ class Pipeline:
         library = load_backend(backend, threads, built)
         if check_sums:
             with during("checking sums"):
-                verify(opened)
+                opened.verify()
                 if built is not None:
-                    verify_engines(built.engines)
+                    built.engines.verify()
         with during("loading the engines"):
             return cls(opened, library, built, wrap)
 

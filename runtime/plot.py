@@ -60,6 +60,11 @@ def plot_report(report: Report, suffix: str) -> bytes:
         fontsize=10,
     )
     figure.legend(ncols=len(_PARTS), fontsize=8, loc="outside lower center", frameon=False)
+    return figure_bytes(figure, suffix)
+
+
+def figure_bytes(figure: Any, suffix: str) -> bytes:
+    """The bytes of a picture file of a matplotlib figure, of the kind that `suffix` names, e.g. ".png"."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
     return buffer.getvalue()

@@ -20,13 +20,13 @@ import onnxruntime
 from fake_device import FakeDevice
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import (
+    ENGINES,
     FORMAT_VERSION,
     EnginesManifest,
     EngineSpec,
     Limits,
     OptimisationProfiles,
     Range,
-    write_engines_manifest,
 )
 from sinkprune.contract.manifest import MANIFEST, GraphSpec
 from sinkprune.contract.manifest_file import file_specs, sha256
@@ -263,7 +263,7 @@ class FakeBuild:
     manifest: EnginesManifest
 
     def change(self, **changes: Any) -> None:
-        write_engines_manifest(self.folder, replace(self.manifest, **changes))
+        ENGINES.write(self.folder, replace(self.manifest, **changes))
 
 
 def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfiles:
@@ -309,9 +309,9 @@ def build_fake_engines(
         flags={},
         limits=LIMITS,
         engines=engines,
-        files=file_specs(folder, [engine.file for engine in engines.values()]),
+        files=file_specs(folder),
     )
-    write_engines_manifest(folder, manifest)
+    ENGINES.write(folder, manifest)
     return FakeBuild(folder, manifest)
 
 

@@ -28,10 +28,14 @@ Memory = dict[str, torch.Tensor]
 class Case:
     """Launches on tensors, some of which they fill."""
 
-    launches: Callable[..., list[Launch]]
-    """Takes the address of each tensor by its name, and `sizes`."""
+    launches: Callable[[dict[str, int], dict[str, int], str], list[Launch]]
+    """Takes the address of each tensor by its name, `sizes`, and the type of the tokens."""
     memory: Memory
-    sizes: dict[str, Any]
+    sizes: dict[str, int]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.memory["tokens"].dtype).removeprefix("torch.")
 
 
 Runner = Callable[[Case], Memory]
@@ -47,8 +51,7 @@ def top_rho(tokens: torch.Tensor, norms: torch.Tensor, count: int) -> Case:
         "sink": torch.full((groups, 1, width), torch.nan, dtype=tokens.dtype),
         "outlier": torch.full((groups, n), -1, dtype=torch.int32),
     }
-    sizes = {"dtype": _name(tokens), "groups": groups, "n": n, "width": width, "count": count}
-    return Case(launches.top_rho_launches, memory, sizes)
+    return Case(launches.top_rho_launches, memory, {"G": groups, "N": n, "D": width, "count": count})
 
 
 def diversity(
@@ -72,13 +75,12 @@ def diversity(
         "chosen": torch.full((groups, count), -1, dtype=torch.int64),
         "workspace": torch.full((launches.diversity_workspace(groups, n) // 4,), torch.nan),
     }
-    sizes = {"dtype": _name(tokens), "groups": groups, "n": n, "width": width}
-    sizes |= {"reserves": reserved.shape[1], "count": count, "batch": batch}
+    sizes = {"G": groups, "N": n, "D": width, "R": reserved.shape[1], "count": count, "batch": batch}
     return Case(_single_launch if single else launches.diversity_launches, memory, sizes)
 
 
-def _single_launch(**arguments: Any) -> list[Launch]:
-    return launches.in_one_launch(launches.diversity_launches(**arguments))
+def _single_launch(addresses: dict[str, int], sizes: dict[str, int], dtype: str) -> list[Launch]:
+    return launches.in_one_launch(launches.diversity_launches(addresses, sizes, dtype))
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def _interpret(pickled: bytes) -> Memory:
     case: Case = pickle.loads(pickled)
     tensors = {tensor.data_ptr(): tensor for tensor in case.memory.values()}
     addresses = {name: tensor.data_ptr() for name, tensor in case.memory.items()}
-    for launch in case.launches(**addresses, **case.sizes):
+    for launch in case.launches(addresses, case.sizes, case.dtype):
         configuration = configurations(launch.dtype)[launch.kernel]
         arguments = [tensors[int(a)] if isinstance(a, np.uint64) else int(a) for a in launch.arguments]
         getattr(kernels, configuration.function)[launch.grid](*arguments, **configuration.constants)
@@ -126,7 +128,7 @@ def _on_device(device: Device, case: Case) -> Memory:
     try:
         for name, array in arrays.items():
             device.copy_in(addresses[name], array)
-        for launch in case.launches(**addresses, **case.sizes):
+        for launch in case.launches(addresses, case.sizes, case.dtype):
             code = binary(launch.kernel, launch.dtype, device.compute_capability)
             kernel = device.load_kernel(code.image, code.entry)
             device.launch(kernel, launch.grid, code.threads, code.shared_bytes, launch.arguments)
@@ -141,7 +143,3 @@ def _on_device(device: Device, case: Case) -> Memory:
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     # numpy has no bfloat16.
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _name(tokens: torch.Tensor) -> str:
-    return str(tokens.dtype).removeprefix("torch.")

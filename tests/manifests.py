@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.bundle import read_bundle, verify
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import MANIFEST
 
@@ -27,7 +27,7 @@ def write_data(root: Path, data: Any) -> None:
 def refusal(root: Path) -> str:
     """The message a bundle is refused with, which names the bundle."""
     with pytest.raises(BundleError) as caught:
-        verify(read_bundle(root))
+        read_bundle(root).verify()
     message = str(caught.value)
     assert str(root) in message
     return message

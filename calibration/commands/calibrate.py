@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import groupby
 
 from rich.console import Console
 from rich.progress import track
 
 from sinkprune.calibration.norms import NormReport, measure_norms
-from sinkprune.calibration.norms_plot import plot_norms
-from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.calibration.plots import plot_norms
+from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
-from sinkprune.contract.files import check_writable, write_whole
-from sinkprune.contract.schema import to_json
-from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.commands import (
+    add_report_options,
+    bundle_parser,
+    check_report_options,
+    load_pipeline,
+    status,
+    write_report,
+)
 
 _EXAMPLES = """\
 examples:
@@ -40,31 +43,19 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     )
     add = parser.add_argument
     add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
-    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the histogram of the norms")
+    add_report_options(parser, "the histogram of the norms")
     options = parser.parse_args(arguments)
-    if options.json:
-        check_writable(options.json, (".json",))
-    if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
-        import_matplotlib()
+    check_report_options(options)
     bundle = read_bundle(options.bundle)
     with status("checking the task"):
-        items = _one_a_picture(load_task(options.task))
+        by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
+        items = [next(items) for _, items in by_picture]
     pipeline = load_pipeline(options, bundle)
     console = Console(stderr=True)
     shown = track(items, "looking", console=console, transient=True, disable=not console.is_terminal)
     report = measure_norms(pipeline, (item.load_image() for item in shown))
-    if options.json:
-        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
-    if options.plot:
-        write_whole(options.plot, plot_norms(report, options.plot.suffix))
+    write_report(options, report, plot_norms)
     sys.stdout.write(_text(report))
-
-
-def _one_a_picture(items: Sequence[Item]) -> list[Item]:
-    """The items but those that ask about the same picture as the one before."""
-    return [item for i, item in enumerate(items) if i == 0 or item.picture != items[i - 1].picture]
 
 
 def _text(report: NormReport) -> str:

@@ -13,17 +13,22 @@ from rich.table import Table
 
 from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
-from sinkprune.calibration.evaluation.plot import plot_evaluation
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
+from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_writable, write_whole
-from sinkprune.contract.schema import to_json
-from sinkprune.runtime.commands import bundle_parser, load_pipeline, status
+from sinkprune.runtime.commands import (
+    add_report_options,
+    bundle_parser,
+    check_report_options,
+    load_pipeline,
+    status,
+    write_report,
+)
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
 
 _EXAMPLES = """\
 examples:
@@ -49,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    _check_outputs(options)
+    check_report_options(options)
+    if options.answers:
+        check_writable(options.answers, (".jsonl",))
+        if options.answers.absolute() == Path(options.task).absolute():
+            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
     if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
         raise UsageError(
             f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
@@ -73,10 +82,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     )
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
-    if options.json:
-        write_whole(options.json, (json.dumps(to_json(result), indent=1) + "\n").encode())
-    if options.plot:
-        write_whole(options.plot, plot_evaluation(result, options.plot.suffix))
+    write_report(options, result, plot_evaluation)
     # Last, because whoever reads it may stop reading, as `head` does.
     _print_tables(result)
 
@@ -99,26 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         help="turn 1 %% of each picture's background tokens into high-norm, salient outliers behind the vision tower",
     )
     add("--max-new-tokens", type=int, default=8, help="longest answer (default: 8)")
-    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
-    add("--plot", type=Path, metavar="FILE.png", help="draw accuracy against visual tokens")
+    add_report_options(parser, "accuracy against visual tokens")
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _check_outputs(options: argparse.Namespace) -> None:
-    if options.json:
-        check_writable(options.json, (".json",))
-    if options.answers:
-        check_writable(options.answers, (".jsonl",))
-        if options.answers.absolute() == Path(options.task).absolute():
-            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
-    if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
-        import_matplotlib()
 
 
 def _ask(
@@ -129,15 +122,11 @@ def _ask(
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("warming up", total=len(items) * (1 + len(combinations)))
-        return ask(
-            pipeline,
-            items,
-            combinations,
-            max_new_tokens=max_new_tokens,
-            on_run=lambda combination: progress.update(
-                task, advance=1, description=" ".join(dict.fromkeys(combination))
-            ),
-        )
+
+        def show(pair: Combination) -> None:
+            progress.update(task, advance=1, description=" ".join(dict.fromkeys(pair)))
+
+        return ask(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 
 
 def _answer_line(reply: Reply) -> str:
@@ -147,27 +136,27 @@ def _answer_line(reply: Reply) -> str:
 
 
 def _print_tables(result: EvaluationReport) -> None:
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    console = Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False)
     blind = ", every picture replaced by a grey one" if result.blind else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{result.model}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
         f"{result.task}, {result.questions} questions{blind}{planted}; "
         "accuracy in % ± half its 95 % interval (of none's)",
-        highlight=False,
         markup=False,
     )
     if result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))
-        console.print("\nTTFT in ms: median (p95), and visual tokens a layer", highlight=False)
+        console.print("\nTTFT in ms: median (p95), and visual tokens a layer")
         console.print(_grid(result, _ttft_and_tokens))
     none = result.none
-    console.print(
-        f"\nnone: {_accuracy(none.accuracy, none.ci95)}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind",
-        highlight=False,
-    )
-    console.print(_kind_table(none))
+    accuracy = _accuracy(none.accuracy, none.ci95)
+    console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
+    kinds = _table("kind", "questions", "accuracy")
+    for kind, part in none.by_kind.items():
+        kinds.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
+    console.print(kinds)
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:
@@ -178,13 +167,6 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
         table.add_row(method, *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets))
-    return table
-
-
-def _kind_table(baseline: CombinationReport) -> Table:
-    table = _table("kind", "questions", "accuracy")
-    for kind, part in baseline.by_kind.items():
-        table.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
     return table
 
 

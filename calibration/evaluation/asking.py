@@ -143,6 +143,9 @@ def _reply(
         )
     except SinkpruneError as error:
         raise type(error)(f"question '{question.id}': {error}") from error
+    ttft = answer.ms["ttft"]
+    if ttft is None:
+        raise ValueError("ttft is measured in every run")
     return Reply(
         id=question.id,
         kind=question.kind,
@@ -150,11 +153,5 @@ def _reply(
         text=answer.text,
         right=question.is_right(answer.text),
         mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
-        ttft_ms=_measured(answer.ms["ttft"]),
+        ttft_ms=ttft,
     )
-
-
-def _measured(ms: float | None) -> float:
-    if ms is None:
-        raise ValueError("ttft is measured in every run")
-    return ms

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-Array = np.ndarray[Any, Any]
 Interval = tuple[float, float]
 """The low and the high end of an interval."""
 
@@ -30,12 +29,12 @@ def wilson(right: int, count: int) -> Interval:
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
-def relative_accuracy(right: Array, base: Array) -> float | None:
+def relative_accuracy(right: NDArray[np.bool_], base: NDArray[np.bool_]) -> float | None:
     """Accuracy of `right` over that of `base` (bool [Q] each); None where `base` has no right answer."""
     return float(right.sum() / base.sum()) if base.any() else None
 
 
-def paired_bootstrap(right: Array, base: Array, seed: int = 0) -> Interval | None:
+def paired_bootstrap(right: NDArray[np.bool_], base: NDArray[np.bool_], seed: int = 0) -> Interval | None:
     """The percentile interval of `relative_accuracy` over 10,000 resamples of the questions (Efron 1979).
 
     `right` and `base` (bool [Q] each) answer the same questions, and are resampled together. Questions about one

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-
-Array = np.ndarray[Any, Any]
 
 _PER_MILLE = 10
 # Of a planted token, in median norms of its group.
@@ -25,24 +24,17 @@ def plant_in_vision(graph: str, engine: Engine, backend: Backend) -> Engine:
 
     For `wrap` of `Pipeline.load`.
     """
-    return PlantedOutliers(engine, backend) if graph == "vision" else engine
+    names = ("tokens", "norms", "salience")
+
+    def planted(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        features = engine(inputs)
+        arrays = plant_outliers(*(backend.numpy(features[name]) for name in names))
+        return {name: backend.tensor(array) for name, array in zip(names, arrays, strict=True)}
+
+    return planted if graph == "vision" else engine
 
 
-class PlantedOutliers:
-    """An engine of the graph `vision` that gives what `vision` gives, with outliers in it (`plant_outliers`)."""
-
-    def __init__(self, vision: Engine, backend: Backend) -> None:
-        self._vision, self._backend = vision, backend
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`tokens`, `norms` and `salience` of the graph contract, by name, on the device of the backend."""
-        features = self._vision(inputs)
-        arrays = [self._backend.numpy(features[name]) for name in ("tokens", "norms", "salience")]
-        planted = zip(("tokens", "norms", "salience"), plant_outliers(*arrays), strict=True)
-        return {name: self._backend.tensor(array) for name, array in planted}
-
-
-def plant_outliers(tokens: Array, norms: Array, salience: Array) -> tuple[Array, Array, Array]:
+def plant_outliers(tokens: NDArray[Any], norms: NDArray[Any], salience: NDArray[Any]) -> tuple[NDArray[Any], ...]:
     """Turn the least salient 1 % of each group's tokens (at least one) into outliers; returns copies.
 
     `tokens` [G,N,D] float, `norms` [G,N] and `salience` [G,N] fp32. A planted token points where the group's mean

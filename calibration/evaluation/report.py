@@ -1,4 +1,4 @@
-"""The evaluation report: what `sinkprune-evaluate --json` writes, field by field."""
+"""The evaluation report, field by field, and how it is summed up from replies."""
 
 from __future__ import annotations
 
@@ -76,10 +76,7 @@ class CombinationReport:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """An evaluation: every combination against the unpruned engines on the same questions.
-
-    It is what `sinkprune-evaluate --json` writes, field by field.
-    """
+    """What `sinkprune-evaluate --json` writes: every combination against the unpruned engines, on one task."""
 
     model: str
     """The checkpoint's name."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.binaries import ptx
-from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plugin, bind
+from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plugin, bind, tensor_types, token_types
 
 
 def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: int) -> None:
@@ -46,10 +46,9 @@ def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: 
 
     def output_descriptions(*inputs: Any, **fields: Any) -> Any:
         sizes = _sizes(description, inputs, [fields[name] for name in description.fields])
-        types = {"float32": library.DataType.FLOAT, "int64": library.DataType.INT64, "mask": library.DataType.INT32}
-        types["tokens"] = inputs[description.tokens].dtype
+        types = tensor_types(library, inputs[description.tokens].dtype)
         return tuple(
-            plugins.from_shape_expr(tuple(_size(size, sizes) for size in output.shape), types[output.type])
+            plugins.from_shape_expr(tuple(sizes.get(size, size) for size in output.shape), types[output.type])
             for output in outputs
         )
 
@@ -57,9 +56,13 @@ def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: 
         count = len(description.inputs)
         inputs, fields = arguments[:count], arguments[count : count + len(description.fields)]
         sizes = _sizes(description, inputs, fields)
-        width = _constant(description, sizes["D"])
-        single = description.single
-        code = ptx(single.kernel(width), _token_type(library, inputs[description.tokens].dtype), sm)
+        if not sizes["D"].is_constant:
+            raise EnginesError(
+                f"the tokens of the plugin {description.name} have a dynamic width, and a kernel is compiled for one "
+                "alignment. Export the bundle again with this sinkprune."
+            )
+        single, width = description.single, int(sizes["D"].constant_value())
+        code = ptx(single.kernel(width), token_types(library)[inputs[description.tokens].dtype], sm)
         launch = plugins.KernelLaunchParams()
         launch.grid_x, launch.grid_y, launch.grid_z = single.grid(sizes["G"], width)
         launch.block_x, launch.shared_mem = code.threads, code.shared_bytes
@@ -76,25 +79,7 @@ def _signed(function: Callable[..., Any], parameters: list[Parameter], returns: 
     return function
 
 
-def _sizes(description: Plugin, inputs: Any, fields: Any) -> dict[str, Any]:
+def _sizes(description: Plugin, inputs: Any, fields: Any) -> dict[Any, Any]:
     """The named sizes: symbolic ones from shapes, integers from the node's attributes."""
     sizes = bind(description.inputs, [tensor.shape_expr for tensor in inputs])
     return sizes | {name: int(value[0]) for name, value in zip(description.fields, fields, strict=True)}
-
-
-def _size(size: str | int, sizes: dict[str, Any]) -> Any:
-    return sizes[size] if isinstance(size, str) else size
-
-
-def _constant(description: Plugin, width: Any) -> int:
-    if not width.is_constant:
-        raise EnginesError(
-            f"the tokens of the plugin {description.name} have a dynamic width, and a kernel is compiled for one "
-            "alignment. Export the bundle again with this sinkprune."
-        )
-    return int(width.constant_value())
-
-
-def _token_type(library: Any, dtype: Any) -> str:
-    types = library.DataType
-    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}[dtype]

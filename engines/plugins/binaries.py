@@ -53,8 +53,7 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
     For an sm that no cubin is shipped for it is the PTX of the highest lower one, which the driver compiles.
     Raises `BackendError` where neither is shipped.
     """
-    index = _index()
-    shipped = _shipped(index, kernel, dtype)
+    shipped = _shipped(kernel, dtype)
     if sm in shipped:
         return _read(shipped[sm], shipped[sm]["cubin"])
     lower = [other for other, entry in shipped.items() if other < sm and entry["portable"]]
@@ -71,7 +70,7 @@ def ptx(kernel: str, dtype: str, sm: int) -> Binary:
 
     Raises `BackendError` where it is not shipped.
     """
-    shipped = _shipped(_index(), kernel, dtype)
+    shipped = _shipped(kernel, dtype)
     if sm not in shipped:
         raise BackendError(
             f"the kernel {kernel} for {dtype} tokens is shipped for {_listed(shipped)}, not for sm_{sm}. Build the "
@@ -82,19 +81,19 @@ def ptx(kernel: str, dtype: str, sm: int) -> Binary:
 
 def sha256(plugin: str) -> str:
     """The sha256 over all shipped binaries of `plugin` (`TopRho` or `DiversitySelect`), for `engines.json`."""
-    sums = [entry["sha256"] for entry in _index()["entries"] if entry["kernel"] in KERNELS[plugin]]
+    sums = [entry["sha256"] for entry in _entries() if entry["kernel"] in KERNELS[plugin]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def shipped_sms() -> tuple[int, ...]:
     """The GPUs that kernels are shipped for, e.g. 87 for sm_87, ascending."""
-    return tuple(sorted({entry["sm"] for entry in _index()["entries"]}))
+    return tuple(sorted({entry["sm"] for entry in _entries()}))
 
 
-def _shipped(index: dict[str, Any], kernel: str, dtype: str) -> dict[int, dict[str, Any]]:
-    entries = [entry for entry in index["entries"] if (entry["kernel"], entry["dtype"]) == (kernel, dtype)]
+def _shipped(kernel: str, dtype: str) -> dict[int, dict[str, Any]]:
+    entries = [entry for entry in _entries() if (entry["kernel"], entry["dtype"]) == (kernel, dtype)]
     if not entries:
-        known = sorted({f"{entry['kernel']} for {entry['dtype']}" for entry in index["entries"]})
+        known = sorted({f"{entry['kernel']} for {entry['dtype']}" for entry in _entries()})
         raise BackendError(f"no kernel {kernel} for {dtype} tokens is shipped; there are {', '.join(known)}.")
     return {entry["sm"]: entry for entry in entries}
 
@@ -109,8 +108,8 @@ def _archive() -> bytes:
 
 
 @cache
-def _index() -> dict[str, Any]:
-    return json.loads(_member(INDEX))
+def _entries() -> list[dict[str, Any]]:
+    return json.loads(_member(INDEX))["entries"]
 
 
 def _read(entry: dict[str, Any], member: str) -> Binary:

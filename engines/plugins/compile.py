@@ -39,29 +39,17 @@ DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """The types of tokens, and what Triton calls them."""
 _DEPTH = {"float32": 16, "float16": 64, "bfloat16": 64}
 """Columns that are multiplied at a time; two stages of them fit into 48 KiB."""
-_TOP_RHO = {
-    "norms": "*fp32",
-    "tokens": "*{}",
-    "n": "i32",
-    "width": "i32",
-    "count": "i32",
-    "sink": "*{}",
-    "outlier": "*i32",
-}
-_DIVERSITY = {
-    "tokens": "*{}",
-    "candidate": "*i32",
-    "reserved": "*i64",
-    "n": "i32",
-    "width": "i32",
-    "reserves": "i32",
-    "count": "i32",
-    "batch": "i32",
-    "first": "i32",
-    "last": "i32",
-    "chosen": "*i64",
-    "scratch": "*fp32",
-}
+# Inputs, integers, outputs.
+_TOP_RHO = (
+    {"norms": "*fp32", "tokens": "*{}"}
+    | dict.fromkeys(("n", "width", "count"), "i32")
+    | {"sink": "*{}", "outlier": "*i32"}
+)
+_DIVERSITY = (
+    {"tokens": "*{}", "candidate": "*i32", "reserved": "*i64"}
+    | dict.fromkeys(("n", "width", "reserves", "count", "batch", "first", "last"), "i32")
+    | {"chosen": "*i64", "scratch": "*fp32"}
+)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,18 @@ TensorType = Literal["tokens", "float32", "int64", "mask"]
 INT32 at the plugin: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`)."""
 
 
+def token_types(library: Any) -> dict[Any, str]:
+    """The types that tokens may have, by the member of `DataType` of `library`, as `Launch.dtype` names them."""
+    types = library.DataType
+    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
+
+
+def tensor_types(library: Any, tokens: Any) -> dict[TensorType, Any]:
+    """The members of `DataType` of `library` that tensors of each type have, with `tokens` for that of the tokens."""
+    types = library.DataType
+    return {"tokens": tokens, "float32": types.FLOAT, "int64": types.INT64, "mask": types.INT32}
+
+
 @dataclass(frozen=True)
 class Tensor:
     """An input or output of a plugin, or an output that stands in for its workspace."""
@@ -107,34 +119,8 @@ def bind(tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> dict[str
 
 
 def _top_rho(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
-    return top_rho_launches(
-        norms=addresses["norms"],
-        tokens=addresses["tokens"],
-        sink=addresses["sink"],
-        outlier=addresses["outlier"],
-        dtype=dtype,
-        groups=sizes["G"],
-        n=sizes["N"],
-        width=sizes["D"],
-        count=max(1, -(-sizes["N"] * sizes["per_mille"] // 1000)),
-    )
-
-
-def _diversity(addresses: Mapping[str, int], sizes: Sizes, dtype: str) -> list[Launch]:
-    return diversity_launches(
-        tokens=addresses["tokens"],
-        candidate=addresses["candidate"],
-        reserved=addresses["reserved"],
-        chosen=addresses["chosen"],
-        workspace=addresses["workspace"],
-        dtype=dtype,
-        groups=sizes["G"],
-        n=sizes["N"],
-        width=sizes["D"],
-        reserves=sizes["R"],
-        count=sizes["count"],
-        batch=sizes["batch"],
-    )
+    count = max(1, -(-sizes["N"] * sizes["per_mille"] // 1000))
+    return top_rho_launches(addresses, {**sizes, "count": count}, dtype)
 
 
 def _diversity_integers(sizes: Mapping[str, Any], symbolic: Any) -> Sequence[Any]:
@@ -172,7 +158,7 @@ PLUGINS = (
         outputs=(Tensor("chosen", "int64", ("G", "count")),),
         attributes=("batch",),
         workspace=lambda sizes: diversity_workspace(sizes["G"], sizes["N"]),
-        launches=_diversity,
+        launches=diversity_launches,
         single=SingleKernel(
             kernel=lambda width: variant("diversity_select", width),
             integers=_diversity_integers,

@@ -7,6 +7,7 @@ int32, not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `Plugi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,16 +42,15 @@ def top_rho_grid(groups: int, width: int) -> tuple[int, int, int]:
     return (-(-width // COLUMNS), groups, 1)
 
 
-def top_rho_launches(
-    *, norms: int, tokens: int, sink: int, outlier: int, dtype: str, groups: int, n: int, width: int, count: int
-) -> list[Launch]:
+def top_rho_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dtype: str) -> list[Launch]:
     """`TopRho`: the mean of each group's `count` tokens of largest norm, and which those are.
 
-    Addresses: norms [G,N] fp32, tokens [G,N,D]; out: sink [G,1,D] in the type of the tokens, outlier [G,N] int32,
-    1 or 0. `count` is at least 1.
+    `addresses` by name: norms [G,N] fp32, tokens [G,N,D] of `dtype`; out: sink [G,1,D] of `dtype`, outlier [G,N]
+    int32, 1 or 0. `sizes` are G, N, D and `count`, which is at least 1.
     """
-    inputs, integers, outputs = _addresses(norms, tokens), _integers(n, width, count), _addresses(sink, outlier)
-    return [Launch("top_rho", dtype, top_rho_grid(groups, width), (*inputs, *integers, *outputs))]
+    inputs, outputs = _addresses(addresses, "norms", "tokens"), _addresses(addresses, "sink", "outlier")
+    integers = _integers(sizes["N"], sizes["D"], sizes["count"])
+    return [Launch("top_rho", dtype, top_rho_grid(sizes["G"], sizes["D"]), (*inputs, *integers, *outputs))]
 
 
 def diversity_phases(count: int, batch: int) -> int:
@@ -63,43 +63,24 @@ def diversity_workspace(groups: int, n: int) -> int:
     return groups * SCRATCH_ROWS * n * 4
 
 
-def diversity_launches(
-    *,
-    tokens: int,
-    candidate: int,
-    reserved: int,
-    chosen: int,
-    workspace: int,
-    dtype: str,
-    groups: int,
-    n: int,
-    width: int,
-    reserves: int,
-    count: int,
-    batch: int,
-) -> list[Launch]:
+def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dtype: str) -> list[Launch]:
     """`DiversitySelect`: `count` candidates a group, `batch` a round, least like what is kept; one launch a phase.
 
-    Addresses: tokens [G,N,D], candidate [G,N] int32, not 0 where true, at least `count` in each group, reserved
-    [G,`reserves`] int64 (any address where `reserves` is 0); out: chosen [G,`count`] int64, ascending; workspace.
-    The last phase only chooses, so it takes one block a group.
+    `addresses` by name: tokens [G,N,D] of `dtype`, candidate [G,N] int32, not 0 where true, at least `count` in each
+    group, reserved [G,R] int64 (any address where R is 0); out: chosen [G,`count`] int64, ascending; workspace.
+    `sizes` are G, N, D, R, `count` and `batch`. The last phase only chooses, so it takes one block a group.
     """
-    kernel = variant("diversity_phase", width, tokens)
-    blocks = min(-(-n // ROWS), MOST_BLOCKS)
-    phases = diversity_phases(count, batch)
-    return [
-        Launch(
-            kernel,
-            dtype,
-            (blocks if phase + 1 < phases else 1, groups, 1),
-            (
-                *_addresses(tokens, candidate, reserved),
-                *_integers(n, width, reserves, count, batch, phase, phase + 1),
-                *_addresses(chosen, workspace),
-            ),
-        )
-        for phase in range(phases if count else 0)
-    ]
+    n, width, count, batch = sizes["N"], sizes["D"], sizes["count"], sizes["batch"]
+    kernel = variant("diversity_phase", width, addresses["tokens"])
+    inputs = _addresses(addresses, "tokens", "candidate", "reserved")
+    outputs = _addresses(addresses, "chosen", "workspace")
+    phases = diversity_phases(count, batch) if count else 0
+    launches = []
+    for phase in range(phases):
+        blocks = min(-(-n // ROWS), MOST_BLOCKS) if phase + 1 < phases else 1
+        integers = _integers(n, width, sizes["R"], count, batch, phase, phase + 1)
+        launches.append(Launch(kernel, dtype, (blocks, sizes["G"], 1), (*inputs, *integers, *outputs)))
+    return launches
 
 
 def in_one_launch(phases: list[Launch]) -> list[Launch]:
@@ -115,8 +96,8 @@ def variant(kernel: str, width: int, tokens: int = 0) -> str:
     return kernel if width % ALIGNMENT == 0 and tokens % ALIGNMENT == 0 else f"{kernel}_unaligned"
 
 
-def _addresses(*values: int) -> tuple[np.uint64, ...]:
-    return tuple(np.uint64(value) for value in values)
+def _addresses(addresses: Mapping[str, int], *names: str) -> tuple[np.uint64, ...]:
+    return tuple(np.uint64(addresses[name]) for name in names)
 
 
 def _integers(*values: int) -> tuple[np.int32, ...]:

@@ -13,25 +13,14 @@ Source: NVIDIA/TensorRT, `samples/python/non_zero_plugin`, `python/src/infer/pyP
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.plugins.descriptions import NAMESPACE, VERSION, Plugin, Sizes, Tensor, bind
+from sinkprune.engines.plugins.descriptions import NAMESPACE, VERSION, Plugin, Sizes, bind, tensor_types, token_types
+from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.engines.plugins.launches import Launch
-
-
-class Runner(Protocol):
-    """What a plugin's kernels are enqueued by; on a GPU it is `KernelRunner`."""
-
-    def prepare(self, launches: Sequence[Launch]) -> None:
-        """Load the kernels of `launches`, so that none is loaded while a CUDA graph is captured."""
-        ...
-
-    def run(self, launches: Sequence[Launch], stream: int) -> None:
-        """Enqueue `launches`, in order, on the stream with this handle."""
-        ...
 
 
 class PluginV3:
@@ -40,7 +29,7 @@ class PluginV3:
     A class of a library derives from this one and from the library's own four.
     """
 
-    def __init__(self, library: Any, description: Plugin, fields: Mapping[str, int], runner: Runner) -> None:
+    def __init__(self, library: Any, description: Plugin, fields: Mapping[str, int], runner: KernelRunner) -> None:
         for base in capabilities(library):
             base.__init__(self)
         self.plugin_name, self.plugin_version, self.plugin_namespace = description.name, VERSION, NAMESPACE
@@ -63,9 +52,8 @@ class PluginV3:
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
         """The type of each output; that of a `tokens` output is the type of the tokens."""
-        described, tokens = self._description, input_types[self._description.tokens]
-        fixed = _types(self._library)
-        return [tokens if output.type == "tokens" else fixed[output.type] for output in described.outputs]
+        types = tensor_types(self._library, input_types[self._description.tokens])
+        return [types[output.type] for output in self._description.outputs]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any) -> list[Any]:
         """The shape of each output, as expressions of the inputs' sizes.
@@ -95,11 +83,11 @@ class PluginV3:
         tensor = inputs[pos] if pos < num_inputs else described.outputs[pos - num_inputs]
         if found.format != self._library.TensorFormat.LINEAR:
             return False
-        if tensor.type != "tokens":
-            return bool(found.type == _types(self._library)[tensor.type])
         if pos == described.tokens:
-            return found.type in _token_types(self._library)
-        return bool(found.type == in_out[described.tokens].desc.type)
+            return found.type in token_types(self._library)
+        # What stands behind `pos` is not told yet.
+        tokens = in_out[described.tokens].desc.type if tensor.type == "tokens" else None
+        return bool(found.type == tensor_types(self._library, tokens)[tensor.type])
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Does nothing: a plugin is the same for all shapes."""
@@ -136,11 +124,14 @@ class PluginV3:
     ) -> None:
         """Enqueue the kernels on the stream of this handle; inputs, outputs and workspace are device addresses."""
         described = self._description
-        addresses = {"workspace": workspace, **_named(described.inputs, inputs), **_named(described.outputs, outputs)}
+        names = [tensor.name for tensor in (*described.inputs, *described.outputs)]
+        # Shape inputs may stand behind the inputs.
+        addresses = dict(zip(names, [*inputs[: len(described.inputs)], *outputs], strict=True))
+        addresses["workspace"] = workspace
         self._runner.run(self._launches(input_desc, output_desc, addresses), stream)
 
     def _launches(self, inputs: Sequence[Any], outputs: Sequence[Any], addresses: Mapping[str, int]) -> list[Launch]:
-        dtype = _token_types(self._library)[inputs[self._description.tokens].type]
+        dtype = token_types(self._library)[inputs[self._description.tokens].type]
         sizes = self._sizes([t.dims for t in inputs], [t.dims for t in outputs])
         return self._description.launches(addresses, sizes, dtype)
 
@@ -154,14 +145,14 @@ class PluginV3:
 class CreatorV3:
     """The methods of `IPluginCreatorV3One`; a class of a library derives from this one and from the library's own."""
 
-    def __init__(self, library: Any, description: Plugin, runner: Runner) -> None:
+    def __init__(self, library: Any, description: Plugin, runner: KernelRunner) -> None:
         library.IPluginCreatorV3One.__init__(self)
         self.name, self.plugin_version, self.plugin_namespace = description.name, VERSION, NAMESPACE
         # The parser gives a field for each name here that the node has as an attribute.
         self._declared = _field_collection(library, dict.fromkeys(description.fields, 0))
         self.field_names = self._declared[1]
         self._library, self._description, self._runner = library, description, runner
-        self._plugin_class = plugin_class(library)
+        self._plugin_class: Any = type("LibraryPlugin", (PluginV3, *capabilities(library)), {})
 
     def create_plugin(self, name: str, fields: Sequence[Any], phase: Any) -> PluginV3:
         """A plugin for the node `name` that is parsed, or (`phase` RUNTIME) that stands in an engine that is loaded.
@@ -179,42 +170,15 @@ class CreatorV3:
         return self._plugin_class(self._library, described, values, self._runner)
 
 
-def creator(library: Any, description: Plugin, runner: Runner) -> Any:
+def creator(library: Any, description: Plugin, runner: KernelRunner) -> Any:
     """The creator of the plugin `description` for `library`, to be registered in its plugin registry."""
-
-    class LibraryCreator(CreatorV3, library.IPluginCreatorV3One):  # type: ignore[misc]
-        pass
-
-    return LibraryCreator(library, description, runner)
-
-
-def plugin_class(library: Any) -> type[PluginV3]:
-    """The class of our plugins that derives from the binding classes of `library`."""
-
-    class LibraryPlugin(PluginV3, *capabilities(library)):  # type: ignore[misc]
-        pass
-
-    return LibraryPlugin
+    made: Any = type("LibraryCreator", (CreatorV3, library.IPluginCreatorV3One), {})
+    return made(library, description, runner)
 
 
 def capabilities(library: Any) -> tuple[Any, ...]:
     """The binding classes of `library` that a Python plugin derives from; each must be initialised on its own."""
     return (library.IPluginV3, library.IPluginV3OneCore, library.IPluginV3OneBuild, library.IPluginV3OneRuntime)
-
-
-def _types(library: Any) -> dict[str, Any]:
-    types = library.DataType
-    return {"float32": types.FLOAT, "int64": types.INT64, "mask": types.INT32}
-
-
-def _token_types(library: Any) -> dict[Any, str]:
-    types = library.DataType
-    return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
-
-
-def _named(tensors: Sequence[Tensor], addresses: Sequence[int]) -> dict[str, int]:
-    """Addresses by name; those of shape inputs, if any stand behind them, are left out."""
-    return {tensor.name: address for tensor, address in zip(tensors, addresses, strict=False)}
 
 
 def _field_collection(library: Any, values: Mapping[str, int]) -> tuple[list[Any], Any]:

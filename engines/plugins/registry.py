@@ -7,7 +7,6 @@ import this folder, finds it where it is installed. TensorRT's registry keeps th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,16 +19,6 @@ from sinkprune.engines.plugins.plugin_v3 import creator
 
 FIRST_AHEAD_OF_TIME = (10, 9)
 """The first TensorRT with `tensorrt.plugin.aot_impl`."""
-
-
-@dataclass(frozen=True)
-class Registration:
-    """Where a build finds our plugins, and what its engines then need."""
-
-    namespace: str
-    """The namespace the parser finds the plugins in."""
-    needed: dict[str, str]
-    """What engines that hold them need when they are loaded: the sha256 of the kernels by plugin name."""
 
 
 def register(library: Any) -> dict[str, str]:
@@ -49,19 +38,20 @@ def register(library: Any) -> dict[str, str]:
     return {plugin.name: sha256(plugin.name) for plugin in PLUGINS}
 
 
-def register_for_build(library: Any, sm: int, *, shape_inputs: bool) -> Registration | None:
+def register_for_build(library: Any, sm: int, *, shape_inputs: bool) -> tuple[str, dict[str, str]] | None:
     """Register the plugins with `library`, which builds for `sm`; None where no kernels are shipped for such a GPU.
 
-    Ahead of time where the library can, a PTX is shipped for `sm`, and no node has `shape_inputs`: engines then need
-    nothing when they are loaded. Else as `register` does it. Raises `BackendError` if the library refuses a plugin.
-    Never run with a library that can build either.
+    Returns the namespace the parser finds the plugins in, and what engines that hold them need when they are loaded:
+    the sha256 of the kernels by plugin name. They need nothing where the library takes plugins ahead of time, a PTX
+    is shipped for `sm`, and no node has `shape_inputs`; else it is as `register` does it. Raises `BackendError` if
+    the library refuses a plugin. Never run with a library that can build either.
     """
     if sm < min(shipped_sms()):
         return None
     version = tuple(int(part) for part in library.__version__.split(".")[:2])
     if version < FIRST_AHEAD_OF_TIME or sm not in shipped_sms() or shape_inputs:
-        return Registration(NAMESPACE, register(library))
+        return NAMESPACE, register(library)
     plugins = import_module(f"{library.__name__}.plugin")
     for plugin in PLUGINS:
         register_ahead_of_time(library, plugins, plugin, sm)
-    return Registration(AHEAD_OF_TIME_NAMESPACE, {})
+    return AHEAD_OF_TIME_NAMESPACE, {}

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import GraphSpec
 from sinkprune.engines.preflight import Memory
 from sinkprune.engines.progress import BuildProgress
@@ -52,11 +52,8 @@ class Builder(Protocol):
     flags: dict[str, str]
     suffix: str
     """How the names of its engine files end, e.g. `.engine`."""
-
-    @property
-    def plugins(self) -> dict[str, str]:
-        """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
-        ...
+    plugins: dict[str, str]
+    """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle that this library, in this version, cannot build; raises `EnginesError`."""
@@ -89,13 +86,13 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
             f"--sm is for target tensorrt-rtx, which compiles ahead for other GPUs; target {target} builds for "
             f"{where}. Leave --sm out."
         )
-    if target == "onnxruntime":
+    try:
         from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
-
+        from sinkprune.engines.targets.tensorrt_libraries import TensorRT, TensorRTRTX
+    except ImportError as error:
+        raise BackendError(
+            "building engines needs the package onnx, which is not installed. Install it with: pip install onnx"
+        ) from error
+    if target == "onnxruntime":
         return OnnxRuntimeBuilder()
-    from sinkprune.engines.targets.tensorrt import TensorRTBuilder
-    from sinkprune.engines.targets.tensorrt_libraries import TensorRT, TensorRTRTX
-
-    if target == "tensorrt":
-        return TensorRTBuilder(TensorRT(timing_cache))
-    return TensorRTBuilder(TensorRTRTX(compute_capabilities))
+    return TensorRT(timing_cache) if target == "tensorrt" else TensorRTRTX(compute_capabilities)

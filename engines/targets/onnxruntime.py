@@ -13,7 +13,7 @@ from typing import Any
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Realisation, Target
 from sinkprune.contract.errors import BackendError, EnginesError
-from sinkprune.engines.onnx_model import read_model
+from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
@@ -33,8 +33,15 @@ class OnnxRuntimeBuilder:
 
     def __init__(self) -> None:
         """Raises `BackendError` if onnxruntime is missing."""
-        self._ort = ort = _import_onnxruntime()
-        self.library_version: str = ort.__version__
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise BackendError(
+                "target 'onnxruntime' needs onnxruntime, which is not installed. Install it with: pip install "
+                "'sinkprune[cpu]'"
+            ) from error
+        self._ort: Any = onnxruntime
+        self.library_version: str = onnxruntime.__version__
         self.plugins: dict[str, str] = {}
         self.flags = {
             "provider": _PROVIDER,
@@ -55,8 +62,6 @@ class OnnxRuntimeBuilder:
         It takes any shape, and `progress` is told nothing: it is done in one call.
         """
         model = read_model(job.model)
-        from sinkprune.engines.plugin_graph import custom_nodes
-
         options = self._ort.SessionOptions()
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.optimized_model_filepath = str(output)
@@ -73,14 +78,3 @@ class OnnxRuntimeBuilder:
         # It inlines every function.
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
         return Built(optimisation_profiles={}, nodes=nodes, device_memory=None)
-
-
-def _import_onnxruntime() -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError(
-            "target 'onnxruntime' needs onnxruntime, which is not installed. Install it with: pip install "
-            "'sinkprune[cpu]'"
-        ) from error
-    return onnxruntime

@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import onnx
 
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest import TensorSpec
-from sinkprune.engines.onnx_model import read_model
-from sinkprune.engines.preflight import Memory, OutOfMemoryError
+from sinkprune.contract.manifest import Manifest, TensorSpec
+from sinkprune.engines.plugin_graph import layers, read_model, realisations
+from sinkprune.engines.preflight import Memory, OutOfMemoryError, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
-from sinkprune.engines.targets.tensorrt_libraries import Library
 from sinkprune.runtime.tensorrt_library import new_error_log
 
-if TYPE_CHECKING:
-    import onnx
+HOST_COPIES = 2.2
+"""The machine's memory a build takes, in weights: measured with TensorRT-RTX 1.7 at the peak, the engine included."""
 
 
 class TensorRTBuilder:
-    """Builds for TensorRT or TensorRT-RTX; where the two differ, the `Library` it is given knows."""
+    """Builds for TensorRT or TensorRT-RTX; `tensorrt_libraries.py` has a class of each, for where the two differ."""
 
+    target: Target
     suffix = ".engine"
 
-    def __init__(self, library: Library) -> None:
-        self._library, self._trt = library, library.trt
-        self.target = library.target
-        self.library_version: str = library.trt.__version__
-        self.compute_capabilities = library.compute_capabilities
-        self.flags = library.flags
-
-    @property
-    def plugins(self) -> dict[str, str]:
-        """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
-        return self._library.plugins
+    def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
+        """With the library's module `trt`, for GPUs of these compute capabilities; `flags` for `engines.json`."""
+        self._trt = trt
+        self.library_version: str = trt.__version__
+        self.compute_capabilities = compute_capabilities
+        self.flags = {"strongly_typed": "true", **flags}
+        self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle this library cannot build; raises `EnginesError`."""
-        self._library.check_bundle(bundle)
+        """Refuse a bundle whose attention is in fp32, which does not build; raises `EnginesError`."""
+        if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset23":
+            raise EnginesError(
+                f"bundle '{bundle.path}' is fp32, and {self.target} compiles ONNX's Attention in fp16 only. "
+                f"{export_again(bundle.manifest, dialect='opset23')}"
+            )
 
     def memories(self) -> tuple[Memory, ...]:
-        """The memories that building takes from, and how much of each is free."""
-        return self._library.memories()
+        """The machine's memory, with what is free of it."""
+        return system_memory(HOST_COPIES, activations=False)
+
+    def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """The graph `model` as this library is to parse it; the original is left alone."""
+        return model
+
+    def network_flags(self) -> int:
+        """The flags for `create_network` that make a network strongly typed."""
+        return 0
+
+    def configure(self, config: Any) -> None:
+        """Set in a builder configuration what the two libraries do not have alike."""
+
+    def built(self, config: Any) -> None:
+        """Keep what a build left in its configuration, for the next."""
+
+    def device_memory(self, serialized: Any, log: Any) -> int | None:
+        """Bytes of activations that the engine just built needs; None where only a GPU could tell."""
+        return None
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the engine of one graph to the file `output`; raises `EnginesError`.
@@ -51,27 +71,24 @@ class TensorRTBuilder:
         What the library parsed is compared with the bundle's contract before it is compiled. `progress` is told of
         the library's phases. Ctrl-C ends the build with `KeyboardInterrupt`.
         """
-        model = self._library.fit(read_model(job.model))
-        # Brings onnx, whose absence was told above.
-        from sinkprune.engines.plugin_graph import realisations
-
+        model = self.fit(read_model(job.model))
         log = new_error_log(self._trt)
         builder = self._trt.Builder(log)
-        network = builder.create_network(self._library.network_flags())
+        network = builder.create_network(self.network_flags())
         self._parse(job, model, network, log)
         self._check_interface(job, network)
         nodes = realisations(model, network, self._trt)
         config = builder.create_builder_config()
-        self._library.configure(config)
+        self.configure(config)
         self._add_optimisation_profiles(job, builder, config, log)
         with interrupts_noted() as interrupted:
             # Kept in a name: the builder holds no reference of its own.
             monitor = new_monitor(self._trt, progress, interrupted)
             config.progress_monitor = monitor
             engine = self._compile(job, builder, network, config, log)
-        self._library.built(config)
+        self.built(config)
         output.write_bytes(memoryview(engine))
-        return Built(job.optimisation_profiles, nodes, self._library.device_memory(engine, log))
+        return Built(job.optimisation_profiles, nodes, self.device_memory(engine, log))
 
     def _parse(self, job: Job, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)
@@ -102,7 +119,8 @@ class TensorRTBuilder:
             by_name = {tensor.name: tensor for tensor in found}
             for spec in expected:
                 self._check_tensor(job.graph, role, by_name[spec.name], spec)
-        read = set(_read_by_layers(network))
+        taken = [layer.get_input(place) for layer in layers(network) for place in range(layer.num_inputs)]
+        read = {tensor.name for tensor in taken if tensor is not None}
         unread = [tensor.name for tensor in inputs if tensor.name not in read]
         if unread:
             raise EnginesError(
@@ -147,14 +165,10 @@ class TensorRTBuilder:
         return engine
 
 
-def _read_by_layers(network: Any) -> Iterator[str]:
-    """The names of all tensors that some layer reads."""
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
-        for place in range(layer.num_inputs):
-            tensor = layer.get_input(place)
-            if tensor is not None:
-                yield tensor.name
+def export_again(manifest: Manifest, *, dialect: str) -> str:
+    """What a user can do about a bundle that a library does not take: the command that exports it in fp16."""
+    source, random = manifest.checkpoint.source, " --random-weights" if manifest.checkpoint.random_weights else ""
+    return f"Export it again: sinkprune-export {source} -o BUNDLE --precision fp16 --dialect {dialect}{random}"
 
 
 def _words(log: Any) -> str:

@@ -7,23 +7,22 @@ where this is developed. TensorRT-RTX shares its front end and is run by the tes
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+import onnx
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.files import write_whole
-from sinkprune.contract.manifest import Manifest
-from sinkprune.engines.onnx_model import read_model
+from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, read_model
+from sinkprune.engines.plugins import registry
 from sinkprune.engines.preflight import Memory, system_memory
+from sinkprune.engines.targets.tensorrt import HOST_COPIES, TensorRTBuilder, export_again
+from sinkprune.engines.trt10_checker import check_trt10
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.tensorrt_library import import_tensorrt
 
-if TYPE_CHECKING:
-    import onnx
-
-# Measured with TensorRT-RTX 1.7: 2.2 times the weights at the peak, the engine among them.
-_HOST_COPIES = 2.2
 # The least there must be, to time kernels on them.
 _GPU_COPIES = 1
 # The first version whose parser takes RMSNormalization and RotaryEmbedding.
@@ -32,110 +31,60 @@ _FIRST_WITH_OPSET23 = (10, 15)
 _BOARDS = (87, 110)
 
 
-class Library(Protocol):
-    """TensorRT or TensorRT-RTX, with what the one does otherwise than the other when it builds.
-
-    What it has in common with `EnginesManifest` is what `engines.json` tells.
-    """
-
-    target: Target
-    trt: Any
-    """The library's Python module."""
-    compute_capabilities: tuple[int, ...]
-    flags: dict[str, str]
-    plugins: dict[str, str]
-    """The plugins that engines built so far need when they are loaded: sha256 of the kernels by plugin name."""
-
-    def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle that this library, in this version, cannot build; raises `EnginesError`."""
-        ...
-
-    def memories(self) -> tuple[Memory, ...]:
-        """The memories that building takes from, and how much of each is free."""
-        ...
-
-    def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """The graph `model` as this library is to parse it; the original is left alone."""
-        ...
-
-    def network_flags(self) -> int:
-        """The flags for `create_network` that make a network strongly typed."""
-        ...
-
-    def configure(self, config: Any) -> None:
-        """Set in a builder configuration what the two libraries do not have alike."""
-        ...
-
-    def built(self, config: Any) -> None:
-        """Keep what a build left in its configuration, for the next."""
-        ...
-
-    def device_memory(self, serialized: Any, log: Any) -> int | None:
-        """Bytes of activations that the engine just built needs; None where there is no GPU to ask."""
-        ...
-
-
-class TensorRT:
+class TensorRT(TensorRTBuilder):
     """Full TensorRT, which times kernels on the GPU of this machine and builds for it alone. Never run."""
 
     target: Target = "tensorrt"
 
     def __init__(self, timing_cache: Path) -> None:
         """`timing_cache` is a file that builds share. Raises `BackendError` where library or GPU are missing."""
-        self.trt = import_tensorrt("tensorrt")
-        self._device = open_device()
-        self._timing_cache = timing_cache
-        self.compute_capabilities: tuple[int, ...] = (self._device.compute_capability,)
-        self.flags = {"strongly_typed": "true", "timing_cache": timing_cache.name, "gpu": self._device.name}
-        self.plugins: dict[str, str] = {}
+        trt = import_tensorrt("tensorrt")
+        self._device, self._timing_cache = open_device(), timing_cache
+        flags = {"timing_cache": timing_cache.name, "gpu": self._device.name}
+        super().__init__(trt, (self._device.compute_capability,), flags)
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse fp32 attention, opset 23 before 10.15, and of opset 20 what 10.3 does not parse.
 
         Raises `EnginesError`.
         """
-        _refuse_fp32_attention(bundle, self.target)
+        super().check_bundle(bundle)
         manifest = bundle.manifest
-        if manifest.dialect == "opset23" and _version(self.trt) < _FIRST_WITH_OPSET23:
+        if manifest.dialect == "opset23" and _version(self._trt) < _FIRST_WITH_OPSET23:
             raise EnginesError(
                 f"bundle '{bundle.path}' is of dialect opset23, which needs TensorRT 10.15 or later; "
-                f"{self.trt.__version__} is installed here. {_export_again(manifest, 'fp16', 'opset20')}"
+                f"{self._trt.__version__} is installed here. {export_again(manifest, dialect='opset20')}"
             )
         if manifest.dialect == "opset20":
-            models = {graph: read_model(bundle.graph_path(graph)) for graph in manifest.graphs}
-            from sinkprune.engines.trt10_checker import check_trt10
-
-            for graph, model in models.items():
-                check_trt10(model, graph)
+            for graph in manifest.graphs:
+                check_trt10(read_model(bundle.graph_path(graph)), graph)
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory and the GPU's, with what is free of them; on a board they are one."""
         if self._device.compute_capability in _BOARDS:
-            return system_memory(_HOST_COPIES + _GPU_COPIES, activations=True)
+            return system_memory(HOST_COPIES + _GPU_COPIES, activations=True)
         free, _ = self._device.memory()
         return (
-            *system_memory(_HOST_COPIES, activations=False),
+            *system_memory(HOST_COPIES, activations=False),
             Memory(f"memory of {self._device.name}", free, copies=_GPU_COPIES, activations=True),
         )
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """`model`, its nodes naming plugins, which are registered; as it is where none are shipped for this GPU."""
-        from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs
-        from sinkprune.engines.plugins.registry import register_for_build
-
         if not custom_nodes(model):
             return model
         (sm,) = self.compute_capabilities
-        registered = register_for_build(self.trt, sm, shape_inputs=has_shape_inputs(model))
+        registered = registry.register_for_build(self._trt, sm, shape_inputs=has_shape_inputs(model))
         if registered is None:
             return model
-        self.plugins |= registered.needed
-        return for_plugins(model, _version(self.trt), registered.namespace)
+        namespace, needed = registered
+        self.plugins |= needed
+        return for_plugins(model, _version(self._trt), namespace)
 
     def network_flags(self) -> int:
         """The flag for strong types before TensorRT 11, and none from there on, where networks always have them."""
-        flags = self.trt.NetworkDefinitionCreationFlag
-        return 1 << int(flags.STRONGLY_TYPED) if _version(self.trt) < (11, 0) else 0
+        flags = self._trt.NetworkDefinitionCreationFlag
+        return 1 << int(flags.STRONGLY_TYPED) if _version(self._trt) < (11, 0) else 0
 
     def configure(self, config: Any) -> None:
         """Give the build the timing cache, if it is of this version and GPU, or an empty one."""
@@ -152,14 +101,17 @@ class TensorRT:
 
         Raises `EnginesError` if it does not.
         """
-        engine = self.trt.Runtime(log).deserialize_cuda_engine(serialized)
+        engine = self._trt.Runtime(log).deserialize_cuda_engine(serialized)
         if engine is None:
             raise EnginesError(f"tensorrt cannot load what it just built: {' '.join(log.errors)}")
         return int(engine.device_memory_size_v2)
 
 
-class TensorRTRTX:
-    """TensorRT-RTX, which compiles ahead of time for GPUs that need not be here, and knows no timing cache."""
+class TensorRTRTX(TensorRTBuilder):
+    """TensorRT-RTX, which compiles ahead of time for GPUs that need not be here, and to the end where engines load.
+
+    It takes no plugins of users, knows no timing cache, and its networks are always strongly typed.
+    """
 
     target: Target = "tensorrt-rtx"
 
@@ -168,66 +120,24 @@ class TensorRTRTX:
 
         Raises `BackendError` where the library or that GPU is missing, `UsageError` for GPUs it does not build for.
         """
-        self.trt = import_tensorrt("tensorrt-rtx")
-        known = self.trt.ComputeCapability.__members__
+        trt = import_tensorrt("tensorrt-rtx")
+        known = trt.ComputeCapability.__members__
         self._members = {int(name[2:]): member for name, member in known.items() if name.startswith("SM")}
-        self.compute_capabilities = _this_gpu() if compute_capabilities is None else compute_capabilities
+        gpus = _this_gpu() if compute_capabilities is None else compute_capabilities
+        super().__init__(trt, gpus, {"require_user_allocation": "true"})
         for capability in self.compute_capabilities:
             if capability not in self._members:
                 raise UsageError(
-                    f"tensorrt-rtx {self.trt.__version__} does not build for sm_{capability}; it does for: "
+                    f"tensorrt-rtx {self._trt.__version__} does not build for sm_{capability}; it does for: "
                     f"{', '.join(map(str, self._members))}. For other GPUs use --target tensorrt on the machine."
                 )
-        self.flags = {"strongly_typed": "true", "require_user_allocation": "true"}
-        self.plugins: dict[str, str] = {}
-
-    def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle whose attention is in fp32, which does not build; raises `EnginesError`."""
-        _refuse_fp32_attention(bundle, self.target)
-
-    def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory, with what is free of it: no GPU takes part."""
-        return system_memory(_HOST_COPIES, activations=False)
-
-    def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """`model` as it is: TensorRT-RTX takes no plugins of users."""
-        return model
-
-    def network_flags(self) -> int:
-        """No flags: networks of TensorRT-RTX are always strongly typed."""
-        return 0
 
     def configure(self, config: Any) -> None:
         """Name the GPUs to build for, and let callers allocate, so that engines can be captured into CUDA graphs."""
-        config.set_flag(self.trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        config.set_flag(self._trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         config.num_compute_capabilities = len(self.compute_capabilities)
         for number, capability in enumerate(self.compute_capabilities):
             config.set_compute_capability(self._members[capability], number)
-
-    def built(self, config: Any) -> None:
-        """Does nothing: TensorRT-RTX leaves nothing to keep."""
-
-    def device_memory(self, serialized: Any, log: Any) -> int | None:
-        """None, for unknown: the engine is compiled to the end where it is loaded."""
-        return None
-
-
-def _refuse_fp32_attention(bundle: Bundle, target: str) -> None:
-    manifest = bundle.manifest
-    if manifest.precision == "fp32" and manifest.dialect == "opset23":
-        raise EnginesError(
-            f"bundle '{bundle.path}' is fp32, and {target} compiles ONNX's Attention in fp16 only. "
-            f"{_export_again(manifest, 'fp16', 'opset23')}"
-        )
-
-
-def _export_again(manifest: Manifest, precision: str, dialect: str) -> str:
-    checkpoint = manifest.checkpoint
-    random = " --random-weights" if checkpoint.random_weights else ""
-    return (
-        f"Export it again: sinkprune-export {checkpoint.source} -o BUNDLE --precision {precision} --dialect {dialect}"
-        f"{random}"
-    )
 
 
 def _this_gpu() -> tuple[int, ...]:

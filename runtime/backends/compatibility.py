@@ -134,7 +134,7 @@ class BuiltEngines:
 def open_engines(path: str | os.PathLike[str], bundle: Bundle) -> BuiltEngines:
     """The engines in the folder `path`, which must have been built from `bundle`; raises `EnginesError`.
 
-    The sums of their files are not compared: see `sinkprune.contract.engines_manifest.verify_engines`.
+    The sums of their files are not compared: see `Engines.verify`.
     """
     built = BuiltEngines(read_engines(path), bundle)
     built.check_bundle()

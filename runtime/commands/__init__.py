@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.schema import to_json
 from sinkprune.runtime.backends import BACKENDS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.pipeline import Pipeline, Wrap
+from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.request import check_texts
 from sinkprune.runtime.video_file import VideoFile
+
+R = TypeVar("R")
 
 IMAGE_PLACE = "{image}"
 """Where an image stands in a prompt."""
@@ -86,6 +93,29 @@ def prompt_pieces(prompt: str) -> str | list[str]:
     pieces = prompt.split(IMAGE_PLACE)
     check_texts(pieces, len(pieces) - 1)
     return pieces if len(pieces) > 1 else prompt
+
+
+def add_report_options(parser: argparse.ArgumentParser, drawn: str) -> None:
+    """The arguments of a command that makes a report; `check_report_options` and `write_report` read them."""
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
+
+
+def check_report_options(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written later; raises `OutputError`, and `UsageError` without matplotlib."""
+    if options.json:
+        check_writable(options.json, (".json",))
+    if options.plot:
+        check_writable(options.plot, PLOT_SUFFIXES)
+        import_matplotlib()
+
+
+def write_report(options: argparse.Namespace, report: R, plot: Callable[[R, str], bytes]) -> None:
+    """Write a report as the JSON and the picture that were asked for."""
+    if options.json:
+        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
+    if options.plot:
+        write_whole(options.plot, plot(report, options.plot.suffix))
 
 
 @contextmanager

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -12,11 +10,18 @@ from rich.table import Table
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
-from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.contract.report import BudgetReport, Report, Spread
-from sinkprune.contract.schema import to_json
-from sinkprune.runtime.commands import load_pipeline, new_parser, open_bundle, prompt_pieces, read_pictures
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib, plot_report
+from sinkprune.runtime.commands import (
+    add_report_options,
+    check_report_options,
+    load_pipeline,
+    new_parser,
+    open_bundle,
+    prompt_pieces,
+    read_pictures,
+    write_report,
+)
+from sinkprune.runtime.plot import plot_report
 from sinkprune.runtime.profile import profile
 
 _EXAMPLES = """\
@@ -47,15 +52,10 @@ def _profile(arguments: Sequence[str] | None) -> None:
     add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
     add("--repeat", type=int, default=5, help="measured rounds (default: 5)")
     add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
-    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
-    add("--plot", type=Path, metavar="FILE.png", help="draw where the time goes")
+    add_report_options(parser, "where the time goes")
     options = parser.parse_args(arguments)
 
-    if options.json:
-        check_writable(options.json, (".json",))
-    if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
-        import_matplotlib()
+    check_report_options(options)
     prompt = prompt_pieces(options.prompt)
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
@@ -79,10 +79,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             warmup=options.warmup,
             on_run=lambda name: progress.update(task, advance=1, description=name),
         )
-    if options.json:
-        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
-    if options.plot:
-        write_whole(options.plot, plot_report(report, options.plot.suffix))
+    write_report(options, report, plot_report)
     # Last, because whoever reads it may stop reading, as `head` does.
     _print_table(report)
 

@@ -7,7 +7,7 @@ import pytest
 
 from sinkprune.calibration.evaluation.outliers import plant_outliers
 from sinkprune.calibration.norms import OUTLIER, summarise
-from sinkprune.calibration.norms_plot import plot_norms
+from sinkprune.calibration.plots import plot_norms
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.normal(size=(3, 200, 16)).astype(np.float32) + 0.5

@@ -14,9 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests import changed, manifest_data, refusal, write_data
-from sinkprune.contract.bundle import Bundle, read_bundle, verify, write_manifest
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
-from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, FORMAT_VERSION, MANIFEST, TOKENIZER, Manifest
+from sinkprune.contract.manifest import (
+    BUNDLE,
+    CHAT_TEMPLATE,
+    EMBEDDING,
+    FORMAT_VERSION,
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+)
 from sinkprune.contract.manifest_file import file_specs
 
 VALUES = st.recursive(
@@ -54,11 +62,11 @@ def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 def test_a_manifest_survives_writing_and_reading(original: Path, copied: Path) -> None:
     before = read_bundle(original)
-    write_manifest(copied, before.manifest)
+    BUNDLE.write(copied, before.manifest)
     after = read_bundle(copied)
     assert after.manifest == before.manifest
     assert (copied / MANIFEST).read_bytes() == (original / MANIFEST).read_bytes()
-    verify(after)
+    after.verify()
 
 
 def test_a_bundle_knows_its_files(original: Path) -> None:
@@ -74,13 +82,13 @@ def test_the_sums_of_the_manifest_are_those_of_the_files(original: Path) -> None
     for name, spec in read_bundle(original).manifest.files.items():
         data = (original / name).read_bytes()
         assert (spec.size, spec.sha256) == (len(data), hashlib.sha256(data).hexdigest())
-    assert file_specs(original, [TOKENIZER]) == {TOKENIZER: read_bundle(original).manifest.files[TOKENIZER]}
+    assert file_specs(original)[TOKENIZER] == read_bundle(original).manifest.files[TOKENIZER]
 
 
 def test_verifying_reports_every_byte_once(original: Path) -> None:
     told: list[int] = []
     found = read_bundle(original)
-    verify(found, told.append)
+    found.verify(told.append)
     assert sum(told) == sum(spec.size for spec in found.manifest.files.values())
 
 

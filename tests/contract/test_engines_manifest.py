@@ -12,6 +12,7 @@ import pytest
 
 from manifests import changed
 from sinkprune.contract.engines_manifest import (
+    ENGINES,
     FORMAT_VERSION,
     MANIFEST,
     EnginesManifest,
@@ -19,8 +20,6 @@ from sinkprune.contract.engines_manifest import (
     Limits,
     Range,
     read_engines,
-    verify_engines,
-    write_engines_manifest,
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest_file import file_specs
@@ -54,15 +53,15 @@ def write_engines(root: Path) -> EnginesManifest:
                 build_seconds=0.5,
             )
         },
-        files=file_specs(root, [ENGINE]),
+        files={ENGINE: file_specs(root)[ENGINE]},
     )
-    write_engines_manifest(root, manifest)
+    ENGINES.write(root, manifest)
     return manifest
 
 
 def refusal(root: Path) -> str:
     with pytest.raises(EnginesError) as caught:
-        verify_engines(read_engines(root))
+        read_engines(root).verify()
     message = str(caught.value)
     assert str(root) in message
     return message
@@ -83,7 +82,7 @@ def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
     assert found.manifest == written
     assert found.engine_path("head").read_bytes() == b"machine code"
     told: list[int] = []
-    verify_engines(found, told.append)
+    found.verify(told.append)
     assert sum(told) == len(b"machine code")
 
 
@@ -108,7 +107,7 @@ def test_engines_of_format_1_load_under_the_names_they_had(tmp_path: Path) -> No
     head["profiles"] = head.pop("optimisation_profiles")
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "format_version": 1}))
     found = read_engines(tmp_path)
-    verify_engines(found)
+    found.verify()
     assert found.engine_path("head").read_bytes() == b"machine code"
     assert found.manifest.format_version == FORMAT_VERSION
     assert found.manifest.engines["head"] == replace(written.engines["head"], file="plans/head.plan")
@@ -162,8 +161,8 @@ def test_parts_that_do_not_fit(tmp_path: Path, place: tuple[str, ...], value: An
 
 def test_models_for_onnxruntime_have_no_optimisation_profiles(tmp_path: Path) -> None:
     manifest = write_engines(tmp_path)
-    write_engines_manifest(tmp_path, replace(manifest, target="onnxruntime"))
+    ENGINES.write(tmp_path, replace(manifest, target="onnxruntime"))
     assert "2 optimisation profiles for 'head'" in refusal(tmp_path)
     head = replace(manifest.engines["head"], optimisation_profiles={})
-    write_engines_manifest(tmp_path, replace(manifest, target="onnxruntime", engines={"head": head}))
+    ENGINES.write(tmp_path, replace(manifest, target="onnxruntime", engines={"head": head}))
     assert read_engines(tmp_path).manifest.engines["head"].optimisation_profiles == {}

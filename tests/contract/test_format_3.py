@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from manifests import manifest_data, refusal, write_data
-from sinkprune.contract.bundle import read_bundle, verify
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
 
 
@@ -25,17 +25,18 @@ def in_format_3(data: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("dialect", "former"), [("opset23", "onnx24"), ("opset20", "trt10")])
 @pytest.mark.parametrize("name", ["gqa-112", "qwen"])
+@pytest.mark.parametrize("option", ["", "+serial"])
 def test_a_bundle_of_format_3_is_the_same_bundle(
-    name: str, dialect: DialectName, former: str, bundle: Callable[..., Path], tmp_path: Path
+    name: str, option: str, dialect: DialectName, former: str, bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
-    original = bundle(name, dialect=dialect)
+    original = bundle(name, budgets=({"gqa-112": "retain-64", "qwen": "prune-88.9"}[name] + option,), dialect=dialect)
     copied = Path(shutil.copytree(original, tmp_path / "bundle"))
     old = in_format_3(manifest_data(copied))
     assert (old["format_version"], old["dialect"]) == (3, former)
     write_data(copied, old)
     after = read_bundle(copied)
     assert after.manifest == read_bundle(original).manifest
-    verify(after)
+    after.verify()
 
 
 def test_what_is_wrong_in_format_3_is_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:

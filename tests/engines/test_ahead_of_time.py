@@ -20,7 +20,6 @@ from sinkprune.engines.plugins.ahead_of_time import register_ahead_of_time
 from sinkprune.engines.plugins.binaries import Binary
 from sinkprune.engines.plugins.descriptions import PLUGINS
 from sinkprune.engines.plugins.launches import diversity_launches, in_one_launch, top_rho_launches
-from sinkprune.engines.plugins.registry import Registration
 
 TOP_RHO, DIVERSITY_SELECT = PLUGINS
 SM = 87
@@ -135,9 +134,8 @@ def test_top_rho_is_the_launch_of_the_plugin_class(plugins: FakeTensorRTPlugin, 
     values = fields(per_mille=per_mille).values()
     entry, image, launch, integers = plugins.compiled["sinkprune_ahead_of_time::TopRho"](*inputs, *values, (), 0)
     count = max(1, -(-N * per_mille // 1000))
-    (expected,) = top_rho_launches(
-        norms=1, tokens=2, sink=3, outlier=4, dtype="float16", groups=G, n=N, width=D, count=count
-    )
+    addresses = {"norms": 1, "tokens": 2, "sink": 3, "outlier": 4}
+    (expected,) = top_rho_launches(addresses, {"G": G, "N": N, "D": D, "count": count}, "float16")
     assert (entry, image) == ("entry", b"top_rho float16")
     assert (launch.grid_x, launch.grid_y, launch.grid_z) == expected.grid
     assert (launch.block_x, launch.block_y, launch.block_z, launch.shared_mem) == (128, 1, 1, 1000)
@@ -151,20 +149,9 @@ def test_diversity_select_is_all_phases_in_one_block_a_group(
     inputs = (tensor("FLOAT", G, N, width), tensor("INT32", G, N), tensor("INT64", G, R))
     values = fields(batch=4, count=COUNT).values()
     _, image, launch, integers = plugins.compiled["sinkprune_ahead_of_time::DiversitySelect"](*inputs, *values, (), 0)
-    phases = diversity_launches(
-        tokens=0,
-        candidate=1,
-        reserved=2,
-        chosen=3,
-        workspace=4,
-        dtype="float32",
-        groups=G,
-        n=N,
-        width=width,
-        reserves=R,
-        count=COUNT,
-        batch=4,
-    )
+    addresses = {"tokens": 0, "candidate": 1, "reserved": 2, "chosen": 3, "workspace": 4}
+    sizes = {"G": G, "N": N, "D": width, "R": R, "count": COUNT, "batch": 4}
+    phases = diversity_launches(addresses, sizes, "float32")
     (expected,) = in_one_launch(phases)
     assert expected.kernel == kernel
     assert image == f"{kernel} float32".encode()
@@ -187,8 +174,8 @@ def test_a_second_registration_changes_nothing(plugins: FakeTensorRTPlugin) -> N
     assert plugins.registered == before
 
 
-CLASSES = Registration("sinkprune", {"TopRho": "sum"})
-ALONE = Registration("sinkprune_ahead_of_time", {})
+CLASSES: tuple[str, dict[str, str]] = ("sinkprune", {"TopRho": "sum"})
+ALONE: tuple[str, dict[str, str]] = ("sinkprune_ahead_of_time", {})
 
 
 @pytest.mark.parametrize(
@@ -204,11 +191,15 @@ ALONE = Registration("sinkprune_ahead_of_time", {})
     ],
 )
 def test_engines_need_the_plugin_classes_only_where_nothing_else_can_be_had(
-    monkeypatch: pytest.MonkeyPatch, version: str, sm: int, shape_inputs: bool, expected: Registration | None
+    monkeypatch: pytest.MonkeyPatch,
+    version: str,
+    sm: int,
+    shape_inputs: bool,
+    expected: tuple[str, dict[str, str]] | None,
 ) -> None:
     found = FakeTensorRTPlugin()
     monkeypatch.setattr(registry, "shipped_sms", lambda: (80, 87, 120))
-    monkeypatch.setattr(registry, "register", lambda library: CLASSES.needed)
+    monkeypatch.setattr(registry, "register", lambda library: CLASSES[1])
     monkeypatch.setattr(registry, "import_module", {"tensorrt.plugin": found}.__getitem__)
     library = SimpleNamespace(__name__="tensorrt", __version__=version, DataType=TYPES)
     assert registry.register_for_build(library, sm, shape_inputs=shape_inputs) == expected

@@ -18,9 +18,10 @@ from PIL import Image
 from commands import assert_refused, run
 from heads_of_64 import export_random
 from sinkprune import Pipeline
-from sinkprune.contract.bundle import read_bundle, write_manifest
-from sinkprune.contract.engines_manifest import Engines, Limits, read_engines, verify_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines import preflight
 from sinkprune.engines.build import build_engines
@@ -69,7 +70,7 @@ def test_optimised_models_answer_as_the_bundle_does(
     precision: str, bundle: Bundles, optimised: Callable[[str], Engines], photo: Image.Image
 ) -> None:
     path, engines = bundle("gqa-112", precision), optimised(precision)
-    verify_engines(engines)
+    engines.verify()
     plain, built = Pipeline.load(path), Pipeline.load(path, engines=engines.path)
     for budget in ("none", "retain-64", "retain-32"):
         answers = [each.generate(photo, "What is this?", budget=budget, max_new_tokens=6) for each in (plain, built)]
@@ -232,8 +233,8 @@ def test_a_graph_that_cannot_be_read(content: bytes, message: str, bundle: Bundl
     copied = Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
     (copied / "graphs" / "head.onnx").write_bytes(content)
     source = read_bundle(bundle("gqa-112")).manifest
-    source.files.update(file_specs(copied, ["graphs/head.onnx"]))
-    write_manifest(copied, source)
+    source.files.update({"graphs/head.onnx": file_specs(copied)["graphs/head.onnx"]})
+    BUNDLE.write(copied, source)
     assert_refused(build(copied, tmp_path / "engines", "--target", "onnxruntime"), message)
 
 

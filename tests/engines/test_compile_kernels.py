@@ -49,11 +49,11 @@ def test_every_kernel_is_shipped_for_every_type_and_sm_in_little_space() -> None
 
 
 def test_what_a_kernel_takes_is_what_its_launch_gives() -> None:
-    sizes = {"dtype": "float16", "groups": 2, "n": 50, "width": 64, "count": 20}
-    top = launches.top_rho_launches(norms=16, tokens=32, sink=48, outlier=64, **sizes)  # type: ignore[arg-type]
-    phases = launches.diversity_launches(
-        tokens=16, candidate=32, reserved=48, chosen=64, workspace=80, reserves=3, batch=16, **sizes
-    )  # type: ignore[arg-type]
+    names = ("norms", "tokens", "sink", "outlier", "candidate", "reserved", "chosen", "workspace")
+    addresses = {name: 16 * place for place, name in enumerate(names, 1)}
+    sizes = {"G": 2, "N": 50, "D": 64, "R": 3, "count": 20, "batch": 16}
+    top = launches.top_rho_launches(addresses, sizes, "float16")
+    phases = launches.diversity_launches(addresses, sizes, "float16")
     given = {launch.kernel: launch.arguments for launch in (*top, *phases)}
     given["diversity_select"] = given["diversity_phase"]
     for kernel, dtype, sm in EVERY:

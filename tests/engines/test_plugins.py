@@ -259,17 +259,8 @@ def test_top_rho_is_enqueued_on_the_stream_it_is_given(per_mille: int, count: in
     inputs, outputs = top_rho_io(TYPES.BF16)
     plugin.on_shape_change(inputs, outputs)
     plugin.enqueue(inputs, outputs, [1 << 40, 2 << 40], [3 << 40, 4 << 40], 0, 99)
-    expected = top_rho_launches(
-        norms=1 << 40,
-        tokens=2 << 40,
-        sink=3 << 40,
-        outlier=4 << 40,
-        dtype="bfloat16",
-        groups=G,
-        n=N,
-        width=D,
-        count=count,
-    )
+    addresses = {"norms": 1 << 40, "tokens": 2 << 40, "sink": 3 << 40, "outlier": 4 << 40}
+    expected = top_rho_launches(addresses, {"G": G, "N": N, "D": D, "count": count}, "bfloat16")
     assert runner.enqueued == [(launch, 99) for launch in expected]
     assert [(launch.kernel, launch.dtype) for launch in runner.prepared] == [("top_rho", "bfloat16")]
 
@@ -281,20 +272,10 @@ def test_diversity_select_is_enqueued_phase_by_phase(values: dict[str, int]) -> 
     inputs, outputs = diversity_io(TYPES.FLOAT)
     plugin.on_shape_change(inputs, outputs)
     plugin.enqueue(inputs, outputs, [1 << 40, 2 << 40, 3 << 40], [4 << 40], 5 << 40, 99)
-    expected = diversity_launches(
-        tokens=1 << 40,
-        candidate=2 << 40,
-        reserved=3 << 40,
-        chosen=4 << 40,
-        workspace=5 << 40,
-        dtype="float32",
-        groups=G,
-        n=N,
-        width=D,
-        reserves=R,
-        count=COUNT,
-        batch=4,
-    )
+    names = ("tokens", "candidate", "reserved", "chosen", "workspace")
+    addresses = {name: place << 40 for place, name in enumerate(names, 1)}
+    sizes = {"G": G, "N": N, "D": D, "R": R, "count": COUNT, "batch": 4}
+    expected = diversity_launches(addresses, sizes, "float32")
     assert len(expected) == 5
     assert runner.enqueued == [(launch, 99) for launch in expected]
     assert {launch.kernel for launch in runner.prepared} == {launch.kernel for launch in expected}

@@ -24,7 +24,6 @@ from sinkprune.contract.manifest import TensorSpec
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Built, Job
-from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 
 LIMITS = Limits(prompt_tokens=60, new_tokens=20, images=1)
@@ -51,7 +50,7 @@ def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
 
 
 def build(job: Job, output: Path) -> Built:
-    return TensorRTBuilder(TensorRTRTX((86,))).build(job, output, SILENT)
+    return TensorRTRTX((86,)).build(job, output, SILENT)
 
 
 def refusal(job: Job, output: Path) -> str:

@@ -153,9 +153,9 @@ def test_sanitizers_are_fitted_to_plugins_and_nothing_else_is(
 ) -> None:
     asked: list[tuple[int, bool]] = []
 
-    def register_for_build(trt: Any, sm: int, *, shape_inputs: bool) -> registry.Registration | None:
+    def register_for_build(trt: Any, sm: int, *, shape_inputs: bool) -> tuple[str, dict[str, str]] | None:
         asked.append((sm, shape_inputs))
-        return registry.Registration("sinkprune", {"TopRho": "sum"}) if sm >= 80 else None
+        return ("sinkprune", {"TopRho": "sum"}) if sm >= 80 else None
 
     monkeypatch.setattr(registry, "register_for_build", register_for_build)
     trt, source = library("10.3.0", 87), bundle("opset20")

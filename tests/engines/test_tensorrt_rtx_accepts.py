@@ -27,7 +27,6 @@ from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
-from sinkprune.engines.targets.tensorrt import TensorRTBuilder
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
@@ -82,7 +81,7 @@ def of_method(bundle: Bundle, method: str) -> Iterator[str]:
 def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     """The engine of a graph, each node of domain `sinkprune` by its function; RTX takes no plugins."""
     spec, path = bundle.manifest.graphs[graph], bundle.graph_path(graph)
-    builder = TensorRTBuilder(TensorRTRTX(COMPUTE_CAPABILITIES))
+    builder = TensorRTRTX(COMPUTE_CAPABILITIES)
     job = Job(graph, path, spec, optimisation_profiles(bundle.manifest, LIMITS)[graph])
     built = builder.build(job, folder / "engine", SILENT)
     names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]

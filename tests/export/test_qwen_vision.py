@@ -17,6 +17,7 @@ from conftest import QWEN_SHAPES
 from qwen_towers import features
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import Request, export_bundle
+from steps import patch_grid
 
 Array = np.ndarray[Any, Any]
 
@@ -33,7 +34,7 @@ def outputs(pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
 def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int = -2) -> dict[str, Array]:
     """From transformers' eager attention."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    grid = torch.tensor([list(pipeline.family._processor.grid(image.size))])
+    grid = torch.tensor([patch_grid(pipeline, image)])
     pixels = torch.from_numpy(pipeline.family.see(image).inputs["pixel_values"]).flatten(0, 1)
     found = features(model.model.visual, pixels, grid, block)
     return {name: tensor[None].numpy() for name, tensor in found._asdict().items()}

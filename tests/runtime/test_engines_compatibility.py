@@ -20,7 +20,7 @@ from fake_device import FakeDevice
 from fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import EngineSpec, Limits, verify_engines, write_engines_manifest
+from sinkprune.contract.engines_manifest import ENGINES, EngineSpec, Limits
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend, tensorrt
@@ -52,7 +52,7 @@ class Loading:
         built = open_engines(self._build.folder, self._bundle)
         built.check_backend("tensorrt")
         backend = TensorRTBackend("tensorrt", self.library, self.device, built)
-        verify_engines(built.engines)
+        built.engines.verify()
         return Pipeline(self._bundle, backend, built)
 
     def refused(self, *said: str, error: type[SinkpruneError] = EnginesError) -> None:
@@ -226,10 +226,10 @@ def optimised(small: Bundle, tmp_path: Path) -> FakeBuild:
         compute_capabilities=(),
         engines=engines,
         flags={"provider": "CPUExecutionProvider", "machine": platform.machine()},
-        files=file_specs(folder, [spec.file for spec in engines.values()]),
+        files=file_specs(folder),
         limits=Limits(1, 1, 1),
     )
-    write_engines_manifest(folder, manifest)
+    ENGINES.write(folder, manifest)
     return FakeBuild(folder, manifest)
 
 

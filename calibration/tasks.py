@@ -1,41 +1,84 @@
-"""Own questions from a file: one JSON object a line.
+"""Tasks: questions about pictures to evaluate a bundle on, the project's own or from a file.
 
-    {"image": "kitchen.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence"}
-    {"id": "k2", "image": "kitchen.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
-
-`image` is a path, relative to the file. `answer` is a string, or a list of strings that are all right; with
-`options` it is the letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind`
-is "all" unless given.
+A file has one JSON object a line. `question` is what is asked, and `image` the path of the picture, relative to the
+file. `answer` is a string, or a list of strings that are all right; with `options`, a list of strings, it is the
+letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind` is "all" unless given.
 """
 
 from __future__ import annotations
 
 import json
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from sinkprune.calibration.tasks import Item
+from PIL import Image
+
 from sinkprune.contract.errors import ImageError, TaskError
 from sinkprune.contract.questions import Question
 from sinkprune.runtime.images import read_image
 
+SCENES = "scenes"
+"""The name of the task that comes along: the project's own test set."""
+
+_GREY = (128, 128, 128)
 _REQUIRED = ("image", "question", "answer")
 _OPTIONAL = ("options", "kind", "id")
 _FIELDS = ", ".join([*_REQUIRED, *(f"{name} (optional)" for name in _OPTIONAL)])
 
 
-def read_jsonl(path: Path) -> Iterator[Item]:
-    """The items of a JSONL file; blank lines are skipped.
+@dataclass(frozen=True)
+class Item:
+    """A question of a task and the picture it is about."""
 
-    Raises `TaskError`, naming file and line, at the first line that is no such object, repeats an id, or whose
-    picture is missing or damaged; and if there is no line at all.
+    question: Question
+    picture: str
+    """Names the picture: items that share it ask about the same one."""
+    load_image: Callable[[], Image.Image]
+    """Loads the picture, RGB, when it is needed: a task may have thousands."""
+
+
+def load_task(name: str, limit: int | None = None) -> list[Item]:
+    """The first `limit` items of a task: `scenes`, the project's own test set, or a JSONL file.
+
+    Every item is checked, its picture too; a file's lines behind the limit are not read. Raises `TaskError`.
     """
+    if name == SCENES:
+        return list(islice(_read_scenes(), limit))
+    if Path(name).suffix.lower() == ".jsonl":
+        return list(islice(_read_jsonl(Path(name)), limit))
+    raise TaskError(f"unknown task '{name}'. Give '{SCENES}', or a file of questions that ends in .jsonl.")
+
+
+def blinded(item: Item) -> Item:
+    """The same question about a uniformly grey picture of the same size: what is still right was not seen."""
+    return Item(item.question, item.picture, lambda: Image.new("RGB", item.load_image().size, _GREY))
+
+
+def _read_scenes() -> Iterator[Item]:
+    """The questions of the test set with their pictures, drawn here and always the same."""
+    from sinkprune.demo.scenes import test_set
+
+    for number, (_, asked) in enumerate(groupby(test_set(), key=lambda pair: id(pair[0])), start=1):
+        for picture, question in asked:
+            yield Item(question, f"{SCENES} {number}", picture.copy)
+
+
+def _read_jsonl(path: Path) -> Iterator[Item]:
+    """The items of a JSONL file, blank lines skipped; raises `TaskError` at the first bad line, naming it."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TaskError(f"'{path}' cannot be read: {error.strerror}. Give a file of questions.") from error
     lines_of_ids: dict[str, int] = {}
     sound_images: set[Path] = set()
-    for number, line in _lines(path):
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if not line.strip():
+            continue
         try:
             image, question = _read_line(line, path.parent, number)
             if question.id in lines_of_ids:
@@ -54,16 +97,6 @@ def read_jsonl(path: Path) -> Iterator[Item]:
         raise TaskError(f"'{path}' is empty, expected one JSON object a line: {_FIELDS}.")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, counted from 1."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TaskError(f"'{path}' cannot be read: {error.strerror}. Give a file of questions.") from error
-    lines = enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1)
-    return ((number, line) for number, line in lines if line.strip())
-
-
 def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     try:
         data = json.loads(line)
@@ -77,9 +110,9 @@ def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     for name in _REQUIRED:
         if name not in data:
             raise TaskError(f"'{name}' is missing, expected {_FIELDS}.")
-    options = _options(data)
+    options, identity = _options(data), data.get("id", number)
     question = Question(
-        id=_identity(data.get("id", number)),
+        id=str(identity) if type(identity) is int else _text("id", identity),
         kind=_text("kind", data.get("kind", "all")),
         text=_text("question", data["question"]),
         answers=(_letter(data["answer"], options),) if options else _answers(data["answer"]),
@@ -96,10 +129,6 @@ def _text(name: str, value: Any) -> str:
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise TaskError(f"'{name}' is {value!r}, which holds half a character. Write the file as UTF-8.")
     return value
-
-
-def _identity(value: Any) -> str:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else _text("id", value)
 
 
 def _answers(value: Any) -> tuple[str, ...]:
@@ -124,11 +153,10 @@ def _options(data: dict[str, Any]) -> tuple[str, ...]:
 def _letter(answer: Any, options: tuple[str, ...]) -> str:
     """The letter of the right option, from its letter, text or 0-based number."""
     letters = string.ascii_uppercase[: len(options)]
-    names = [{letter, option, number} for number, (letter, option) in enumerate(zip(letters, options, strict=True))]
+    names = enumerate(zip(letters, options, strict=True))
     # JSON's true and 1.0 are equal to 1, but are no numbers of options.
-    meant = [
-        letter for letter, known in zip(letters, names, strict=True) if type(answer) in (str, int) and answer in known
-    ]
+    known = type(answer) in (str, int)
+    meant = [letter for number, (letter, option) in names if known and answer in (letter, option, number)]
     if len(meant) == 1:
         return meant[0]
     if meant:

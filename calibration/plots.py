@@ -1,13 +1,15 @@
-"""The evaluation as a picture: accuracy against visual tokens."""
+"""The reports as pictures: accuracy against visual tokens, and how many tokens have which norm."""
 
 from __future__ import annotations
 
-import io
+import textwrap
 from collections.abc import Sequence
+from itertools import cycle, product
 from typing import Any
 
-from sinkprune.calibration.evaluation.report import CombinationReport, EvaluationReport
-from sinkprune.runtime.plot import import_matplotlib
+from sinkprune.calibration.evaluation.report import EvaluationReport
+from sinkprune.calibration.norms import OUTLIER, NormReport
+from sinkprune.runtime.plot import figure_bytes, import_matplotlib
 
 OWN = "sinkpruner"
 """The method that is drawn boldly: the project's own."""
@@ -34,12 +36,33 @@ def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
     looks, others = _looks(list(report.methods)), [method for method in report.methods if method != OWN]
     side_steps = {method: 1 + _SIDE_STEP * (place - (len(others) - 1) / 2) for place, method in enumerate(others)}
     for method, budgets in report.methods.items():
-        _draw_method(axes, method, budgets, side_steps.get(method, 1.0), looks[method])
+        points = sorted(budgets.values(), key=lambda point: point.mean_visual_tokens)
+        tokens = [point.mean_visual_tokens * side_steps.get(method, 1.0) for point in points]
+        accuracies = [100 * point.accuracy for point in points]
+        reach = [[100 * abs(point.ci95[end] - point.accuracy) for point in points] for end in (0, 1)]
+        width = looks[method]["linewidth"] * 0.6
+        axes.errorbar(tokens, accuracies, yerr=reach, elinewidth=width, label=method, **looks[method])
     _label(axes, report)
     _legend(figure, axes, report)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
-    return buffer.getvalue()
+    return figure_bytes(figure, suffix)
+
+
+def plot_norms(report: NormReport, suffix: str) -> bytes:
+    """A histogram of the norms with a logarithmic count, so that one token in a thousand can be seen.
+
+    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
+    """
+    figure = import_matplotlib()(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.stairs(report.histogram, report.edges, fill=True, color="#0072B2")
+    axes.set_yscale("log")
+    axes.axvline(OUTLIER, color="#D55E00", linestyle="--", label=f"outlier: {OUTLIER:g} medians")
+    axes.set_xlabel("norm of a visual token, in its picture's median norms")
+    axes.set_ylabel(f"tokens, of {report.tokens}")
+    axes.set_title("\n".join(textwrap.wrap(f"{report.model}: {report.verdict}", 95)), fontsize=9, loc="left")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure_bytes(figure, suffix)
 
 
 def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -50,30 +73,24 @@ def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
     looks: dict[str, dict[str, Any]] = {
         OWN: {"color": _OWN_COLOUR, "marker": "o", "linewidth": 3, "markersize": 8, "zorder": 10}
     }
-    for place, method in enumerate(variants):
-        linestyle, marker = _STYLES[place % len(_STYLES)]
-        looks[method] = {**thin, "color": _OWN_COLOUR, "linestyle": linestyle, "marker": marker}
-    for place, method in enumerate(others):
-        linestyle, marker = _STYLES[place // len(_COLOURS) % len(_STYLES)]
-        looks[method] = {**thin, "color": _COLOURS[place % len(_COLOURS)], "linestyle": linestyle, "marker": marker}
+    styles = [
+        *zip(variants, cycle(product(_STYLES, [_OWN_COLOUR])), strict=False),
+        *zip(others, cycle(product(_STYLES, _COLOURS)), strict=False),
+    ]
+    for method, ((linestyle, marker), colour) in styles:
+        looks[method] = {**thin, "color": colour, "linestyle": linestyle, "marker": marker}
     return looks
-
-
-def _draw_method(
-    axes: Any, method: str, budgets: dict[str, CombinationReport], side_step: float, look: dict[str, Any]
-) -> None:
-    points = sorted(budgets.values(), key=lambda point: point.mean_visual_tokens)
-    accuracies = [100 * point.accuracy for point in points]
-    below = [100 * (point.accuracy - point.ci95[0]) for point in points]
-    above = [100 * (point.ci95[1] - point.accuracy) for point in points]
-    tokens = [point.mean_visual_tokens * side_step for point in points]
-    axes.errorbar(tokens, accuracies, yerr=[below, above], elinewidth=look["linewidth"] * 0.6, label=method, **look)
 
 
 def _label(axes: Any, report: EvaluationReport) -> None:
     axes.set_xscale("log")
     tokens = {round(point.mean_visual_tokens) for budgets in report.methods.values() for point in budgets.values()}
-    axes.set_xticks(_apart(sorted(tokens)), labels=[str(count) for count in _apart(sorted(tokens))])
+    ticks: list[int] = []
+    for count in sorted(tokens):
+        # On a logarithmic axis the labels of others would run into each other.
+        if not ticks or count > 1.12 * ticks[-1]:
+            ticks.append(count)
+    axes.set_xticks(ticks, labels=[str(count) for count in ticks])
     axes.minorticks_off()
     axes.set_xlabel(
         f"visual tokens, mean over layers and questions ({report.none.mean_visual_tokens:.0f} unpruned); "
@@ -89,25 +106,15 @@ def _label(axes: Any, report: EvaluationReport) -> None:
     )
 
 
-def _apart(counts: list[int]) -> list[int]:
-    """Those of ascending `counts` whose labels do not run into each other on a logarithmic axis."""
-    kept: list[int] = []
-    for count in counts:
-        if not kept or count > 1.12 * kept[-1]:
-            kept.append(count)
-    return kept
-
-
 def _legend(figure: Any, axes: Any, report: EvaluationReport) -> None:
     """The unpruned engines, then the methods from the most accurate to the least, where each has most tokens."""
-
-    def accuracy(label: str) -> float:
-        if label not in report.methods:
-            return 2.0
-        return max(report.methods[label].values(), key=lambda point: point.mean_visual_tokens).accuracy
-
+    most = {
+        method: max(own.values(), key=lambda point: point.mean_visual_tokens)
+        for method, own in report.methods.items()
+    }
+    accuracies = {method: point.accuracy for method, point in most.items()}
     handles, labels = axes.get_legend_handles_labels()
-    entries = sorted(zip(labels, handles, strict=True), key=lambda entry: -accuracy(entry[0]))
+    entries = sorted(zip(labels, handles, strict=True), key=lambda entry: -accuracies.get(entry[0], 2.0))
     legend = figure.legend(
         [handle for _, handle in entries],
         [label for label, _ in entries],
