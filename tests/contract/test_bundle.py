@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from manifests import changed, manifest_data, refusal, write_data
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -90,26 +90,6 @@ def test_verifying_reports_every_byte_once(original: Path) -> None:
     found = read_bundle(original)
     found.verify(told.append)
     assert sum(told) == sum(spec.size for spec in found.manifest.files.values())
-
-
-def test_segments_follow_the_cuts(original: Path) -> None:
-    manifest = read_bundle(original).manifest
-    assert manifest.cut_after == (1, 2, 4)
-    assert manifest.segments == (range(2), range(2, 3), range(3, 5), range(5, 8))
-
-
-def test_plans_are_found_by_method_and_budget(original: Path) -> None:
-    manifest = read_bundle(original).manifest
-    assert manifest.plan("sinkpruner", "none") is None
-    plan = manifest.plan("sinkpruner", "retain-64")
-    assert plan is not None
-    assert plan.counts == manifest.budgets["retain-64"].resolve(64)
-    assert list(plan.select_after) == ["1", "2", "4"]
-    with pytest.raises(BudgetError, match=r"no budget 'retain-65'.*none, retain-192, .*sinkprune-export --budgets"):
-        manifest.plan("sinkpruner", "retain-65")
-    for budget in ("none", "retain-64"):
-        with pytest.raises(BudgetError, match=r"no method 'magic'.*holds: sinkpruner\..*sinkprune-export --methods"):
-            manifest.plan("magic", budget)
 
 
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 from sinkprune.runtime.decoding import decode_one_token, prefill
 from sinkprune.runtime.encoding import encode
@@ -331,37 +330,3 @@ def test_the_fakes_know_no_name_that_the_library_lacks() -> None:
         assert set(names) <= set(dir(getattr(trt, enumeration)))
     assert hasattr(trt.ICudaEngine, "device_memory_size_v2") and hasattr(trt.ICudaEngine, "num_io_tensors")
     assert trt.nptype(trt.int64) is np.int64
-
-
-def test_graphs_are_captured_second_replayed_third_and_the_oldest_goes_first() -> None:
-    device, ran = FakeDevice(), []
-    graphs = CudaGraphs(device, most=2)
-
-    def call(key: str) -> list[str]:
-        device.calls.clear()
-        graphs.run(key, lambda: device.enqueue(lambda: ran.append(key)))
-        device.synchronize()
-        return [name for name in device.calls if name != "synchronize"]
-
-    capture, replay = ["begin_capture", "end_capture"], ["replay"]
-    assert [call("a"), call("b"), call("a"), call("b")] == [[], [], capture, capture]
-    assert [call("a"), call("b"), call("a")] == [replay, replay, replay]
-    assert call("c") == []
-    assert call("a") == []
-    assert call("c") == capture
-    assert ran == list("abababacac")
-
-
-def test_a_capture_that_fails_is_ended(rig: Rig) -> None:
-    device = FakeDevice()
-    graphs = CudaGraphs(device)
-    graphs.run("key", lambda: None)
-    attempts = iter([None])
-
-    def enqueue() -> None:
-        if next(attempts, "none left") == "none left":
-            raise BackendError("refused")
-
-    with pytest.raises(BackendError, match="refused"):
-        graphs.run("key", enqueue)
-    assert not device.capturing
