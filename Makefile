@@ -36,7 +36,7 @@ test-harness: .venv/.dev
 	$(BIN)/pytest -m harness
 
 clean:
-	rm -rf .venv build demo-output *.egg-info
+	rm -rf .venv build demo-output src/*.egg-info
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --editable ".[$*]"

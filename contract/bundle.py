@@ -54,6 +54,12 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
                 f"'{path}' holds a plan at budget '{name}' without counts, and no shares to take instead. "
                 "Export the bundle again."
             )
+        whole = plan.counts is None or plan.counts.kept == manifest.most_visual_tokens
+        if plan.sanitizer is None and not (whole and (plan.counts or not manifest.budgets[name].sanitizer)):
+            raise BundleError(
+                f"'{path}' holds a plan at budget '{name}' that keeps some of the tokens, and no sanitizer to choose "
+                "them. Export the bundle again."
+            )
         stages = (plan.counts or manifest.budgets[name]).stages
         if not cuts.issuperset(plan.select_after) or len(plan.select_after) != len(stages):
             raise BundleError(

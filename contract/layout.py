@@ -33,3 +33,8 @@ class VisualLayout:
     """Matmul FLOPs of the vision tower on all groups."""
     projector_flops: int
     """Matmul FLOPs of the projector for one token; 0 where there is none."""
+
+    @property
+    def all_tokens(self) -> int:
+        """G*N: how many visual tokens the picture has before anything is dropped."""
+        return self.groups * self.tokens

@@ -54,10 +54,9 @@ class ManifestFile:
         path = root / self.name
         data = self._parse(root, path)
         version = data.get("format_version") if isinstance(data, dict) else None
+        read = " and ".join(map(str, [self.format_version, *self.former]))
         if type(version) is not int or version not in (self.format_version, *self.former):
-            raise self.error(
-                f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {self.upgrade}"
-            )
+            raise self.error(f"'{path}' has format version {version!r}, this sinkprune reads {read}. {self.upgrade}")
         try:
             return from_json(kind, self._current(data))
         except SchemaError as error:

@@ -72,13 +72,10 @@ def _read_object(kind: Any, data: Any, where: str) -> Any:
 
 
 def _kind_of(kinds: list[Any], data: Any, where: str) -> Any:
-    """The one of several dataclasses that has the fields of `data`."""
+    """The one of several dataclasses whose fields are nearest to those of `data`."""
     _expect(dict, data, where)
-    for kind in kinds:
-        if set(typing.get_type_hints(kind)) == set(data):
-            return kind
-    names = ", ".join(kind.__name__ for kind in kinds)
-    raise SchemaError(f"{where}: found the fields {', '.join(map(str, data))}, which are those of none of {names}")
+    # Of none's fields exactly: the nearest is read, which names the field that is missing or unknown.
+    return min(kinds, key=lambda kind: len(set(typing.get_type_hints(kind)) ^ set(data)))
 
 
 def _to_float(data: int | float, where: str) -> float:

@@ -111,7 +111,7 @@ def _of_graph(graph: str, spec: GraphSpec, limits: Limits, pictures: Mapping[str
     if len(pictures) == 1 or not any("G" in tensor.shape for tensor in spec.inputs):
 
         def tokens(picture: _Picture) -> tuple[int, int]:
-            return max(picture.visual_counts(graph)), picture.layout.groups * picture.layout.tokens
+            return max(picture.visual_counts(graph)), picture.layout.all_tokens
 
         pictures = {"prefill": max(pictures.values(), key=tokens)}
     sizes = {name: picture.sizes(graph, limits) for name, picture in pictures.items()}

@@ -9,4 +9,6 @@ def __getattr__(name: str) -> Any:
     """`Pipeline`, `Clip` and `VideoFile`, which were imported from here before `sinkprune` itself gave them."""
     import sinkprune
 
+    if name not in sinkprune.__all__:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return getattr(sinkprune, name)

@@ -27,11 +27,16 @@ class Length(NamedTuple):
 
 
 def check_length(
-    manifest: Manifest, limits: Limits | None, request: Request, text: int, layouts: Sequence[VisualLayout]
+    manifest: Manifest,
+    limits: Limits | None,
+    request: Request,
+    text: int,
+    visual: int,
+    layouts: Sequence[VisualLayout],
 ) -> None:
-    """Refuse a request with so many `text` tokens beside pictures of these layouts; raises `PromptError`.
+    """Refuse a request with so many `text` tokens and `visual` rows; raises `PromptError`.
 
-    `limits` are those of engines; None for graphs, which have none.
+    `limits` are those of engines; None for graphs, which have none. The pictures' `layouts` tell what would fit.
     """
     if limits is not None:
         for what, asked, most, flag in (
@@ -43,7 +48,6 @@ def check_length(
                     f"{asked} {what} are more than the {most} the engines were built for. Ask for less, or build "
                     f"them again with sinkprune-build {flag} {asked}."
                 )
-    visual = schedule(manifest, request.method, request.budget, layouts).rows
     length = Length(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
     if sum(length[:3]) > length.limit:
         budgets = manifest.plans[request.method]

@@ -47,8 +47,9 @@ def prefill(
     `norms` [G,N] are the picture's, for plans that keep shares of N: they read N off them.
     """
     backend, plan = chain.backend, schedule.plan
-    chain.load_plan(plan)
     compact = plan is not None and plan.positions == "compact"
+    if schedule.rows != len(rows.visual):
+        raise ValueError(f"the schedule has {schedule.rows} visual rows and the prompt {len(rows.visual)}")
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
         cos, sin = chain.rotary.tables(rows.positions.rows)

@@ -165,11 +165,11 @@ class Pipeline:
             method=request.method,
             budget=request.budget,
             prompt_tokens=start.text_tokens,
-            visual_tokens=sum(layout.groups * layout.tokens for layout in start.layouts),
+            visual_tokens=sum(kept.layout.all_tokens for kept in start.kept),
             tokens_per_layer=[tokens - start.text_tokens for tokens in start.prefill.tokens_per_layer],
             kv_bytes=cache_bytes,
             ms=_timings(start.clock.ms(), steps, sum(texts)),
-            images=self._kept(start),
+            images=start.kept,
         )
         observer.answered(answer)
         return answer
@@ -192,8 +192,8 @@ class Pipeline:
                 prompt = self.prompts.encode(request.texts)
             observer.seen(seen)
             layouts = [layout for _, layout in seen]
-            check_length(manifest, self.limits, request, prompt.text_tokens, layouts)
             planned = schedule(manifest, request.method, request.budget, layouts)
+            check_length(manifest, self.limits, request, prompt.text_tokens, planned.rows, layouts)
             _check_pruning(planned, layouts, manifest.language_model.num_layers)
             encoded = [encode(self.chain, planned.plan, inputs, clock) for inputs, _ in seen]
             observer.encoded(encoded)
@@ -206,7 +206,9 @@ class Pipeline:
             token = sampler(logits)
         observer.prefilled(result)
         observer.chose(token, logits)
-        return _Start(clock, layouts, planned, encoded, rows, result, prompt.text_tokens, token)
+        # What is kept for the answer is on the host: embeddings need no memory while it decodes.
+        kept = self._kept(planned, layouts, encoded, rows, result)
+        return _Start(clock, result, kept, prompt.text_tokens, token)
 
     def _logits(self, logits: Tensor) -> Array:
         """[vocab] on the host."""
@@ -221,13 +223,19 @@ class Pipeline:
                 "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
             )
 
-    def _kept(self, start: _Start) -> tuple[Kept, ...]:
-        survivors, kept = surviving_rows(self.chain, start.prefill), []
-        for number, (layout, encoded) in enumerate(zip(start.layouts, start.encoded, strict=True)):
-            own = start.rows.visual[start.rows.picture == number]
-            after_stage = {layer: np.intersect1d(rows, own) - own[0] for layer, rows in survivors.items()}
-            planned = start.schedule.pictures[number]
-            kept.append(Kept(layout, planned, encoded.kept_index, encoded.norms, encoded.salience, after_stage))
+    def _kept(
+        self,
+        planned: Schedule,
+        layouts: Sequence[VisualLayout],
+        encoded: Sequence[Encoded],
+        rows: PromptRows,
+        result: Prefill,
+    ) -> tuple[Kept, ...]:
+        survivors, kept = surviving_rows(self.chain, result), []
+        for number, (layout, own, picture) in enumerate(zip(layouts, encoded, planned.pictures, strict=True)):
+            visual = rows.visual[rows.picture == number]
+            after_stage = {layer: np.intersect1d(left, visual) - visual[0] for layer, left in survivors.items()}
+            kept.append(Kept(layout, picture, own.kept_index, own.norms, own.salience, after_stage))
         return tuple(kept)
 
 
@@ -236,11 +244,8 @@ class _Start:
     """A request whose first token is there."""
 
     clock: Stopwatch
-    layouts: Sequence[VisualLayout]
-    schedule: Schedule
-    encoded: Sequence[Encoded]
-    rows: PromptRows
     prefill: Prefill
+    kept: tuple[Kept, ...]
     text_tokens: int
     token: int
 
@@ -248,9 +253,9 @@ class _Start:
 def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:
     """Refuse a plan that would drop nothing; raises `PruningError`."""
     left = sum(picture.reaching(num_layers) for picture in planned.pictures)
-    if planned.plan is not None and left == sum(layout.groups * layout.tokens for layout in layouts):
+    if planned.plan is not None and left == sum(layout.all_tokens for layout in layouts):
         raise PruningError(
-            f"pruning was asked for and nothing would be pruned: the image has {left} visual tokens and the budget "
+            f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "
             f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
         )
 

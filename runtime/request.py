@@ -12,7 +12,7 @@ from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.sampling import Sampler
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """What is asked, and how. Raises `PromptError` and `UsageError` for what no bundle could answer.
 
@@ -38,10 +38,9 @@ class Request:
     """The same seed samples the same answer; None samples anew each time."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_new_tokens, Integral) or self.max_new_tokens < 1:
-            raise UsageError(
-                f"max new tokens is {self.max_new_tokens}, expected a whole number of at least 1 (--max-new-tokens)."
-            )
+        for name, count, least in (("max", self.max_new_tokens, 1), ("min", self.min_new_tokens, 0)):
+            if not isinstance(count, Integral) or count < least:
+                raise UsageError(f"{name} new tokens is {count}, expected a whole number of at least {least}.")
         self.new_sampler()
         check_texts(self.texts, len(self.pictures))
 

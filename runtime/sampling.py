@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
+
 import numpy as np
 
 from sinkprune.contract.errors import NumericsError, UsageError
@@ -12,11 +14,11 @@ class Sampler:
     """`temperature` 0 is greedy; ties go to the lower token id. The same seed gives the same tokens."""
 
     def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None) -> None:
-        if not temperature >= 0.0:
+        if not _is_real(temperature) or not temperature >= 0.0:
             raise UsageError(f"temperature is {temperature}, expected 0 (greedy) or more.")
-        if not 0.0 < top_p <= 1.0:
+        if not _is_real(top_p) or not 0.0 < top_p <= 1.0:
             raise UsageError(f"top-p is {top_p}, expected more than 0 and at most 1.")
-        if seed is not None and seed < 0:
+        if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
             raise UsageError(f"seed is {seed}, expected 0 or more.")
         self._temperature, self._top_p = temperature, top_p
         self._generator = np.random.default_rng(seed)
@@ -41,3 +43,8 @@ class Sampler:
         nucleus = order[before < self._top_p]
         weights = probabilities[nucleus] / probabilities[nucleus].sum()
         return int(self._generator.choice(nucleus, p=weights))
+
+
+def _is_real(value: object) -> bool:
+    """Whether `value` is a number: numpy's are, and mypy does not know that floats are."""
+    return isinstance(value, Real)

@@ -1,7 +1,7 @@
 """What the plugins of domain `sinkprune` are: tensors, attributes, and the kernels they launch.
 
 `plugin_v3.py` and `ahead_of_time.py` wrap these descriptions for TensorRT; `plugin_graph.py` fits a graph to them.
-Semantics: `sinkprune.export.functions`, whose function bodies compute the same.
+Semantics: `sinkprune.export.pruning.functions`, whose function bodies compute the same.
 """
 
 from __future__ import annotations

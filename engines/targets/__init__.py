@@ -90,6 +90,8 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
         from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
         from sinkprune.engines.targets.tensorrt_libraries import TensorRT, TensorRTRTX
     except ImportError as error:
+        if error.name not in ("onnx", "google", "google.protobuf"):
+            raise
         raise BackendError(
             "building engines needs the package onnx, which is not installed. Install it with: pip install onnx"
         ) from error

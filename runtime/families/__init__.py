@@ -62,6 +62,8 @@ def load_family(manifest: Manifest) -> Family:
         inputs, layout = family.see(Image.new("RGB", (1, 1)))
         given = {name: list(array.shape) for name, array in inputs.items()}
         counts = {layout.tokens, len(layout.boxes) // layout.groups}
+    except BundleError:
+        raise
     except Exception as error:
         # Settings in the checkpoint's own words may be wrong in any way.
         reason = f"{type(error).__name__}: {error}"

@@ -57,6 +57,16 @@ def test_a_plan_that_selects_where_the_decoder_is_not_cut_is_refused(copied: Pat
     assert "cut after" in refusal(copied)
 
 
+@pytest.mark.parametrize("name", ["gqa-112", "qwen"])
+def test_a_plan_that_keeps_some_tokens_without_a_sanitizer_is_refused(
+    name: str, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(bundle(name), tmp_path / "bundle"))
+    budget = next(iter(manifest_data(root)["budgets"]))
+    tamper(root, ("plans", "sinkpruner", budget, "sanitizer"), None)
+    assert "no sanitizer to choose" in refusal(root)
+
+
 @pytest.mark.parametrize("graph", ["vision", "projector", "decoder_0", "decoder_3", "head"])
 def test_a_bundle_that_lacks_a_weight_graph_is_refused(graph: str, copied: Path) -> None:
     data = manifest_data(copied)

@@ -241,7 +241,7 @@ def test_pruning_that_prunes_nothing_is_an_error(photo_file: Path, tmp_path: Pat
     assert run("sinkprune-export", tmp_path, "--random-weights", "-o", tmp_path / "bundle").code == 0
     arguments = (tmp_path / "bundle", "--image", photo_file, *ASK)
     assert run("sinkprune-run", *arguments).code == 0
-    assert_refused(run("sinkprune-run", *arguments, "--budget", "retain-64", "--json"), "nothing would be pruned")
+    assert_refused(run("sinkprune-run", *arguments, "--budget", "retain-64", "--json"), "nothing was pruned")
 
 
 def test_output_files_are_checked_before_anything_is_loaded(

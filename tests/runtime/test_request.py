@@ -11,17 +11,19 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BudgetError, PromptError, UsageError
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.decoding import prefill
 from sinkprune.runtime.observer import Observer
 from sinkprune.runtime.request import Request, new_request
+from sinkprune.runtime.stopwatch import Stopwatch
 from steps import QUESTION, watched
 
 
 def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
     assert new_request("a.jpg", "Why?").texts == ("", "Why?")
     assert new_request(["a.jpg", "b.jpg"], "Why?").texts == ("", "", "Why?")
-    assert new_request(["a.jpg"], ["See ", "."], budget="retain-64") == Request(
-        ("a.jpg",), ("See ", "."), budget="retain-64"
-    )
+    around = new_request(["a.jpg"], ["See ", "."], budget="retain-64")
+    assert (around.pictures, around.texts, around.budget) == (("a.jpg",), ("See ", "."), "retain-64")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,12 @@ def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
         ({"temperature": -1.0}, "temperature is -1"),
         ({"top_p": 2.0}, "top-p is 2"),
         ({"seed": -3}, "seed is -3"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"temperature": "warm"}, "temperature is warm"),
+        ({"temperature": None}, "temperature is None"),
+        ({"top_p": "most"}, "top-p is most"),
+        ({"min_new_tokens": "a"}, "min new tokens is a"),
+        ({"min_new_tokens": -1}, "min new tokens is -1"),
     ],
 )
 def test_what_no_bundle_can_answer_is_refused_at_once(options: dict[str, Any], said: str) -> None:
@@ -65,6 +73,14 @@ def test_every_step_is_told_in_its_order(pipeline: Callable[..., Pipeline], phot
 
     pipeline("gqa-112").generate(photo, QUESTION, observer=Names(), max_new_tokens=3, min_new_tokens=3)
     assert told == ["seen", "encoded", "laid_out", "prefilled", *["chose"] * 3, "answered"]
+
+
+def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112")
+    pruned = watched(pipe, photo, budget="retain-64", max_new_tokens=1)
+    planned = schedule(pipe.bundle.manifest, "sinkpruner", "none", [pruned.pictures[0].layout])
+    with pytest.raises(ValueError, match="64 visual rows and the prompt 15"):
+        prefill(pipe.chain, planned, pruned.rows, Stopwatch(pipe.backend))
 
 
 @pytest.mark.parametrize(("name", "budget"), [("gqa-112", "none"), ("gqa-112", "retain-64"), ("qwen", "prune-80")])
