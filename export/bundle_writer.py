@@ -33,7 +33,7 @@ from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.source import Request, Source, open_source
+from sinkprune.export.source import ExportRequest, Source, open_source
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
@@ -43,7 +43,7 @@ Progress = Callable[[str, int], None]
 
 
 def export_bundle(
-    request: Request,
+    request: ExportRequest,
     output: Path,
     *,
     force: bool = False,

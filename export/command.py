@@ -42,7 +42,7 @@ def _export(arguments: Sequence[str] | None) -> None:
     try:
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.planning import Unreachable
-        from sinkprune.export.source import Request
+        from sinkprune.export.source import ExportRequest
     except ImportError as error:
         raise SinkpruneError(
             f"exporting needs the package '{error.name}', which is not installed. "
@@ -50,7 +50,9 @@ def _export(arguments: Sequence[str] | None) -> None:
         ) from error
     from sinkprune.export.progress import shown_progress
 
-    request = Request(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Request)})
+    request = ExportRequest(
+        **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
+    )
     unreachable: list[Unreachable] = []
     with shown_progress() as progress:
         manifest = export_bundle(

@@ -16,7 +16,7 @@ from sinkprune.export.text import Text, read_text, small_text
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """What to export. Raises `UsageError` for counts that make no sense."""
 
     source: str
@@ -56,7 +56,7 @@ class Source:
     checkpoint: Checkpoint
 
 
-def open_source(request: Request) -> Source:
+def open_source(request: ExportRequest) -> Source:
     """What is to be exported; its weights must be closed. Raises `CheckpointError` and `UsageError`."""
     if request.random_weights:
         config = _random_config(request.source)
@@ -83,7 +83,7 @@ def open_source(request: Request) -> Source:
     return Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
 
 
-def _processor(family: Family, settings: Mapping[str, Any], request: Request) -> dict[str, Any]:
+def _processor(family: Family, settings: Mapping[str, Any], request: ExportRequest) -> dict[str, Any]:
     """The image processor's settings, with the pixel counts that were asked for."""
     asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
     asked = {name: count for name, count in asked.items() if count is not None}

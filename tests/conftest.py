@@ -19,7 +19,8 @@ from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 
 SHAPES = {
     "mha-336": Shape(),
@@ -82,7 +83,7 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         key = (name, precision, budgets, dialect, max_images, max_frames)
         if key not in made:
             output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
-            request = Request(
+            request = ExportRequest(
                 str(checkpoint(name)),
                 budgets=budgets,
                 precision=precision,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 
 CONFIG: dict[str, Any] = {
     "model_type": "llava",
@@ -70,7 +71,7 @@ QWEN2_CONFIG: dict[str, Any] = {
 
 
 def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any) -> Bundle:
-    """A bundle of `config` with random weights, written into `folder`; `request` is `Request`'s."""
+    """A bundle of `config` with random weights, written into `folder`; `request` is `ExportRequest`'s."""
     (folder / "config.json").write_text(json.dumps(config))
-    export_bundle(Request(str(folder), random_weights=True, **request), folder / "bundle")
+    export_bundle(ExportRequest(str(folder), random_weights=True, **request), folder / "bundle")
     return read_bundle(folder / "bundle")

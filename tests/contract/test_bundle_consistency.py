@@ -136,3 +136,27 @@ def test_the_image_side_must_fit_the_vision_graph(place: str, value: Any, copied
     tamper(copied, tuple(place.split(".")), value)
     with pytest.raises(BundleError, match=r"`vision`.*`processor`|\$\.vision"):
         Pipeline.load(copied)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda vision: vision.pop("tokens"), r"\$\.vision: missing field 'tokens'"),
+        (lambda vision: vision.update(depth=3), r"\$\.vision: unknown field 'depth'"),
+    ],
+    ids=["missing", "unknown"],
+)
+def test_a_tower_with_a_field_too_few_or_too_many_names_it(
+    change: Callable[[Any], Any], said: str, copied: Path
+) -> None:
+    data = manifest_data(copied)
+    change(data["vision"])
+    write_data(copied, data)
+    with pytest.raises(BundleError, match=said):
+        read_bundle(copied)
+
+
+def test_a_tower_of_another_family_is_refused_in_one_sentence(bundle: Callable[..., Path], copied: Path) -> None:
+    tamper(copied, ("vision",), manifest_data(bundle("qwen"))["vision"])
+    with pytest.raises(BundleError, match=r"holds the fields of QwenTower, .* a ViTTower\. Export it again\.$"):
+        Pipeline.load(copied, check_sums=False)

@@ -17,7 +17,8 @@ from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.pipeline import Pipeline
 
 LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"
@@ -116,7 +117,7 @@ def test_every_shape_the_chain_sends_lies_in_an_optimisation_profile(
     checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     """Up to the limit exactly: an optimisation profile one token shorter would be too short."""
-    export_bundle(Request(str(checkpoint("gqa-112")), methods=METHODS), tmp_path / "bundle")
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), methods=METHODS), tmp_path / "bundle")
     bundle = read_bundle(tmp_path / "bundle")
     shapes_sent = ShapesSent()
     pipeline = Pipeline.load(bundle, wrap=shapes_sent)

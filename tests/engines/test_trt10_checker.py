@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
 
 CONFIG = {
     "model_type": "llava",
@@ -62,7 +63,9 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
     def get(dialect: str, precision: str) -> Graphs:
         if (dialect, precision) not in made:
             budgets = ("retain-192", "retain-64+raster+visual-keys+compact")
-            request = Request(str(folder), budgets, tuple(all_methods()), precision, dialect, random_weights=True)  # type: ignore[arg-type]
+            request = ExportRequest(
+                str(folder), budgets, tuple(all_methods()), precision, dialect, random_weights=True
+            )  # type: ignore[arg-type]
             path = folder / f"{dialect}-{precision}"
             export_bundle(request, path)
             made[dialect, precision] = dict(graphs_of(path))

@@ -20,7 +20,8 @@ from sinkprune import Clip, Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 
@@ -89,7 +90,7 @@ def small_frames(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Tem
     shutil.copytree(checkpoint("qwen"), folder / "checkpoint")
     limits = {"min_pixels": 784, "max_pixels": 120 * 784}
     (folder / "checkpoint/video_preprocessor_config.json").write_text(json.dumps(limits))
-    export_bundle(Request(str(folder / "checkpoint"), budgets=BUDGETS, max_frames=8), folder / "bundle")
+    export_bundle(ExportRequest(str(folder / "checkpoint"), budgets=BUDGETS, max_frames=8), folder / "bundle")
     return read_bundle(folder / "bundle")
 
 

@@ -18,9 +18,10 @@ from commands import BIN, assert_refused, run
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.command import main
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.source import ExportRequest
 
 Checkpoints = Callable[[str], Path]
 
@@ -235,7 +236,7 @@ def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
 def test_what_appears_during_an_export_is_not_replaced(
     name: str, force: bool, said: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    request, output = Request(str(checkpoint("gqa-112")), budgets=("retain-64",)), tmp_path / "out"
+    request, output = ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",)), tmp_path / "out"
 
     def appear(what: str, weights: int) -> None:
         output.mkdir(exist_ok=True)

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlavaForConditionalGeneration
 
 from sinkprune import Pipeline
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.source import ExportRequest
 
 ASK = "What is in the picture?"
 
@@ -84,7 +85,7 @@ def copy_without_weights(folder: Path, to: Path) -> Path:
 
 
 def answer_of(folder: Path, bundle: Path, photo: Image.Image, precision: str = "fp32") -> list[int]:
-    export_bundle(Request(str(folder), budgets=("retain-64",), precision=precision), bundle)
+    export_bundle(ExportRequest(str(folder), budgets=("retain-64",), precision=precision), bundle)
     return Pipeline.load(bundle).generate(photo, ASK, budget="retain-64", max_new_tokens=12).token_ids
 
 
@@ -133,7 +134,7 @@ def test_bfloat16_becomes_fp32_exactly(checkpoint: Callable[[str], Path], tmp_pa
         name: t.to(torch.bfloat16) for name, t in load_file(checkpoint("mha-336") / "model.safetensors").items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    manifest = export_bundle(Request(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    manifest = export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
     assert manifest.precision == "fp32"
     held = np.fromfile(tmp_path / "bundle/graphs/weights/head.bin", np.float32)
     name = next(name for name in tensors if name.endswith("lm_head.weight"))
@@ -152,6 +153,6 @@ def test_processor_and_stop_tokens_come_from_the_checkpoint(
     path.write_text(json.dumps(settings))
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps({**json.loads(generation.read_text()), "eos_token_id": [2, 7]}))
-    manifest = export_bundle(Request(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    manifest = export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
     assert manifest.processor["image_mean"] == [0.1, 0.2, 0.3]
     assert manifest.tokens.stop == (2, 7)

@@ -19,9 +19,10 @@ from commands import assert_refused, run
 from graphs import parameters_of
 from sinkprune import Pipeline
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.source import ExportRequest
 
 PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 # llava-hf/llava-v1.6-mistral-7b-hf's config.json
@@ -162,7 +163,7 @@ def test_names_of_other_versions(
             tensors = {name.replace(new, old) if name.startswith(new) else name: x for name, x in tensors.items()}
         assert "image_newline" in tensors or "model.image_newline" in tensors
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    export_bundle(Request(str(folder), budgets=("retain-320",)), tmp_path / "bundle")
+    export_bundle(ExportRequest(str(folder), budgets=("retain-320",)), tmp_path / "bundle")
     answers = [
         pipe.generate(photo, "What?", max_new_tokens=8).token_ids
         for pipe in (pipeline("next"), Pipeline.load(tmp_path / "bundle"))

@@ -21,13 +21,14 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import decoder_segments
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
 from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.source import ExportRequest
 
 # Qwen/Qwen2.5-VL-7B-Instruct's config.json: the decoder's settings stand at the top.
 HUB_CONFIG: dict[str, Any] = {
@@ -156,7 +157,7 @@ def test_names_of_published_checkpoints(
         tensors
     )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    export_bundle(Request(str(folder), budgets=("prune-77.8",)), tmp_path / "bundle")
+    export_bundle(ExportRequest(str(folder), budgets=("prune-77.8",)), tmp_path / "bundle")
     asked = (photo.resize((300, 200)), "What is this?")
     expected = pipeline("qwen").generate(*asked, budget="prune-77.8", max_new_tokens=8)
     assert Pipeline.load(tmp_path / "bundle").generate(*asked, budget="prune-77.8", max_new_tokens=8).token_ids == (
@@ -267,6 +268,6 @@ def test_other_methods_are_refused_with_the_reason(checkpoint: Callable[[str], P
 def test_random_weights_answer(tmp_path: Path, checkpoint: Callable[[str], Path], photo: Image.Image) -> None:
     config = json.loads((checkpoint("qwen") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    export_bundle(Request(str(tmp_path), budgets=("prune-77.8",), random_weights=True), tmp_path / "bundle")
+    export_bundle(ExportRequest(str(tmp_path), budgets=("prune-77.8",), random_weights=True), tmp_path / "bundle")
     answer = Pipeline.load(tmp_path / "bundle").generate(photo, "Hm?", budget="prune-77.8", max_new_tokens=3)
     assert answer.visual_tokens == 21 * 14

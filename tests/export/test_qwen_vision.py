@@ -16,7 +16,8 @@ from transformers import AutoModelForImageTextToText
 from conftest import QWEN_SHAPES
 from qwen_towers import features
 from sinkprune import Pipeline
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from steps import patch_grid
 
 Array = np.ndarray[Any, Any]
@@ -64,7 +65,7 @@ def test_salience_of_the_last_block_on_request(
     name: str, checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     # The last block is full-attention in one of them and windowed in the other.
-    request = Request(str(checkpoint(name)), budgets=("prune-77.8",), salience="last")
+    request = ExportRequest(str(checkpoint(name)), budgets=("prune-77.8",), salience="last")
     vision = export_bundle(request, tmp_path / "bundle").vision
     assert vision.salience_block == vision.num_blocks - 1
     pipeline, image = Pipeline.load(tmp_path / "bundle"), photo.resize((300, 520))

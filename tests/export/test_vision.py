@@ -15,7 +15,8 @@ from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration
 from checkpoints import Shape, make_checkpoint
 from conftest import SHAPES
 from sinkprune import Pipeline
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 
 
 def vision_outputs(pipeline: Pipeline, pixels: np.ndarray) -> dict[str, np.ndarray]:
@@ -50,7 +51,7 @@ def test_features_norms_and_salience(
 @pytest.mark.parametrize("feature_layer", [-1, 2])
 def test_other_feature_layers(feature_layer: int, photo: Image.Image, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoint", Shape(image_size=56, feature_layer=feature_layer))
-    export_bundle(Request(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
     check_against_transformers(folder, Pipeline.load(tmp_path / "bundle"), photo)
 
 

@@ -11,7 +11,8 @@ import onnx
 import pytest
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 
 PAGE = 4096
 
@@ -40,7 +41,7 @@ def test_every_weight_is_told_of(checkpoint: Callable[[str], Path], tmp_path: Pa
     def progress(what: str, weights: int) -> None:
         told[what] += weights
 
-    request = Request(str(checkpoint("gqa-112")), budgets=("retain-64",))
+    request = ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",))
     manifest = export_bundle(request, tmp_path / "out", progress=progress)
     assert told.pop("checking sums") == 0
     assert told.pop("embedding") == manifest.language_model.vocab_size * manifest.language_model.hidden_size

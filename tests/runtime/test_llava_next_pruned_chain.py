@@ -17,7 +17,8 @@ from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.families import parse_budget
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from steps import QUESTION, ask, tower_output
 
 NEW_TOKENS = 6
@@ -106,7 +107,7 @@ def test_other_methods_keep_the_same_mean_of_every_tile(
     checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
     methods = ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-no-diversity", "sinkpruner-no-text-pruner")
-    request = Request(str(checkpoint("next-mistral")), budgets=("retain-320",), methods=methods)
+    request = ExportRequest(str(checkpoint("next-mistral")), budgets=("retain-320",), methods=methods)
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
     means = []

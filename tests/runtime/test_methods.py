@@ -18,8 +18,9 @@ from reference_methods import BEFORE_LLM, IN_LLM, asking_rows
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError
-from sinkprune.export.bundle_writer import Request, Unreachable, export_bundle
+from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.overlay import token_fates
 from sinkprune.runtime.profile import profile
 
@@ -40,7 +41,7 @@ def root(
 ) -> Path:
     """A bundle of every method."""
     output = tmp_path_factory.mktemp("methods") / "bundle"
-    request = Request(str(checkpoint("gqa-112")), budgets=BUDGETS, methods=METHODS)
+    request = ExportRequest(str(checkpoint("gqa-112")), budgets=BUDGETS, methods=METHODS)
     export_bundle(request, output, left_out=left_out.append)
     return output
 

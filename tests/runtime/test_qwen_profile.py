@@ -11,7 +11,8 @@ from PIL import Image
 
 from commands import run
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 
 TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-80": 20.7, "prune-88.9": 11.4}
 """Per cent of N."""
@@ -22,7 +23,7 @@ def deep_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     """As many layers as the 7B models."""
     folder = tmp_path_factory.mktemp("deep")
     make_qwen_checkpoint(folder / "checkpoint", QwenShape(kind=request.param, num_layers=28))
-    export_bundle(Request(str(folder / "checkpoint")), folder / "bundle")
+    export_bundle(ExportRequest(str(folder / "checkpoint")), folder / "bundle")
     return folder / "bundle"
 
 

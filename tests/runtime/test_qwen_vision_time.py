@@ -18,8 +18,9 @@ from transformers import Qwen2_5_VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from sinkprune import Pipeline
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.source import ExportRequest
 from steps import patch_grid
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,8 @@ def small_config(depth: int, full_attention_blocks: list[int]) -> dict[str, Any]
 def load(folder: Path, config: dict[str, Any]) -> Pipeline:
     (folder / "config.json").write_text(json.dumps(config))
     export_bundle(
-        Request(str(folder), budgets=("prune-77.8",), random_weights=True, max_pixels=1260 * 952), folder / "bundle"
+        ExportRequest(str(folder), budgets=("prune-77.8",), random_weights=True, max_pixels=1260 * 952),
+        folder / "bundle",
     )
     return Pipeline.load(folder / "bundle", threads=torch.get_num_threads(), check_sums=False)
 

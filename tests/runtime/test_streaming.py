@@ -16,7 +16,8 @@ from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
 from checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.answer import Answer
 
 STOP = 2
@@ -104,7 +105,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pipeli
         if name not in made:
             folder = tmp_path_factory.mktemp("scripted")
             make_scripted_checkpoint(folder / "checkpoint", SCRIPTS[name])
-            request = Request(str(folder / "checkpoint"), budgets=("retain-64",))
+            request = ExportRequest(str(folder / "checkpoint"), budgets=("retain-64",))
             export_bundle(request, folder / "bundle")
             made[name] = Pipeline.load(folder / "bundle")
         return made[name]

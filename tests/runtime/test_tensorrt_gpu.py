@@ -17,7 +17,8 @@ from PIL import Image
 from commands import run
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.device import open_device
 from steps import ask
 
@@ -59,7 +60,7 @@ def pipelines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     folder: Path = tmp_path_factory.mktemp(request.param)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     bundle, engines = folder / "bundle", folder / "engines"
-    export_bundle(Request(str(folder), ("retain-64",), precision="fp16", random_weights=True), bundle)
+    export_bundle(ExportRequest(str(folder), ("retain-64",), precision="fp16", random_weights=True), bundle)
     outcome = run("sinkprune-build", bundle, "-o", engines, "--target", request.param)
     if "does not build for sm_" in outcome.stderr:
         pytest.skip(outcome.stderr)

@@ -25,7 +25,8 @@ from sinkprune import Clip, Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.contract.families import parse_budget
-from sinkprune.export.bundle_writer import Request, export_bundle
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.clip import Shown, shown
 from steps import QUESTION, ask, patch_grid, tower_output
 from video_files import write_video
@@ -114,7 +115,7 @@ def test_salience_is_eager_attention_over_all_patches_of_the_clip(
     tmp_path: Path,
 ) -> None:
     salience = "last" if block == -1 else None
-    request = Request(str(checkpoint(name)), budgets=("prune-80",), max_frames=8, salience=salience)
+    request = ExportRequest(str(checkpoint(name)), budgets=("prune-80",), max_frames=8, salience=salience)
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
     taken, grid = inputs_of(pipe, clip)
@@ -224,7 +225,7 @@ def test_clips_too_long_for_topk_are_refused_with_the_reason(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     def export(budget: str, frames: int) -> None:
-        request = Request(str(checkpoint("qwen")), budgets=(budget,), max_frames=frames, precision="fp16")
+        request = ExportRequest(str(checkpoint("qwen")), budgets=(budget,), max_frames=frames, precision="fp16")
         export_bundle(request, tmp_path / f"{budget}-{frames}")
 
     # 480 tokens a frame: 20 groups are 9600, of which 40 % are 3840.
@@ -242,7 +243,7 @@ def test_clips_too_long_for_topk_are_refused_with_the_reason(
 def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     for name, budget in (("qwen", "prune-80+per-frame"), ("gqa-112", "retain-64+per-frame")):
         with pytest.raises(BudgetError, match="'per-frame' is for clips"):
-            export_bundle(Request(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")
+            export_bundle(ExportRequest(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")
     refused = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "bundle", "--max-frames", 8)
     assert_refused(refused, "family 'llava' takes no video", "--max-frames")
     refused = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "bundle", "--max-frames", -1)
