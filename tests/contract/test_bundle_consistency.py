@@ -11,6 +11,7 @@ import pytest
 
 from manifests import changed, manifest_data, refusal, write_data
 from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 
