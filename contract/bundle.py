@@ -54,8 +54,9 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
                 f"'{path}' holds a plan at budget '{name}' without counts, and no shares to take instead. "
                 "Export the bundle again."
             )
-        whole = plan.counts is None or plan.counts.kept == manifest.most_visual_tokens
-        if plan.sanitizer is None and not (whole and (plan.counts or not manifest.budgets[name].sanitizer)):
+        most = manifest.most_visual_tokens
+        chooses = plan.counts.kept != most if plan.counts else manifest.budgets[name].sanitizer
+        if chooses and plan.sanitizer is None:
             raise BundleError(
                 f"'{path}' holds a plan at budget '{name}' that keeps some of the tokens, and no sanitizer to choose "
                 "them. Export the bundle again."
