@@ -237,8 +237,8 @@ def test_a_file_of_another_size_is_refused_with_both_sizes(change: bytes | None,
 
 def test_a_file_of_another_size_is_not_read(copied: Path) -> None:
     with (copied / EMBEDDING).open("r+b") as file:
-        file.truncate(1 << 44)
-    assert f"has {1 << 44} bytes" in refusal(copied)
+        file.truncate(1 << 40)
+    assert f"has {1 << 40} bytes" in refusal(copied)
 
 
 @pytest.mark.parametrize("name", [EMBEDDING, "graphs/weights/decoder_1.bin", "graphs/head.onnx"])
