@@ -53,7 +53,9 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
     selections = [graph for _, plan in plans for graph in plan.graphs]
-    for graph in ("vision", *filter(None, [manifest.projector]), *decoders, "head", *selections):
+    projector = [] if manifest.projector is None else [manifest.projector]
+    used = dict.fromkeys(["vision", *projector, *decoders, "head", *selections])
+    for graph in used:
         if graph not in manifest.graphs:
             raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
     cuts = {str(layer) for layer in manifest.cut_after}
@@ -82,3 +84,6 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     if unlisted:
         raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")
     check_interfaces(path, manifest)
+    unused = [graph for graph in manifest.graphs if graph not in used]
+    if unused:
+        raise BundleError(f"'{path}' holds the graph '{unused[0]}', which nothing runs. Export the bundle again.")

@@ -249,7 +249,7 @@ class Pipeline:
         rows: PromptRows,
         result: Prefill,
     ) -> tuple[Kept, ...]:
-        survivors, kept = surviving_rows(self.chain, result), []
+        survivors, kept = surviving_rows(self.chain, planned, result), []
         for number, (layout, own, picture) in enumerate(zip(layouts, encoded, planned.pictures, strict=True)):
             visual = rows.visual[rows.picture == number]
             after_stage = {layer: np.intersect1d(left, visual) - visual[0] for layer, left in survivors.items()}
