@@ -36,7 +36,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES
-    from sinkprune.contract.folders import check_replaceable
+    from sinkprune.contract.folders import check_outside, check_replaceable
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
@@ -44,6 +44,7 @@ def _build(arguments: Sequence[str] | None) -> None:
 
     check_replaceable(options.output, ENGINES, force=options.force)
     bundle = read_bundle(options.bundle)
+    check_outside(options.output, bundle.path, ENGINES)
     limits = resolve_limits(
         bundle.manifest,
         prompt_tokens=options.max_prompt,
