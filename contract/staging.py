@@ -94,7 +94,7 @@ class Staging:
         except OSError as error:
             raise kind.error(
                 f"the {kind.folder} that was replaced at '{self.output}' lies in '{self.old}' and cannot be removed: "
-                f"{error.strerror}. Remove it by hand."
+                f"{error.strerror}. The new {kind.folder} is in its place. Remove '{self.place}' by hand."
             ) from error
         if left:
             raise kind.error(

@@ -227,6 +227,21 @@ def test_what_comes_at_the_last_moment_is_kept_and_told(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [output, tmp_path / "notes.txt"]
 
 
+def test_an_interrupt_after_the_exchange_loses_nothing(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+
+    def interrupted(source: Path, target: Path, how: How) -> None:
+        (output / "notes.txt").write_text("mine")
+        system_rename(source, target, how)
+        raise KeyboardInterrupt
+
+    with pytest.raises(BundleError, match=r"'notes\.txt' came into") as caught:
+        replace(output, 2, rename=interrupted)
+    assert isinstance(caught.value.__context__, KeyboardInterrupt)
+    assert whole_version(output) == 2
+    assert len(list(tmp_path.glob(".bundle.*.partial/old/notes.txt"))) == 1
+
+
 def test_a_folder_of_somebody_else_that_comes_at_the_last_moment(tmp_path: Path) -> None:
     output = tmp_path / "bundle"
     with pytest.raises(BundleError, match="is not a bundle"):

@@ -8,14 +8,17 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.folders import check_replaceable, recover
+from sinkprune.contract.staging import new_staging, remove_dead
 from sinkprune.contract.system_rename import Rename, system_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
@@ -79,6 +82,27 @@ def test_a_process_that_lives_and_then_does_not(tmp_path: Path) -> None:
         assert whole_version(root) == 1
         process.send_signal(signal.SIGKILL)
     replace(output, 3)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_who_begins_is_never_taken_for_dead(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    done = Event()
+
+    def remove() -> None:
+        while not done.is_set():
+            remove_dead(output, KIND)
+
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        stack.callback(done.set)
+        removers = [pool.submit(remove) for _ in range(2)]
+        for _ in range(300):
+            staging = new_staging(output)
+            assert staging.new.is_dir()
+            staging.remove(KIND)
+            staging.release()
+    for remover in removers:
+        remover.result()
     assert list(tmp_path.iterdir()) == [output]
 
 
