@@ -21,6 +21,8 @@ from sinkprune.contract.untrusted import UnreadableError
 
 # What file systems take as a name, in bytes.
 _LONGEST_NAME = 255
+# How often another process may be faster before that is an error.
+_ROUNDS = 100
 
 
 def recover(output: Path, kind: ManifestFile) -> None:
@@ -108,7 +110,6 @@ def replacing(
                     f"has {free / 1e9:.1f} GB free. Free space, choose another place, or {way_out}."
                 )
             yield staging.new
-            staging.new.chmod(0o755)
             sync_tree(staging.new)
             _install(staging, kind, rename, force=force)
         finally:
@@ -120,8 +121,7 @@ def replacing(
 
 def _install(staging: Staging, kind: ManifestFile, rename: Rename, *, force: bool) -> None:
     """Put the finished folder in its place; what stands there comes to lie in the staging folder."""
-    installed = False
-    while not installed:
+    for rounds_left in reversed(range(_ROUNDS)):
         # Hours may have passed: what came to stand there meanwhile is not ours to replace.
         check_replaceable(staging.output, kind, force=force)
         try:
@@ -131,11 +131,11 @@ def _install(staging: Staging, kind: ManifestFile, rename: Rename, *, force: boo
                 _exchange(staging, rename)
             else:
                 move(staging.new, staging.output, rename)
-            installed = True
+            break
         except OSError as error:
             # Another process may put its folder there, or take it away, between the question and the answer.
             overtaken = isinstance(error, (FileExistsError, FileNotFoundError)) and staging.new.is_dir()
-            if not overtaken:
+            if not overtaken or not rounds_left:
                 raise _unwritable(staging.output, kind, error) from error
     # First the new name, then the end of the old files.
     sync_folder(staging.place)

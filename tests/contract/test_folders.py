@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.folders import check_outside, check_replaceable
-from sinkprune.contract.system_rename import How, Rename, system_rename
+from sinkprune.contract.system_rename import How, Rename, UnsupportedError, system_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
 
@@ -45,7 +45,7 @@ def test_a_new_folder_and_those_above_it_are_made(tmp_path: Path) -> None:
     output = tmp_path / "a" / "b" / "bundle"
     replace(output, 1, force=False)
     assert whole_version(output) == 1
-    assert output.stat().st_mode & 0o777 == 0o755
+    assert output.stat().st_mode == output.parent.stat().st_mode
     assert list(output.parent.iterdir()) == [output]
 
 
@@ -261,6 +261,44 @@ def test_one_of_ours_that_comes_at_the_last_moment(tmp_path: Path) -> None:
     replace(output, 3, rename=acting(lambda: shutil.rmtree(output)))
     assert whole_version(output) == 3
     assert list(tmp_path.iterdir()) == [output]
+
+
+def test_between_two_renames_another_may_be_faster(tmp_path: Path) -> None:
+    output, faster = write_folder(tmp_path / "bundle", 1), iter([9])
+
+    def slow(source: Path, target: Path, how: How) -> None:
+        if how is How.NO_REPLACE:
+            for version in faster:
+                write_folder(output, version)
+        raise UnsupportedError
+
+    replace(output, 2, rename=slow)
+    assert whole_version(output) == 2
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_between_two_renames_somebody_else_may_come(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+
+    def slow(source: Path, target: Path, how: How) -> None:
+        if how is How.NO_REPLACE:
+            output.mkdir()
+        raise UnsupportedError
+
+    with pytest.raises(BundleError, match="that stood at '.*' lies in '.*' and cannot be put back"):
+        replace(output, 2, rename=slow)
+    (old,) = tmp_path.glob(".bundle.*.partial/old")
+    assert whole_version(old) == 1
+    assert list(output.iterdir()) == []
+
+
+def test_who_is_never_fast_enough_is_told(tmp_path: Path) -> None:
+    def overtaken(source: Path, target: Path, how: How) -> None:
+        raise FileExistsError(17, "File exists")
+
+    with pytest.raises(BundleError, match="cannot be written: File exists"):
+        replace(tmp_path / "bundle", 1, rename=overtaken)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rename_that_is_refused_is_told(tmp_path: Path) -> None:
