@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,8 +48,8 @@ def forked(body: Callable[[], None], after: float | None = None) -> bool:
     return os.WIFSIGNALED(status)
 
 
-def killed_at_call(number: int) -> None:
-    """Have this process killed in front of its call of the system of this number."""
+def killed_at_call(number: int, body: Callable[[], None]) -> None:
+    """Run `body`, and have this process killed in front of its call of the system of this number."""
     left = number
 
     def count(frame: FrameType, event: str, function: Any) -> None:
@@ -59,6 +60,7 @@ def killed_at_call(number: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.setprofile(count)
+    body()
 
 
 def shortest(times: int, body: Callable[[], None]) -> float:
@@ -91,18 +93,10 @@ def main() -> None:
         first = moments == "random" and number % 5 == 0
         if first:
             shutil.rmtree(output)
+        body = partial(replace, output, version + 1, rename)
         if moments == "calls":
-
-            def body(number: int = number, new: int = version + 1) -> None:
-                killed_at_call(number)
-                replace(output, new, rename)
-
-            killed = forked(body)
+            killed = forked(partial(killed_at_call, number, body))
         else:
-
-            def body(new: int = version + 1) -> None:
-                replace(output, new, rename)
-
             killed = forked(body, randomness.uniform(0, duration))
         result = outcome(output, None if first else version, version + 1, rename)
         outcomes.append({"killed": killed, **result})

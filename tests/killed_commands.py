@@ -15,7 +15,7 @@ def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> N
 
     What is there for a moment only may be missed: then the command ends.
     """
-    told = [BIN / command, *map(str, arguments)]
+    told = [str(BIN / command), *map(str, arguments)]
     with subprocess.Popen(told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
         while not any(folder.glob(pattern)) and process.poll() is None:

@@ -212,7 +212,8 @@ def test_the_disk_holds_everything_before_it_is_there(
     rename: Rename, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output, system = write_folder(tmp_path / "bundle", 1), os.fsync
-    before, after = set(), set()
+    before: set[str] = set()
+    after: set[str] = set()
 
     def fsync(descriptor: int) -> None:
         path = str(Path(f"/proc/self/fd/{descriptor}").readlink())

@@ -20,7 +20,7 @@ def replace(output: Path, version: int, rename: Rename, *, force: bool = True) -
 
 def acting(act: Callable[[], object]) -> Rename:
     """Renames as the system does, after something else has happened, once."""
-    done = []
+    done: list[object] = []
 
     def rename(source: Path, target: Path, how: How) -> None:
         if not done:
