@@ -74,33 +74,36 @@ def shortest(times: int, body: Callable[[], None]) -> float:
     return min(seconds() for _ in range(times))
 
 
-def outcome(output: Path, old: int | None, new: int, rename: Rename) -> dict[str, object]:
-    """What a killed process left: seen at once, found by the next command, and left by the next replacing."""
-    seen = output.exists()
+def found(output: Path) -> int | None:
+    """The version that the next command finds, which must be whole; None where there is none."""
     recover(output, KIND)
-    found = {old: "old", new: "new"}[whole_version(output)] if output.exists() else "nothing"
-    replace(output, new + 1, rename)
-    assert whole_version(output) == new + 1
-    return {"seen": seen, "found": found, "left": sorted(path.name for path in output.parent.iterdir())}
+    return whole_version(output) if output.exists() else None
 
 
 def main() -> None:
     folder, how, moments, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     output, rename, randomness = folder / "bundle", RENAMES[how], random.Random(4)
-    duration, version, outcomes = shortest(5, lambda: replace(output, 1, rename)), 1, []
+    duration, outcomes = shortest(5, lambda: replace(output, 1, rename)), []
+    old: int | None = 1
     for number in range(1, count + 1):
         # Now and then nothing stands there yet.
-        first = moments == "random" and number % 5 == 0
-        if first:
+        if moments == "random" and number % 5 == 0 and old is not None:
             shutil.rmtree(output)
-        body = partial(replace, output, version + 1, rename)
+            old = None
+        new = 2 * number
+        body = partial(replace, output, new, rename)
         if moments == "calls":
             killed = forked(partial(killed_at_call, number, body))
         else:
-            killed = forked(body, randomness.uniform(0, duration))
-        result = outcome(output, None if first else version, version + 1, rename)
-        outcomes.append({"killed": killed, **result})
-        version += 2
+            killed = forked(body, randomness.uniform(0, 1.5 * duration))
+        seen, version, left = output.exists(), found(output), None
+        words: dict[int | None, str] = {new: "new", old: "old" if old is not None else "nothing"}
+        # Of those at random moments some find what several others have left.
+        if moments == "calls" or number % 3 == 0:
+            replace(output, new + 1, rename)
+            left = sorted(path.name for path in folder.iterdir())
+        outcomes.append({"killed": killed, "seen": seen, "found": words[version], "left": left})
+        old = found(output)
         if moments == "calls" and not killed:
             break
     sys.stdout.write(json.dumps(outcomes))
