@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.folders import recover
 from sinkprune.contract.graph_contract import check_interfaces
 from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER, Manifest
@@ -39,6 +40,7 @@ def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
     compared: see `Bundle.verify`.
     """
     root = Path(path)
+    recover(root, BUNDLE)
     manifest, sha256 = BUNDLE.read(root, Manifest, trust)
     _check_consistent(root / MANIFEST, manifest)
     return Bundle(root, manifest, sha256, BUNDLE.hold(root, manifest.files), trust)

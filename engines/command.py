@@ -37,7 +37,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES
-    from sinkprune.contract.folders import check_replaceable
+    from sinkprune.contract.folders import check_outside, check_replaceable
     from sinkprune.contract.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.limits import resolve_limits
@@ -46,6 +46,7 @@ def _build(arguments: Sequence[str] | None) -> None:
 
     check_replaceable(options.output, ENGINES, force=options.force)
     bundle = read_bundle(options.bundle, trusted_bundle(options))
+    check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
     limits = resolve_limits(
         bundle.manifest,
