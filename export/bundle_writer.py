@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.folders import check_outside, check_replaceable, replacing
+from sinkprune.contract.folders import check_replaceable, replacing
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -61,8 +61,6 @@ def export_bundle(
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
     check_replaceable(output, BUNDLE, force=force)
-    if not request.random_weights:
-        check_outside(output, Path(request.source), BUNDLE)
     source = open_source(request)
     with closing(source.weights):
         family, lm = source.family, source.family.language_model
