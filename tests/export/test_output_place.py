@@ -107,8 +107,8 @@ def test_what_is_read_is_not_written_into(place: Path, checkpoint: Checkpoints, 
 def test_engines_do_not_lie_within_their_bundle(place: Path, bundle: Bundles) -> None:
     # A file that its manifest does not list would make it no bundle.
     source = bundle("gqa-112")
-    (place / "link").symlink_to(source)
-    for output in (source / "out", source / "deeper" / "out", place / "link" / "out"):
+    (place / "to-bundle").symlink_to(source)
+    for output in (source / "out", source / "deeper" / "out", place / "to-bundle" / "out"):
         outcome = run("sinkprune-build", source, "-o", output, "--target", "onnxruntime")
         assert_refused(outcome, f"'{output}' lies within '{source}'")
 
