@@ -44,7 +44,10 @@ def _skip(file: BinaryIO, length: int) -> None:
 
 
 def matroska_is_whole(file: BinaryIO) -> bool:
-    """Whether elements (RFC 8794) of an open file lead up to the segment's end, or the file's where that is unknown."""
+    """Whether elements (RFC 8794) of an open file follow each other up to the segment's end, or the file's.
+
+    The file's is the end where the segment's is unknown.
+    """
     length = file.seek(0, os.SEEK_END)
     end, place = length, 0
     while place < end:

@@ -87,7 +87,8 @@ Picture = Image.Image | Shown
 
 def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
     """All of `frames`; raises `VideoError` as soon as they have more than `MOST_SHOWN_PIXELS`."""
-    taken, pixels = [], 0
+    taken: list[Image.Image] = []
+    pixels = 0
     for frame in frames:
         pixels += frame.width * frame.height
         if pixels > MOST_SHOWN_PIXELS:

@@ -48,7 +48,9 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
         if size == 0:
             raise ImageError(f"image '{path}' is empty (0 bytes). Give a complete image file.")
         if size > MOST_BYTES:
-            raise ImageError(f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down.")
+            raise ImageError(
+                f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
+            )
         try:
             return _decoded(file)
         except UnidentifiedImageError as error:

@@ -51,7 +51,7 @@ class VideoFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Opens the file and reads all its packets.
 
-        Raises `VideoError` if it is missing, no regular file, cut off, no video, of no kind of `CONTAINERS`, or beyond
+        Raises `VideoError` if it is missing, no regular file, cut off, no video, none of `CONTAINERS`, or beyond
         `MOST_FRAME_PIXELS`, `MOST_FRAMES` or `MOST_PACKETS`.
         """
         self._path = Path(path)
@@ -63,7 +63,8 @@ class VideoFile:
             for number, packet in enumerate(container.demux()):
                 if number == MOST_PACKETS or self.count > MOST_FRAMES:
                     raise VideoError(
-                        f"video '{path}' has more than {MOST_FRAMES} frames or {MOST_PACKETS} packets. Cut it shorter."
+                        f"video '{path}' has more than {MOST_FRAMES} frames or {MOST_PACKETS} packets, sound "
+                        "included. Cut it shorter."
                     )
                 if packet.is_corrupt and packet.stream is stream:
                     raise self._broken(f"frame {self.count} is damaged")

@@ -107,7 +107,7 @@ def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, t
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "x.txt"), ".txt", ".json")
     assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
     assert_refused(run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "x.json"), ".json", ".jsonl")
-    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", task), "is the task itself")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", task), "itself, which is read")
     assert list(tmp_path.iterdir()) == []
 
 
