@@ -118,7 +118,7 @@ def _damage_as_error() -> Iterator[None]:
         raise
     except Image.DecompressionBombError as error:
         raise ImageError(
-            f"the image is too large: {error}; expected at most {MOST_PIXELS}. Scale it down first."
+            f"the image is too large: it has more than {MOST_PIXELS} pixels. Scale it down first."
         ) from error
     except MemoryError as error:
         raise ImageError("there is not enough memory for the image. Scale it down first.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ from sinkprune.runtime.clip import collected
 CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
 """What a video file may be, by FFmpeg's names; `mov` is MP4 too, `matroska` WebM, `asf` WMV. None names other files:
 playlists do, and have them opened."""
-MOST_FRAME_PIXELS = 1 << 25
-"""The most pixels a frame of a video file may have; 7680x4320 are fewer."""
+MOST_FRAME_PIXELS = 1 << 24
+"""The most pixels a frame of a video file may have: 4096x4096. Decoders hold many frames besides those that are shown."""
 MOST_FRAMES = 1 << 18
 """The most frames a video file may have: two hours at 30 a second."""
 MOST_PACKETS = 4 * MOST_FRAMES
@@ -138,7 +139,7 @@ class VideoFile:
         except UnreadableError as error:
             raise VideoError(f"video '{self._path}' {error}. {_GIVE}") from error
         try:
-            with file, av.open(file, "r", options=_OPTIONS, metadata_errors="replace") as container:
+            with file, av.open(_Reader(file), "r", options=_OPTIONS, metadata_errors="replace") as container:
                 if not container.streams.video:
                     raise VideoError(f"'{self._path}' has no video in it. Give a file with a picture.")
                 stream = container.streams.video[0]
@@ -162,6 +163,19 @@ class VideoFile:
             # PyAV has errors of its own; what headers say without meaning goes through Python's arithmetic besides.
             reason = "it ends before any frame" if isinstance(error, EOFError) else _reason(error)
             raise VideoError(f"video '{self._path}' is broken or no video: {reason}. {_GIVE}") from error
+
+
+class _Reader:
+    """An open file as FFmpeg reads it, which asks for places that no file has and wants to be told by a number."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.read, self.tell = file, file.read, file.tell
+
+    def seek(self, place: int, whence: int = os.SEEK_SET) -> int:
+        try:
+            return self._file.seek(place, whence)
+        except OSError as error:
+            return -(error.errno or errno.EINVAL)
 
 
 def _reason(error: Exception) -> str:
