@@ -20,7 +20,7 @@ CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
 """What a video file may be, by FFmpeg's names; `mov` is MP4 too, `matroska` WebM, `asf` WMV. None names other files:
 playlists do, and have them opened."""
 MOST_FRAME_PIXELS = 1 << 24
-"""The most pixels a frame of a video file may have: 4096x4096. Decoders hold many frames besides those that are shown."""
+"""The most pixels a frame of a video file may have: 4096x4096. Decoders hold several at a time."""
 MOST_FRAMES = 1 << 18
 """The most frames a video file may have: two hours at 30 a second."""
 MOST_PACKETS = 4 * MOST_FRAMES

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.tasks import blinded, load_task
+from sinkprune.calibration.tasks import TASK_BYTES, blinded, load_task
 from sinkprune.contract.errors import TaskError
 
 GOOD = {"image": "red.png", "question": "Is it red?", "answer": "yes"}
@@ -145,3 +146,16 @@ def test_scenes_are_the_test_set_picture_by_picture() -> None:
     for (picture, question), item in drawn.values():
         assert item.question == question
         assert item.load_image().tobytes() == picture.convert("RGB").tobytes()
+
+
+def test_what_is_no_regular_file_or_too_large_is_no_task(folder: Path) -> None:
+    os.mkfifo(folder / "fifo.jsonl")
+    with pytest.raises(TaskError, match=r"fifo\.jsonl' is a FIFO, expected a regular file"):
+        load_task(str(folder / "fifo.jsonl"))
+    os.mkfifo(folder / "fifo.png")
+    with pytest.raises(TaskError, match=r"line 1: image '.*fifo\.png' is a FIFO"):
+        load_task(write(folder, {**GOOD, "image": "fifo.png"}))
+    path = write(folder, GOOD)
+    os.truncate(path, TASK_BYTES + 1)
+    with pytest.raises(TaskError, match=f"has {TASK_BYTES + 1} bytes, expected at most {TASK_BYTES}"):
+        load_task(path)

@@ -1,4 +1,4 @@
-"""Image files of strangers: only the formats we name, within stated limits, and whatever is wrong is an `ImageError`."""
+"""Image files of strangers: only the formats we name, within stated limits; all else is an `ImageError`."""
 
 from __future__ import annotations
 
