@@ -15,8 +15,8 @@ from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.images import to_rgb
 
-MOST_SHOWN_PIXELS = 5 << 25
-"""The most pixels the frames of a clip may have that a model is shown, together: 20 frames of 3840x2160."""
+MOST_SHOWN_PIXELS = 1 << 27
+"""The most pixels the frames of a clip may have that a model is shown, together: 16 frames of 3840x2160."""
 
 
 class ClipSize(NamedTuple):

@@ -136,7 +136,7 @@ def test_a_jpeg_of_scans_without_end_is_refused_and_cameras_are_not(tmp_path: Pa
         read_image(named(tmp_path, bomb))
     # Motion photos have a video behind the picture, and a thumbnail within its EXIF data.
     thumbnail = b"\xff\xe1\x0f\xff" + b"\xff\xda" * 0x7FE + b"\0"
-    camera = data[:2] + thumbnail + data[2:] + b"\xff\xda" * 1000
+    camera = data[:2] + thumbnail + data[2:] + b"\0\2" + b"\xff\xda\0\2" * 1000
     with Image.open(io.BytesIO(data)) as expected:
         assert np.array_equal(np.asarray(read_image(named(tmp_path, camera))), expected.convert("RGB"))
 
