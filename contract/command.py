@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.terminal import escaped
 
 INTERRUPTED = 130
 
@@ -71,5 +72,5 @@ def _termination_as_interrupt() -> Iterator[None]:
 
 
 def _say(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {escaped(message)}\n")
     return 2

@@ -15,6 +15,9 @@ from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.images import to_rgb
 
+MOST_SHOWN_PIXELS = 1 << 27
+"""The most pixels the frames of a clip may have that a model is shown, together: 16 frames of 3840x2160."""
+
 
 class ClipSize(NamedTuple):
     """What a family must know of a clip to tell how many tokens it has and where they stand."""
@@ -67,7 +70,7 @@ class Clip:
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """The frames at `indices` as RGB images; raises `ImageError`."""
-        return [to_rgb(self.frames[index]) for index in indices]
+        return collected(to_rgb(self.frames[index]) for index in indices)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,21 @@ class Shown:
 
 Picture = Image.Image | Shown
 """What a model sees: an RGB image, or the frames of a clip."""
+
+
+def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
+    """All of `frames`; raises `VideoError` as soon as they have more than `MOST_SHOWN_PIXELS`."""
+    taken: list[Image.Image] = []
+    pixels = 0
+    for frame in frames:
+        pixels += frame.width * frame.height
+        if pixels > MOST_SHOWN_PIXELS:
+            raise VideoError(
+                f"the frames shown of the video have more than {MOST_SHOWN_PIXELS} pixels together; the first "
+                f"{len(taken) + 1} have {pixels}. Scale it down, or export with a smaller --max-frames."
+            )
+        taken.append(frame)
+    return taken
 
 
 def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:

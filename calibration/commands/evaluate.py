@@ -19,13 +19,16 @@ from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files import Output, check_apart, write_whole
+from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
     check_report_options,
     load_pipeline,
+    plain,
+    report_outputs,
     status,
     write_report,
 )
@@ -55,11 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    check_report_options(options)
-    if options.answers:
-        check_writable(options.answers, (".jsonl",))
-        if options.answers.absolute() == Path(options.task).absolute():
-            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
+    answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
+    check_report_options(options, [Path(options.task)], *answers)
     if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
         raise UsageError(
             f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
@@ -68,6 +68,8 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
         items = load_task(options.task, options.limit)
+    outputs = [path for path, _ in (*report_outputs(options), *answers)]
+    check_apart(outputs, (Path(item.picture) for item in items))
     if options.blind:
         items = [blinded(item) for item in items]
     pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
@@ -119,13 +121,13 @@ def _ask(
     pipeline: Pipeline, items: Sequence[Item], combinations: Sequence[Combination], max_new_tokens: int
 ) -> list[Reply]:
     console = Console(stderr=True)
-    columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn()]
+    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("warming up", total=len(items) * (1 + len(combinations)))
 
         def show(pair: Combination) -> None:
-            progress.update(task, advance=1, description=" ".join(dict.fromkeys(pair)))
+            progress.update(task, advance=1, description=escaped(" ".join(dict.fromkeys(pair))))
 
         return ask(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 
@@ -141,8 +143,8 @@ def _print_tables(result: EvaluationReport) -> None:
     blind = ", every picture replaced by a grey one" if result.blind else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
-        f"{result.model}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
-        f"{result.task}, {result.questions} questions{blind}{planted}; "
+        f"{escaped(result.model)}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
+        f"{escaped(result.task)}, {result.questions} questions{blind}{planted}; "
         "accuracy in % ± half its 95 % interval (of none's)",
         markup=False,
     )
@@ -156,7 +158,7 @@ def _print_tables(result: EvaluationReport) -> None:
     console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
     kinds = _table("kind", "questions", "accuracy")
     for kind, part in none.by_kind.items():
-        kinds.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
+        kinds.add_row(plain(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
     console.print(kinds)
 
 
@@ -167,7 +169,9 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     table = _table("method", *budgets)
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
-        table.add_row(method, *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets))
+        table.add_row(
+            plain(method), *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets)
+        )
     return table
 
 
@@ -175,7 +179,7 @@ def _table(first: str, *others: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(first, no_wrap=True)
     for heading in others:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(plain(heading), justify="right", no_wrap=True)
     return table
 
 

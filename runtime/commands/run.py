@@ -13,13 +13,16 @@ from PIL import Image
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
+    bundle_folders,
     load_pipeline,
     new_parser,
     open_bundle,
+    picture_files,
     prompt_pieces,
     read_pictures,
     write_line,
@@ -54,9 +57,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
 
     if options.overlay:
-        check_writable(options.overlay, PICTURE_SUFFIXES)
-        if options.overlay.absolute() in [path.absolute() for path in options.image or options.video]:
-            raise UsageError(f"--overlay '{options.overlay}' is the image itself; give it another name.")
+        check_outputs([(options.overlay, PICTURE_SUFFIXES)], picture_files(options), bundle_folders(options))
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     prompt = prompt_pieces(options.prompt)
@@ -92,7 +93,8 @@ def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
 
 
 def _write_piece(text: str) -> None:
-    sys.stdout.write(text)
+    # A program that reads the answer gets it as it is.
+    sys.stdout.write(escaped(text, keep="\n\t") if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
