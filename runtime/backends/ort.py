@@ -14,6 +14,7 @@ from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime
 
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
@@ -25,7 +26,7 @@ class OrtBackend(Backend):
         most = 4 * (os.cpu_count() or 1)
         if threads is not None and not 1 <= threads <= most:
             raise UsageError(f"threads is {threads}, expected 1 to {most}, four times this machine's cores.")
-        ort = _import_onnxruntime(name)
+        ort = import_onnxruntime(name)
         if provider not in ort.get_available_providers():
             raise BackendError(
                 f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
@@ -107,14 +108,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _import_onnxruntime(name: str) -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError(
-            f"backend '{name}' needs onnxruntime, which is not installed. "
-            "Install it with: pip install 'sinkprune[cpu]', or 'sinkprune[cuda]' for an NVIDIA GPU."
-        ) from error
-    return onnxruntime
