@@ -159,7 +159,7 @@ def _open_closed_streams() -> None:
         except OSError:
             # The lowest free number is given: all below are open already.
             os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115, PTH123
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _drop_what_nobody_takes() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.row_runs import row_runs
@@ -23,9 +23,6 @@ class OrtBackend(Backend):
     """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
 
     def __init__(self, name: str, provider: str, threads: int | None) -> None:
-        most = 4 * (os.cpu_count() or 1)
-        if threads is not None and not 1 <= threads <= most:
-            raise UsageError(f"threads is {threads}, expected 1 to {most}, four times this machine's cores.")
         ort = import_onnxruntime(name)
         if provider not in ort.get_available_providers():
             raise BackendError(

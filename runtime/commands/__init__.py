@@ -16,7 +16,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.contract.schema import to_json
-from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.backends import BACKENDS, THREADS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
@@ -55,7 +55,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
-    add("--threads", type=int, help="CPU threads (default: all cores)")
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     return parser
 

@@ -106,7 +106,9 @@ def test_an_overflow_of_fp16_is_refused(bundle: Bundles, photo: Image.Image, tmp
 
 
 @pytest.mark.parametrize(
-    "settings", [{"rescale_factor": 1e300}, {"image_std": [0.5, 0.0, 0.5]}, {"image_mean": [1e300, 0.5, 0.5]}], ids=str
+    "settings",
+    [{"rescale_factor": 1e300}, {"image_std": [0.5, 0.0, 0.5]}, {"image_mean": [1e300, 0.5, 0.5]}],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ALL)
 def test_settings_that_make_no_finite_pixels_are_refused(
