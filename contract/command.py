@@ -35,11 +35,12 @@ _MEMORY_WORDS = (
     "can't start new thread",
     "failed to map segment",
     "Cannot allocate memory",
-    "Resource temporarily unavailable",
+    "pthread_create failed",
     "bad_alloc",
     "bad allocation",
     "Failed to allocate memory",
 )
+_SHOWN = 160
 
 
 def start(module: str) -> int:
@@ -91,9 +92,10 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
 
 def _mendable(error: Exception) -> str | None:
     """What to tell of an error that the user can mend; None for others."""
-    if _lacks_memory(error):
+    shortage = _shortage(error)
+    if shortage is not None:
         return (
-            f"there is too little memory: {_shortened(error)}. End other programs, raise the limit that is set "
+            f"there is too little memory: {_last_line(shortage)}. End other programs, raise the limit that is set "
             "(ulimit -v), or use a machine with more."
         )
     if isinstance(error, SinkpruneError):
@@ -104,21 +106,22 @@ def _mendable(error: Exception) -> str | None:
     return None
 
 
-def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it was made of, says that memory, address space or threads ran out."""
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """What says that memory, address space or threads ran out: an error, or one that it was made of."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            return True
-        if isinstance(error, (ImportError, RuntimeError)) and any(word in str(error) for word in _MEMORY_WORDS):
-            return True
+            return error
+        # Ours quote what users wrote.
+        if not isinstance(error, SinkpruneError) and any(word in str(error) for word in _MEMORY_WORDS):
+            return error
         error = error.__cause__
-    return False
+    return None
 
 
-def _shortened(error: Exception) -> str:
-    """The last line of what an error says, or its name."""
+def _last_line(error: BaseException) -> str:
+    """The end of what an error says, where libraries say what it is about; its name if it says nothing."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
+    return lines[-1].rstrip(".")[-_SHOWN:] if lines else type(error).__name__
 
 
 @contextmanager
