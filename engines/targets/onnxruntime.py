@@ -64,7 +64,8 @@ class OnnxRuntimeBuilder:
         options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")
         options.add_session_config_entry(f"{entry}_min_size_in_bytes", _EXTERNAL_BYTES)
         try:
-            self._ort.InferenceSession(job.model, options, providers=[_PROVIDER])
+            # It would try the same again, and say so on stdout.
+            self._ort.InferenceSession(job.model, options, providers=[_PROVIDER], enable_fallback=0)
         except Exception as error:
             # onnxruntime has no common base class for its errors.
             raise EnginesError(f"onnxruntime cannot optimise graph '{job.graph}': {error}") from error
