@@ -30,8 +30,8 @@ _PARTS = {
 def import_matplotlib() -> Any:
     """matplotlib's Figure class, drawing without a screen; raises `UsageError` if it is not installed.
 
-    Its list of fonts would lie in the home directory, which may be read-only and is not ours: it goes to a folder that
-    this process removes at its end, unless somebody else chose a place (MPLCONFIGDIR) or imported matplotlib before.
+    Its list of fonts would lie in the home directory, which may be read-only and is not ours: it goes to a folder
+    that this process removes at its end, unless MPLCONFIGDIR names another or matplotlib was imported before.
     """
     if "matplotlib" not in sys.modules and "MPLCONFIGDIR" not in os.environ:
         folder = os.environ["MPLCONFIGDIR"] = tempfile.mkdtemp(prefix="matplotlib-")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.arguments import check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.contract.ranges import WholeNumber, shown
@@ -49,6 +50,9 @@ class Request:
     """The same seed samples the same answer; None samples anew each time."""
 
     def __post_init__(self) -> None:
+        for name in ("pictures", "texts"):
+            check_type(name, getattr(self, name), (tuple, list), "a tuple, or what new_request takes")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, example in (("budget", "retain-64"), ("method", "sinkpruner")):
             if not isinstance(getattr(self, name), str):
                 raise UsageError(f"{name} is {shown(getattr(self, name))}, expected a name, as in '{example}'.")

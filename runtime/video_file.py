@@ -10,6 +10,7 @@ from typing import Any
 
 from PIL import Image
 
+from sinkprune.contract.arguments import check_path
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.block_chain import gif_is_whole, matroska_is_whole
 
@@ -29,7 +30,9 @@ class VideoFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens the file and reads all its packets; raises `VideoError` if it is missing, cut off or no video."""
+        """Opens the file and reads all its packets; raises `VideoError` if it is missing, cut off or no video, and
+        `TypeError` for what is no path."""
+        check_path("path", path)
         self._path = Path(path)
         if not self._path.is_file():
             raise VideoError(f"video '{path}': found no such file. Give an MP4, MKV, WebM, MOV or AVI file.")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.ranges import WholeNumber, shown
 from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
 
 Tensor = Any
@@ -63,8 +63,8 @@ def load_backend(name: str, threads: int | None = None, built: BuiltEngines | No
 
     `threads` is for CPU work (default: all cores). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
-    if name not in BACKENDS:
-        raise BackendError(f"unknown backend '{name}'; known backends: {', '.join(BACKENDS)}.")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise BackendError(f"unknown backend '{shown(name)}'; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
     if built is not None:
         built.check_backend(name)
