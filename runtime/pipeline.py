@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.arguments import check_callable, check_path, check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import PromptError, PruningError
@@ -80,8 +81,16 @@ class Pipeline:
         """Load a bundle, read or by its path, or the `engines` that sinkprune-build made of it.
 
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `during` is entered
-        with the name of each part that takes its time. Raises `BundleError`, `EnginesError` and `BackendError`.
+        with the name of each part that takes its time. Raises `BundleError`, `EnginesError` and `BackendError`,
+        and `TypeError` for what is of another type than stands here.
         """
+        if not isinstance(bundle, Bundle):
+            check_path("bundle", bundle)
+        if engines is not None:
+            check_path("engines", engines)
+        check_type("check_sums", check_sums, (bool, np.bool_), "True or False")
+        for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
+            check_callable(name, function)
         opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
         built = open_engines(engines, opened) if engines is not None else None
         # What is missing is told before the sums, which take their time.
@@ -104,6 +113,8 @@ class Pipeline:
         **options: Any,
     ) -> Answer:
         """The whole answer; takes what `stream` takes. `on_text` is given each piece of text as it comes."""
+        if on_text is not None:
+            check_callable("on_text", on_text)
         pieces = self.stream(image, prompt, observer=observer, **options)
         while True:
             try:
@@ -129,9 +140,10 @@ class Pipeline:
         image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
         `min_new_tokens`, `temperature`, `top_p`, `seed`.
 
-        Raises `UsageError` and `PromptError` at once; and when the first piece is asked for `ImageError`,
-        `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
+        Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when the
+        first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
         """
+        check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(new_request(image, prompt, **options), observer)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Generator[str, None, Answer]:
