@@ -65,10 +65,9 @@ class RealNumber:
 
 
 def shown(value: object) -> str:
-    """A value in a message, on one line: a word as it is, what is long by its beginning."""
+    """A value in a message, on one line: words in quotes, what is long by its beginning."""
     if isinstance(value, Integral) and abs(int(value)) > 10**_SHOWN:
         # Python writes no number of thousands of digits.
         return f"a number of more than {_SHOWN} digits"
-    text = value if isinstance(value, str) else str(value) if isinstance(value, Real) else repr(value)
-    text = " ".join(text.split())
+    text = " ".join((str(value) if isinstance(value, Real) else repr(value)).split())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

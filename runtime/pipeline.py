@@ -140,8 +140,8 @@ class Pipeline:
         image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
         `min_new_tokens`, `temperature`, `top_p`, `seed`.
 
-        Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when the
-        first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
+        Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when
+        the first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(new_request(image, prompt, **options), observer)

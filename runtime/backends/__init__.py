@@ -64,7 +64,7 @@ def load_backend(name: str, threads: int | None = None, built: BuiltEngines | No
     `threads` is for CPU work (default: all cores). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
-        raise BackendError(f"unknown backend '{shown(name)}'; known backends: {', '.join(BACKENDS)}.")
+        raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
     if built is not None:
         built.check_backend(name)

@@ -161,7 +161,7 @@ def test_a_small_type_of_numpy_does_not_overflow(pipeline: Callable[..., Pipelin
         ({"max_new_tokens": 10**5000}, "max new tokens is a number of more than 40 digits, expected"),
         ({"temperature": float("nan")}, "temperature is nan, expected 0 (greedy) or a larger finite number."),
         ({"temperature": float("inf")}, "temperature is inf, expected 0"),
-        ({"top_p": "0.5"}, "top-p is 0.5, expected more than 0 and at most 1."),
+        ({"top_p": "0.5"}, "top-p is '0.5', expected more than 0 and at most 1."),
         ({"seed": 2**128}, "seed is 340282366920938463463374607431768211456, expected a whole number from 0 to"),
         ({"budget": ["retain-64"]}, "budget is ['retain-64'], expected a name, as in 'retain-64'."),
         ({"method": None}, "method is None, expected a name, as in 'sinkpruner'."),
