@@ -128,7 +128,8 @@ def _last_line(error: BaseException) -> str:
 def _signals_as_interrupts() -> Iterator[None]:
     """SIGTERM unwinds the stack like Ctrl-C, so that what is half-written gets removed.
 
-    Libraries may turn an interrupt into an error of their own; it stays an interrupt.
+    Libraries may turn an interrupt into an error of their own; it stays an interrupt. Where Python drops it, as in a
+    callback of its own, it comes again.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -140,6 +141,13 @@ def _signals_as_interrupts() -> Iterator[None]:
         came = True
         raise KeyboardInterrupt
 
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            hook(dropped)
+
+    hook, sys.unraisablehook = sys.unraisablehook, again
     previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
     # A shell's background jobs ignore Ctrl-C, and so do we then.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -151,6 +159,7 @@ def _signals_as_interrupts() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
+        sys.unraisablehook = hook
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -18,9 +18,8 @@ from sinkprune.contract.command import INTERRUPTED, run_command
 from sinkprune.contract.errors import BackendError, UsageError
 
 Bundles = Callable[..., Path]
-# Before that, Python itself is starting and answers Ctrl-C in its own way.
-_PYTHON_STARTS = 0.06
-_MOMENTS = [_PYTHON_STARTS, 0.08, 0.1, 0.12, 0.15, 0.18, 0.21, 0.25, 0.3, 0.36, 0.45, 0.6]
+# Seconds behind Python's own start, in which it answers Ctrl-C in its own way.
+_MOMENTS = [0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.19, 0.23, 0.3, 0.4, 0.6]
 
 
 @pytest.fixture
@@ -46,10 +45,12 @@ def test_an_interrupt_at_any_moment_is_no_traceback(
     tmp_path: Path,
 ) -> None:
     export = own_process("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "bundle")
-    codes = []
+    codes, words = [], asked if command == "sinkprune-run" else export
+    words[2] = words[2].replace("sys.exit", "sys.stdout.write('!'); sys.stdout.flush(); sys.exit")
     for moment in _MOMENTS:
-        words = asked if command == "sinkprune-run" else export
         with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(1) == "!"
             time.sleep(moment)
             process.send_signal(number)
             _, said = process.communicate(timeout=30)
@@ -72,6 +73,22 @@ def test_an_interrupt_that_a_library_makes_an_error_of_stays_one(capsys: pytest.
 
     assert run_command(body, []) == INTERRUPTED
     assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
+
+
+def test_an_interrupt_that_python_drops_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    def body(arguments: object) -> None:
+        Dying()
+        time.sleep(20)
+
+    began = time.monotonic()
+    assert run_command(body, []) == INTERRUPTED
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"
 
 
 def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
