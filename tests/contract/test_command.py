@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,23 @@ def test_streams_that_take_nothing(streams: str, codes: tuple[int, ...], asked: 
     assert "ignored" not in done.stderr
     if streams == ">/dev/full":
         assert done.stderr.startswith("error: the system refused: No space left on device")
+
+
+def test_what_was_not_flushed_is_told_too(tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(
+        "import sys\nfrom sinkprune.contract.command import run_command\n"
+        "def main(arguments):\n    return run_command(lambda given: sys.stdout.write('x') and None, arguments)\n"
+    )
+    program = f"import sys; sys.path.append({str(tmp_path)!r}); from sinkprune.contract.command import start; "
+    done = in_shell([sys.executable, "-c", program + "sys.exit(start('silent'))"], ">/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the system refused: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_that_nobody_takes_is_no_error() -> None:
+    done = in_shell(own_process("sinkprune-run", "--help"), ">/dev/full")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 >&- | true"])
