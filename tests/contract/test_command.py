@@ -164,7 +164,7 @@ def test_nothing_is_printed_into_files_that_got_the_numbers_of_closed_streams(
 
 def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]:
     """The command with its streams as the shell makes them; the code is the command's, not that of a pipe's end."""
-    script = f'set -o pipefail; "$@" {streams}'
+    script = f'unset PYTHONUNBUFFERED; set -o pipefail; "$@" {streams}'
     return subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True, timeout=60)
 
 
