@@ -55,6 +55,8 @@ def start(module: str) -> int:
     def main(arguments: Sequence[str] | None) -> None:
         nonlocal code
         code = import_module(module).main(arguments)
+        # Its own `run_command` has told of it.
+        _drop_what_nobody_takes()
 
     try:
         return run_command(main, None) or code
