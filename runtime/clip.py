@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -13,6 +14,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.ranges import shown as value_shown
 from sinkprune.runtime.images import to_rgb
 
 MOST_SHOWN_PIXELS = 1 << 27
@@ -57,9 +59,11 @@ class Clip:
             raise VideoError(
                 f"a clip's frames are a {type(self.frames).__name__}, expected images. Give a list of them."
             )
-        if not isinstance(self.fps, Real):
+        # Python has whole numbers that are larger than any float.
+        too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
+        if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
             raise VideoError(
-                f"a clip has {self.fps!r} frames a second, expected a number, as in Clip(frames, fps=10)."
+                f"a clip has {value_shown(self.fps)} frames a second, expected a number, as in Clip(frames, fps=10)."
             )
         object.__setattr__(self, "frames", [*self.frames])
 

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from PIL import Image
 
+from sinkprune.contract.arguments import check_path
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.untrusted import MissingError, UnreadableError, open_regular
 from sinkprune.runtime.block_chain import gif_is_whole, matroska_is_whole
@@ -53,8 +54,9 @@ class VideoFile:
         """Opens the file and reads all its packets.
 
         Raises `VideoError` if it is missing, no regular file, cut off, no video, none of `CONTAINERS`, or beyond
-        `MOST_FRAME_PIXELS`, `MOST_FRAMES` or `MOST_PACKETS`.
+        `MOST_FRAME_PIXELS`, `MOST_FRAMES` or `MOST_PACKETS`; `TypeError` for what is no path.
         """
+        check_path("path", path)
         self._path = Path(path)
         with self._stream() as (container, stream, file):
             rate = stream.average_rate or stream.guessed_rate

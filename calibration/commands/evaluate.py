@@ -18,8 +18,8 @@ from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
-from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import Output, check_apart, write_whole
+from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
@@ -33,6 +33,7 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:
@@ -60,10 +61,6 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
     check_report_options(options, [Path(options.task)], *answers)
-    if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
-        raise UsageError(
-            f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
-        )
     bundle = read_bundle(options.bundle, trusted_bundle(options))
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
@@ -100,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--methods", default="", help="comma-separated (default: all of the bundle)")
     add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
     add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
-    add("--limit", type=int, metavar="N", help="the first N questions only")
+    add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
     add(
         "--plant-outliers",
         action="store_true",
         help="turn 1 %% of each picture's background tokens into high-norm, salient outliers behind the vision tower",
     )
-    add("--max-new-tokens", type=int, default=8, help="longest answer (default: 8)")
+    add("--max-new-tokens", type=MAX_NEW_TOKENS, default=8, help="longest answer (default: 8)")
     add_report_options(parser, "accuracy against visual tokens")
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser

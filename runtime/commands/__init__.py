@@ -19,7 +19,7 @@ from sinkprune.contract.files import Output, check_outputs, write_whole
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_trust_options, trusted_bundle
-from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.backends import BACKENDS, THREADS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
@@ -58,7 +58,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
-    add("--threads", type=int, help="CPU threads (default: all cores)")
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)
     add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")

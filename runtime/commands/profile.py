@@ -25,7 +25,8 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.plot import plot_report
-from sinkprune.runtime.profile import profile
+from sinkprune.runtime.profile import REPEAT, WARMUP, profile
+from sinkprune.runtime.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:
@@ -52,9 +53,9 @@ def _profile(arguments: Sequence[str] | None) -> None:
     )
     add = parser.add_argument
     add("--budgets", help="comma-separated, none included (default: all of the bundle)")
-    add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
-    add("--repeat", type=int, default=5, help="measured rounds (default: 5)")
-    add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
+    add("--new-tokens", type=MAX_NEW_TOKENS, default=16, help="length of every answer (default: 16)")
+    add("--repeat", type=REPEAT, default=5, help="measured rounds (default: 5)")
+    add("--warmup", type=WARMUP, default=1, help="rounds before them that do not count (default: 1)")
     add_report_options(parser, "where the time goes")
     options = parser.parse_args(arguments)
 

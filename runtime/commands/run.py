@@ -29,6 +29,8 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.request import MAX_NEW_TOKENS
+from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
 examples:
@@ -48,10 +50,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser = new_parser("sinkprune-run", "Ask a bundle about an image.", _EXAMPLES)
     add = parser.add_argument
     add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
-    add("--max-new-tokens", type=int, default=128, help="longest answer (default: 128)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens only (default: 1)")
-    add("--seed", type=int, help="makes sampling repeatable")
+    add("--max-new-tokens", type=MAX_NEW_TOKENS, default=128, help="longest answer (default: 128)")
+    add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
+    add("--seed", type=SEED, help="makes sampling repeatable")
     add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
     add("--json", action="store_true", help="print the answer and its figures as JSON")
     options = parser.parse_args(arguments)
