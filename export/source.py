@@ -9,10 +9,15 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName
-from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
+from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, holds, locate, read_json
+from sinkprune.export.config_fields import read_fields
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
+
+_SINGLE = "preprocessor_config.json"
+_NESTED = "processor_config.json"
+_VIDEO = "video_preprocessor_config.json"
 
 
 @dataclass(frozen=True)
@@ -70,17 +75,24 @@ def open_source(request: ExportRequest) -> Source:
             "checkpoint folder or hub name."
         )
     folder = locate(request.source)
-    config = read_json(folder / "config.json")
+    config = read_json(folder, "config.json")
     family = read_family(request.source, config, request.salience)
-    nested = folder / "processor_config.json"
-    single = folder / "preprocessor_config.json"
-    settings = read_json(single if single.exists() or not nested.exists() else nested)
-    video = folder / "video_preprocessor_config.json"
-    settings |= {"video_processor": read_json(video)} if video.exists() else {}
-    processor = _processor(family, settings, request)
+    processor = _processor(family, _processor_settings(request.source, folder, family), request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
     return Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+
+
+def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:
+    """What the checkpoint says of its image processor, and of its video processor where the family has one."""
+    nested = holds(folder, _NESTED) and not holds(folder, _SINGLE)
+    tables = {_NESTED if nested else _SINGLE: family.processor_fields}
+    tables |= {_VIDEO: family.video_fields} if family.video_fields and holds(folder, _VIDEO) else {}
+    image, *video = [
+        read_fields(read_json(folder, name), fields, f"checkpoint '{source}': {name}: ")
+        for name, fields in tables.items()
+    ]
+    return {**image, **({"video_processor": video[0]} if video else {})}
 
 
 def _processor(family: Family, settings: Mapping[str, Any], request: ExportRequest) -> dict[str, Any]:
@@ -102,10 +114,11 @@ def _random_config(source: str) -> dict[str, Any]:
     if source in PRESETS:
         return PRESETS[source]
     path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+    # The very file that is given may be a link: it is the user's own.
+    given = path.resolve()
+    folder, name = (path, "config.json") if path.is_dir() else (given.parent, given.name)
+    if not holds(folder, name):
         raise CheckpointError(
             f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
         )
-    return read_json(path)
+    return read_json(folder, name)
