@@ -53,6 +53,6 @@ def _all_finite(array: Array) -> bool:
     infinity = np.array(np.inf, array.dtype).view(bits)
     # All values, in whichever order they lie.
     values = array.ravel(order="K").view(bits)
-    magnitude = bits.type(np.iinfo(bits).max >> 1)
+    magnitude = ~np.array(-0.0, array.dtype).view(bits)
     chunks = (values[start : start + _CHUNK] for start in range(0, values.size, _CHUNK))
     return all(np.bitwise_and(chunk, magnitude).max() < infinity for chunk in chunks)
