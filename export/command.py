@@ -16,6 +16,7 @@ from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ def _export(arguments: Sequence[str] | None) -> None:
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from sinkprune.contract.manifest import BUNDLE
+    from sinkprune.contract.signature import read_private_key
+
     unreachable: list[Unreachable] = []
     with _packages_told_of():
         from sinkprune.export.bundle_writer import export_bundle
@@ -54,9 +58,15 @@ def _export(arguments: Sequence[str] | None) -> None:
         request = ExportRequest(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
         )
+        sign = read_private_key(options.sign) if options.sign else None
         with shown_progress() as progress:
             manifest = export_bundle(
-                request, options.output, force=options.force, progress=progress, left_out=unreachable.append
+                request,
+                options.output,
+                force=options.force,
+                sign=sign,
+                progress=progress,
+                left_out=unreachable.append,
             )
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
@@ -65,6 +75,7 @@ def _export(arguments: Sequence[str] | None) -> None:
         summary = {
             "bundle": str(options.output),
             "bytes": size,
+            "sha256": BUNDLE.sha256(manifest),
             "budgets": list(manifest.budgets),
             "methods": list(manifest.plans),
             "unreachable": [dataclasses.asdict(plan) for plan in unreachable],
@@ -75,7 +86,10 @@ def _export(arguments: Sequence[str] | None) -> None:
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
         budgets = ", ".join(["none", *manifest.budgets])
-        sys.stdout.write(f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n")
+        sys.stdout.write(
+            f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n"
+            f"sha256 {BUNDLE.sha256(manifest)}\n"
+        )
 
 
 @contextmanager
@@ -159,5 +173,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the vision block whose attention ranks tokens, in towers without a CLS token (default: penultimate)",
     )
     add("--force", action="store_true", help="replace an existing bundle")
+    add_sign_option(parser, "the bundle")
     add("--json", action="store_true", help="print the summary as JSON")
     return parser
