@@ -84,13 +84,13 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Word(Kind):
-    """A name, of at most 200 characters."""
+    """A name, of at most 200 characters that can be printed."""
 
     types = (str,)
     expected = "a name"
 
     def holds(self, value: Any) -> bool:
-        return 0 < len(value) <= 200
+        return 0 < len(value) <= 200 and value.isprintable()
 
 
 @dataclass(frozen=True)

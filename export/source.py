@@ -22,7 +22,7 @@ _VIDEO = "video_preprocessor_config.json"
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export. Raises `UsageError` for counts that make no sense."""
+    """What to export. Raises `UsageError` for counts and names that make no sense."""
 
     source: str
     """A local folder, a hub name, or with `random_weights` a config.json, a folder holding one, or a preset."""
@@ -44,6 +44,10 @@ class ExportRequest:
     """The most frames that are taken of a clip; 0 where there is no video."""
 
     def __post_init__(self) -> None:
+        if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
+            raise UsageError(
+                f"the checkpoint's name {self.source!r} is not UTF-8, and a bundle says what it was made of. Rename it."
+            )
         if self.max_images < 1:
             raise UsageError(f"--max-images is {self.max_images}, expected at least 1.")
         if self.max_frames < 0:

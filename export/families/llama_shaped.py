@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError
@@ -138,7 +139,7 @@ class LlamaShaped(Family):
             self._config: Any = kind.from_dict(known)
         except Exception as error:
             # transformers checks configurations by many kinds of errors.
-            reason = " ".join(str(error).split()).removesuffix(".")
+            reason = shorten(str(error), 300, placeholder=" ...").removesuffix(".")
             raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
         text = self._config.text_config
         rope = (text.rope_parameters or {}).get("rope_type", "default")

@@ -94,11 +94,10 @@ class Llava(LlamaShaped):
                 f"checkpoint '{source}': vision_feature_layer {layer} is none of the tower's "
                 f"{vision.num_hidden_layers} blocks."
             )
-        heads, size, patch = vision.num_attention_heads, vision.image_size, vision.patch_size
+        size, patch = vision.image_size, vision.patch_size
         patches = (size // patch) ** 2
         self._check(
             [
-                ("the tower's hidden_size is a multiple of its heads", vision.hidden_size % heads == 0, heads),
                 ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
                 (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
             ]
@@ -106,7 +105,7 @@ class Llava(LlamaShaped):
         self.vision = ViT(
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
-            num_heads=heads,
+            num_heads=vision.num_attention_heads,
             num_blocks=blocks,
             image_size=size,
             patch_size=patch,
