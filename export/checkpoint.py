@@ -45,7 +45,7 @@ def locate(source: str) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
-    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise CheckpointError(
             f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, a hub name "
             "such as llava-hf/llava-1.5-7b-hf, or a preset with --random-weights."

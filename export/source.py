@@ -46,7 +46,7 @@ class ExportRequest:
     def __post_init__(self) -> None:
         if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
             raise UsageError(
-                f"the checkpoint's name {self.source!r} is not UTF-8, and a bundle says what it was made of. Rename it."
+                f"the checkpoint's name {self.source!r} is not UTF-8, as a bundle that names it must be. Rename it."
             )
         if self.max_images < 1:
             raise UsageError(f"--max-images is {self.max_images}, expected at least 1.")

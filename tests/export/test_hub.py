@@ -1,4 +1,4 @@
-"""Names of the hub: what keeps a checkpoint from being downloaded is told in one message, and no code comes with it."""
+"""Names of the hub: what keeps a checkpoint from being downloaded is told in one message; no code comes with it."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def exported(tmp_path: Path, names: list[str], **environment: str) -> list[tuple
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"), "")
     search = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     told = {**os.environ, **proxies, "PYTHONPATH": search, "HF_HOME": str(tmp_path / "hf"), **environment}
+    told["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "out"), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=told)
     assert done.returncode == 0, done.stderr
