@@ -15,6 +15,7 @@ from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
 
+_IMAGES, _FRAMES = 10_000, 1_000_000
 _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"
 _VIDEO = "video_preprocessor_config.json"
@@ -48,10 +49,12 @@ class ExportRequest:
             raise UsageError(
                 f"the checkpoint's name {self.source!r} is not UTF-8, as a bundle that names it must be. Rename it."
             )
-        if self.max_images < 1:
-            raise UsageError(f"--max-images is {self.max_images}, expected at least 1.")
-        if self.max_frames < 0:
-            raise UsageError(f"--max-frames is {self.max_frames}, expected 0 for no video, or how many.")
+        if not 1 <= self.max_images <= _IMAGES:
+            raise UsageError(f"--max-images is {self.max_images}, expected at least 1 and at most {_IMAGES}.")
+        if not 0 <= self.max_frames <= _FRAMES:
+            raise UsageError(
+                f"--max-frames is {self.max_frames}, expected 0 for no video, or how many, at most {_FRAMES}."
+            )
 
 
 @dataclass(frozen=True)

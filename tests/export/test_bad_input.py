@@ -245,6 +245,20 @@ def test_what_appears_during_an_export_is_not_replaced(
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["out", name])
 
 
+@pytest.mark.parametrize(
+    ("option", "count", "said"),
+    [
+        ("--max-images", 0, "at least 1 and at most 10000"),
+        ("--max-images", 10**30, "at most 10000"),
+        ("--max-frames", -1, "0 for no video"),
+        ("--max-frames", 10**30, "at most 1000000"),
+    ],
+)
+def test_counts_beyond_all_reason(option: str, count: int, said: str, tmp_path: Path) -> None:
+    asked = ("--random-weights", option, count)
+    assert_refused(export("qwen2.5-vl-3b", tmp_path / "out", *asked), f"{option} is {count}", said)
+
+
 def test_no_permission(checkpoint: Checkpoints) -> None:
     # Not even root may make a folder in sysfs.
     assert_refused(run("sinkprune-export", checkpoint("gqa-112"), "-o", "/sys/out"), "/sys", "cannot be written")
