@@ -61,7 +61,8 @@ class Pipeline:
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         self.family = load_family(manifest)
-        self.prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
+        texts = (bundle.file(TOKENIZER).read_bytes(), bundle.file(CHAT_TEMPLATE).read_bytes())
+        self.prompts = PromptEncoder(*texts, manifest.tokens)
         self.embedding = Embedding(bundle.file(EMBEDDING))
         self.chain = Chain(manifest, backend, load)
 
