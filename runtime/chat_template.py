@@ -1,16 +1,18 @@
 """Chat templates: programs from checkpoints, in Jinja's language, rendered in bounded time and memory.
 
 A template is read as a tree. What chat templates do not use is refused, and what takes time or room is made to pay
-for it (`sinkprune.runtime.template_meter`): each round of a loop, each macro, each text. Then Jinja compiles it. So it
-renders what transformers would render, or raises; the same template with the same conversation always does the same.
+for it (`sinkprune.runtime.template_meter`): each round of a loop, each macro, each text. Then Jinja compiles it. So
+it renders what transformers would, or raises; the same template with the same conversation always does the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_context
 from jinja2.ext import Extension
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.visitor import NodeTransformer
@@ -21,7 +23,7 @@ from sinkprune.runtime.template_environment import TemplateEnvironment
 from sinkprune.runtime.template_meter import meter_of, metered
 
 _DEPTH = 100
-_NODES = 20_000
+_WORDS = 10_000
 _REASON = 300
 _WRITTEN, _READ, _ROUND, _WALKED, _SLICED, _KEY = " written", " read", " round", " walked", " sliced", " key"
 _STATEMENTS = {
@@ -132,6 +134,17 @@ def _shown(reason: object) -> str:
     return text.encode("utf-8", "replace").decode().removesuffix(".")
 
 
+class _Words(Extension):
+    """Refuses a template of too many words and signs before more of them are read."""
+
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        """The tokens of `stream`; raises `TemplateError`."""
+        for number, token in enumerate(stream):
+            if number >= _WORDS:
+                raise TemplateError(f"it has more than {_WORDS} words and signs")
+            yield token
+
+
 class _Generation(Extension):
     """`{% generation %}`, with which templates mark what the model writes; LLaVA's own does. It changes no text."""
 
@@ -144,7 +157,7 @@ class _Generation(Extension):
 
 
 def _environment() -> TemplateEnvironment:
-    environment = TemplateEnvironment(["jinja2.ext.loopcontrols", _Generation])
+    environment = TemplateEnvironment(["jinja2.ext.loopcontrols", _Generation, _Words])
     payments = {
         _WRITTEN: _written,
         _READ: _read,
@@ -158,16 +171,12 @@ def _environment() -> TemplateEnvironment:
 
 
 def _check(tree: nodes.Template) -> None:
-    """Refuse a tree that is too large or holds what chat templates do not use; raises `TemplateError`."""
+    """Refuse a tree that is too deep or holds what chat templates do not use; raises `TemplateError`."""
     level: list[nodes.Node] = [tree]
-    count = 0
     for _ in range(_DEPTH):
         for node in level:
             if type(node) not in _STATEMENTS | _EXPRESSIONS:
                 raise TemplateError(f"line {node.lineno}: chat templates have no '{type(node).__name__.lower()}'")
-        count += len(level)
-        if count > _NODES:
-            raise TemplateError(f"it has more than {_NODES} parts")
         level = [child for node in level for child in node.iter_child_nodes()]
         if not level:
             return
@@ -192,7 +201,8 @@ class _Metering(NodeTransformer):
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         """What is compared is read."""
         self.generic_visit(node)
-        for side in (node, *node.ops):
+        sides: list[Any] = [node, *node.ops]
+        for side in sides:
             if not isinstance(side.expr, nodes.Const):
                 side.expr = _pay(_READ, side.expr)
         return node
@@ -223,7 +233,7 @@ class _Metering(NodeTransformer):
     visit_CallBlock = visit_Macro
 
     def _visit_body(self, node: Any) -> Any:
-        weight = nodes.Const(sum(map(_weight, node.body)), lineno=node.lineno)
+        weight = nodes.Const(1 + sum(map(_weight, node.body)), lineno=node.lineno)
         text = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_pay(_ROUND, weight, text), lineno=node.lineno))
@@ -236,7 +246,7 @@ def _weight(node: nodes.Node) -> int:
     return 1 + (len(text) >> 3 if isinstance(text, str) else 0) + sum(map(_weight, node.iter_child_nodes()))
 
 
-def _pay(payment: str, node: nodes.Expr, *numbers: int) -> nodes.Filter:
+def _pay(payment: str, node: Any, *numbers: int) -> nodes.Filter:
     given: list[nodes.Expr] = [nodes.Const(number, lineno=node.lineno) for number in numbers]
     return nodes.Filter(node, payment, given, [], None, None, lineno=node.lineno)
 
@@ -248,8 +258,10 @@ def _written(context: Context, value: Any) -> str:
 
 @pass_context
 def _read(context: Context, value: Any) -> Any:
-    meter_of(context).read(value)
-    return value
+    meter = meter_of(context)
+    whole = meter.whole(value)
+    meter.read(whole)
+    return whole
 
 
 @pass_context
@@ -268,8 +280,7 @@ def _round(context: Context, weight: int, text: int) -> None:
 @pass_context
 def _walked(context: Context, values: Any, weight: int) -> Any:
     meter = meter_of(context)
-    if hasattr(values, "__next__"):
-        values = meter.items(values)
+    values = meter.whole(values)
     meter.step(weight * len(values) if hasattr(values, "__len__") else 0)
     return values
 

@@ -24,21 +24,21 @@ from markupsafe import Markup
 
 from sinkprune.runtime.template_meter import BoundError, Meter, meter_of
 
-_LAZY = ("count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr", "reverse")
-_LAZY_TOO = ("select", "selectattr")
-_READING = ("abs", "capitalize", "dictsort", "e", "escape", "float", "int", "lower", "max", "min", "round", "safe")
-_READING_TOO = ("sort", "string", "title", "trim", "unique", "upper", "wordcount")
-_COMPARING = {"==", "!=", ">", ">=", "<", "<=", "eq", "equalto", "ne", "gt", "greaterthan", "ge", "lt", "lessthan"}
-_COMPARING_TOO = {"le", "in", "lower", "upper", "divisibleby"}
-_TEXT_METHODS = frozenset(
+_LAZY = "count d default first items last length list map reject rejectattr reverse select selectattr"
+_COMPARING = "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le in lower upper divisibleby"
+_TEXT_METHODS = (
     "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric "
     "isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition "
-    "rsplit rstrip split splitlines startswith strip swapcase title upper".split()
+    "rsplit rstrip split splitlines startswith strip swapcase title upper"
 )
-_LOOP = frozenset(
-    "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0".split()
-)
-_DICT_METHODS = frozenset(["copy", "get", "items", "keys", "values"])
+_LOOP = "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0"
+_ATTRIBUTES: list[tuple[type, frozenset[str]]] = [
+    (str, frozenset(_TEXT_METHODS.split())),
+    (LoopContext, frozenset(_LOOP.split())),
+    (dict, frozenset(["copy", "get", "items", "keys", "values"])),
+    (list, frozenset(["count", "index"])),
+    (tuple, frozenset(["count", "index"])),
+]
 _STRIPPED = 64
 _DATE = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%]){0,100}", re.DOTALL)
 _INDENT = 32
@@ -51,11 +51,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, extensions: list[Any]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=extensions)
-        lazy = {name: _paid(FILTERS[name], _walk) for name in (*_LAZY, *_LAZY_TOO)}
-        reading = {name: _paid(FILTERS[name], _READ.get(name, _read)) for name in (*_READING, *_READING_TOO)}
+        lazy = {name: _paid(FILTERS[name], _walk) for name in _LAZY.split()}
+        reading = {name: _paid(FILTERS[name], pay) for name, pay in _READING.items()}
         own = {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
         self.filters = {**lazy, **reading, **own}
-        comparing = _COMPARING | _COMPARING_TOO
+        comparing = _COMPARING.split()
         self.tests = {name: _paid(test, _read if name in comparing else _look) for name, test in TESTS.items()}
         self.globals = {
             "dict": _dict,
@@ -69,7 +69,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Whether `attr` is one that templates may have of `obj`; keys of a dict are no attributes."""
         if isinstance(obj, Namespace):
             return not attr.startswith("_")
-        kinds = [(str, _TEXT_METHODS), (LoopContext, _LOOP), (dict, _DICT_METHODS), ((list, tuple), {"count", "index"})]
+        kinds = [
+            (str, _TEXT_METHODS),
+            (LoopContext, _LOOP),
+            (dict, _DICT_METHODS),
+            ((list, tuple), {"count", "index"}),
+        ]
         return any(isinstance(obj, kind) and attr in names for kind, names in kinds)  # type: ignore[arg-type]
 
     def wrap_str_format(self, value: Any) -> None:
@@ -102,11 +107,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"'{operator}' of {type(left).__name__} and {type(right).__name__}")
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """What calling a macro, a method or one of the functions gives, paid for. Names as in the base class."""
         meter = meter_of(__context)
         meter.step(4)
         if not isinstance(__obj, (Macro, LoopContext, Undefined)) and __obj not in __self._functions():
+            args = tuple(map(meter.whole, args))
             owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
             if isinstance(owner, str):
                 _pay_text_method(meter, owner, name, args)
@@ -122,7 +128,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return self.globals.values()
 
 
-def _paid(function: Callable[..., Any], pay: Callable[..., None]) -> Callable[..., Any]:
+def _paid(function: Any, pay: Callable[..., None]) -> Callable[..., Any]:
     """`function`, a filter or test of Jinja's, with `pay` before it and its result paid for after."""
     kind = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
 
@@ -130,8 +136,7 @@ def _paid(function: Callable[..., Any], pay: Callable[..., None]) -> Callable[..
     @wraps(function)
     def paid(context: Context, value: Any = None, *arguments: Any, **options: Any) -> Any:
         meter = meter_of(context)
-        if hasattr(value, "__next__"):
-            value = meter.items(value)
+        value = value if pay is _look else meter.whole(value)
         pay(meter, value, *arguments, **options)
         passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
         given = [passed[kind]] if kind else []
@@ -194,27 +199,16 @@ def _round(meter: Meter, value: Any, precision: Any = 0, method: Any = "common")
         meter.number(4 * abs(precision))
 
 
-_READ: dict[str, Callable[..., None]] = {
-    "capitalize": _copy,
-    "dictsort": _order,
-    "e": _copy,
-    "escape": _copy,
-    "float": _parse,
-    "int": _parse,
-    "lower": _copy,
-    "max": _order,
-    "min": _order,
+_READING: dict[str, Callable[..., None]] = {
+    "abs": _read,
+    **dict.fromkeys(["capitalize", "e", "escape", "lower", "safe", "string", "upper"], _copy),
+    **dict.fromkeys(["dictsort", "max", "min", "sort", "unique"], _order),
+    **dict.fromkeys(["float", "int"], _parse),
+    **dict.fromkeys(["title", "wordcount"], _cut),
     "round": _round,
-    "safe": _copy,
-    "sort": _order,
-    "string": _copy,
-    "title": _cut,
     "trim": _strip,
-    "unique": _order,
-    "upper": _copy,
-    "wordcount": _cut,
 }
-"""How filters that read all of their value are paid for, where that is not all they do."""
+"""How filters that read all of their value are paid for."""
 
 
 def _pay_text_method(meter: Meter, text: str, name: str, arguments: tuple[Any, ...]) -> None:
@@ -297,16 +291,13 @@ def _tojson(
     """As transformers gives it to templates: Jinja's own would escape HTML."""
     meter = meter_of(context)
     width = len(indent) if isinstance(indent, str) else indent or 0
-    if width > _INDENT or meter.read(list(separators or ())) > 64 * _QUOTED_SEPARATOR:
-        raise BoundError(f"it writes JSON with an indent of more than {_INDENT}, or separators of more than 64")
+    if width > _INDENT or any(len(separator) > _INDENT for separator in separators or ()):
+        raise BoundError(f"it writes JSON with an indent or separators of more than {_INDENT}")
     before = meter.steps
     # An item is indented by what it is nested in; a character may be written as two of six.
     characters = 2 * meter.read(value)
-    meter.make(characters + (before - meter.steps) * (64 + 32 * max(width, 0)))
+    meter.make(characters + (before - meter.steps) * _INDENT * (2 + max(width, 0)))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-_QUOTED_SEPARATOR = 10
 
 
 @pass_context
@@ -319,8 +310,10 @@ def _range(context: Context, *bounds: int) -> range:
 
 @pass_context
 def _dict(context: Context, *parts: Any, **named: Any) -> dict[Any, Any]:
+    meter = meter_of(context)
+    parts = tuple(map(meter.whole, parts))
     for part in (*parts, *named.values()):
-        meter_of(context).read(part)
+        meter.read(part)
     return dict(*parts, **named)
 
 

@@ -93,6 +93,10 @@ class Meter:
             self.step(len(value))
         return value
 
+    def whole(self, value: Any) -> Any:
+        """`value`, computed to its end where it is yet to be: a list in place of an iterator."""
+        return self.items(value) if hasattr(value, "__next__") else value
+
     def items(self, values: Any) -> list[Any]:
         """What `values` holds, paid for one by one."""
         found = []
@@ -128,7 +132,9 @@ def _parts(value: Any) -> Any:
 
 def _printed(value: Any) -> int:
     """The most characters of a value without parts; raises `BoundError` for what is no data."""
-    if value is None or isinstance(value, (bool, int, float, Undefined)):
+    if isinstance(value, Undefined):
+        return 0
+    if value is None or isinstance(value, (int, float)):
         return _DIGITS
     if isinstance(value, str):
         return len(value)

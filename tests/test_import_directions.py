@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain embedding grid_boxes images peak_memory pixel_values plot prompt "
-        "rotary sampling stopwatch tensorrt_library torchvision_resize",
+        "rotary sampling stopwatch tensorrt_library torchvision_resize chat_template template_environment template_meter",
         "device",
         "backends",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
