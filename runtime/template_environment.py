@@ -69,13 +69,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Whether `attr` is one that templates may have of `obj`; keys of a dict are no attributes."""
         if isinstance(obj, Namespace):
             return not attr.startswith("_")
-        kinds = [
-            (str, _TEXT_METHODS),
-            (LoopContext, _LOOP),
-            (dict, _DICT_METHODS),
-            ((list, tuple), {"count", "index"}),
-        ]
-        return any(isinstance(obj, kind) and attr in names for kind, names in kinds)  # type: ignore[arg-type]
+        return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES)
 
     def wrap_str_format(self, value: Any) -> None:
         """Nothing: `format` is a method as any other, and none of those templates may have."""
