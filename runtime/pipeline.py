@@ -20,8 +20,8 @@ from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedule
-from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.trust import ANY, Trust
+from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
+from sinkprune.contract.tokenizer_json import check_tokenizer_json
+from sinkprune.contract.untrusted import UnreadableError
 from sinkprune.runtime.chat_template import ChatTemplate
 
 
@@ -47,12 +50,12 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer_json: bytes, chat_template: bytes, tokens: Tokens) -> None:
-        """From what a bundle's tokenizer and chat template hold; raises `BundleError`."""
-        self.tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+        """From what a bundle's tokenizer.json and chat template hold; raises `BundleError`."""
+        self.tokenizer = _read_tokenizer(tokenizer_json)
         self._template = ChatTemplate(chat_template)
         self._tokens = tokens
         self._specials = _specials(self.tokenizer, tokens.image)
-        self._encoder = Tokenizer.from_str(self.tokenizer.to_str())
+        self._encoder = _parsed(tokenizer_json)
         self._encoder.encode_special_tokens = True
         # An image token that the checkpoint does not mark special is no less one.
         self._encoder.add_special_tokens(
@@ -75,7 +78,9 @@ class PromptEncoder:
         template does not write every image.
         """
         images = len(texts) - 1
-        encoded = self._encoder.encode(self._render(self._content(texts))).ids
+        rendered = self._render(self._content(texts))
+        with _refused("cannot encode the prompt"):
+            encoded = self._encoder.encode(rendered).ids
         found = [place for place, token in enumerate(encoded) if token == self._image]
         if len(found) != images:
             raise BundleError(
@@ -121,6 +126,36 @@ class PromptEncoder:
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
+
+
+def _read_tokenizer(tokenizer_json: bytes) -> Tokenizer:
+    """A bundle's tokenizer; raises `BundleError` for one that is damaged, or could end the process."""
+    try:
+        check_tokenizer_json(tokenizer_json)
+    except UnreadableError as error:
+        raise BundleError(f"the bundle's tokenizer.json {error}. Export the checkpoint again.") from error
+    return _parsed(tokenizer_json)
+
+
+def _parsed(tokenizer_json: bytes) -> Tokenizer:
+    with _refused("is no valid tokenizer"):
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    # Prompts are as long as they are.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Makes a `BundleError` of what the tokenizers library raises: of many kinds, panics among them."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise BundleError(f"the bundle's tokenizer.json {what}: {reason}. Export the checkpoint again.") from error
 
 
 def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
