@@ -58,7 +58,7 @@ def read_tokenizer(folder: Path) -> CheckpointTokenizer:
     where = f"'{folder / 'tokenizer_config.json'}'"
     if listed is None:
         config = {**config, **read_object(folder, "special_tokens_map.json")}
-        added = _former_added_tokens(folder, config)
+        added = {**_former_added_tokens(folder, config), **backend.get_added_tokens_decoder()}
     elif isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values()):
         added = {_id(where, number): _token(where, token, special=False) for number, token in listed.items()}
     else:
@@ -105,7 +105,7 @@ def _former_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, A
     """added_tokens.json, as checkpoints had it that list no tokens in tokenizer_config.json."""
     name = "added_tokens.json"
     special = {_content(value) for value in [config.get(key) for key in _NAMED] if value}
-    special |= {_content(value) for value in config.get("additional_special_tokens") or [] if value}
+    special |= {token.content for token in _extra(f"'{folder / 'special_tokens_map.json'}'", config)}
     found = {}
     for content, number in read_object(folder, name).items():
         where = f"'{folder / name}'"
@@ -117,8 +117,10 @@ def _former_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, A
 def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
     """Special tokens without a role that transformers knows, and those with a role of their own."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    roles = [value for key, value in config.items() if key.endswith("_token") and key not in _NAMED]
-    values = [*(extra.values() if isinstance(extra, dict) else extra), *roles]
+    if not isinstance(extra, (list, dict)):
+        raise _malformed(where, "extra_special_tokens", extra)
+    values = [value for key, value in config.items() if key.endswith("_token") and key not in _NAMED]
+    values += extra.values() if isinstance(extra, dict) else extra
     return [_token(where, {"content": _content(value)}, special=True) for value in values if _content(value)]
 
 

@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",
         "methods planning",
-        "checkpoint text",
+        "checkpoint text tokenizer",
         "families",
         "source",
         "bundle_writer",
