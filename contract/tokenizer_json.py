@@ -23,7 +23,7 @@ _PARTS = 100
 _GROWTH = 8
 """How many times as long as it was a text may become."""
 _NORMALIZERS = frozenset(
-    {"BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend"}
+    {"BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Prepend"}
     | {"Replace", "Sequence", "Strip", "StripAccents"}
 )
 _PRE_TOKENIZERS = frozenset(
@@ -134,7 +134,7 @@ def _steps(component: Any, name: str, kinds: frozenset[str], parts: str) -> Iter
         return
     step = _object(component, name)
     kind = step.get("type")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise UnreadableError(f"has a {name} of type {_short(kind)}, expected one of: {', '.join(sorted(kinds))}")
     if kind != "Sequence":
         yield step
@@ -199,7 +199,7 @@ def _check_template(step: Mapping[str, Any]) -> None:
         if sorted(map(str, names)) != ["A", "B"][: 1 if name == "single" else 2]:
             raise UnreadableError(f"has a post_processor whose {name} does not write each text once")
         for piece in special:
-            if _object(piece, "post_processor").get("id") not in known:
+            if str(_object(piece, "post_processor").get("id")) not in known:
                 raise UnreadableError("has a post_processor that writes a special token it does not know")
     for token in known.values():
         ids = _object(token, "post_processor's special_tokens").get("ids")

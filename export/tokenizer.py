@@ -5,7 +5,7 @@ transformers' own loader is no help here: it can be made to run code that lies i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,12 @@ def read_tokenizer(folder: Path) -> CheckpointTokenizer:
     listed = config.get("added_tokens_decoder")
     where = f"'{folder / 'tokenizer_config.json'}'"
     if listed is None:
-        config = {**config, **read_object(folder, "special_tokens_map.json")}
-        added = {**_former_added_tokens(folder, config), **backend.get_added_tokens_decoder()}
+        former = read_object(folder, "special_tokens_map.json")
+        special = [*_list_of(config), *_list_of({**former, "additional_special_tokens": None})]
+        config = {**config, **former}
+        special += [config.get(name) for name in _NAMED]
+        added = _former_added_tokens(folder, {_content(token) for token in special})
+        added |= backend.get_added_tokens_decoder()
     elif isinstance(listed, dict) and all(isinstance(token, dict) for token in listed.values()):
         added = {_id(where, number): _token(where, token, special=False) for number, token in listed.items()}
     else:
@@ -101,11 +105,9 @@ def _backend(folder: Path) -> Tokenizer:
         raise CheckpointError(f"'{folder / name}' {said}. Download it again.") from error
 
 
-def _former_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToken]:
     """added_tokens.json, as checkpoints had it that list no tokens in tokenizer_config.json."""
     name = "added_tokens.json"
-    special = {_content(value) for value in [config.get(key) for key in _NAMED] if value}
-    special |= {token.content for token in _extra(f"'{folder / 'special_tokens_map.json'}'", config)}
     found = {}
     for content, number in read_object(folder, name).items():
         where = f"'{folder / name}'"
@@ -115,13 +117,19 @@ def _former_added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, A
 
 
 def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
-    """Special tokens without a role that transformers knows, and those with a role of their own."""
+    """Special tokens with a role of their own, and those without any."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(extra, (list, dict)):
         raise _malformed(where, "extra_special_tokens", extra)
     values = [value for key, value in config.items() if key.endswith("_token") and key not in _NAMED]
     values += extra.values() if isinstance(extra, dict) else extra
     return [_token(where, {"content": _content(value)}, special=True) for value in values if _content(value)]
+
+
+def _list_of(config: Mapping[str, Any]) -> list[Any]:
+    """Special tokens without a role; none where they have names."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    return extra if isinstance(extra, list) else []
 
 
 def _named(where: str, name: str, value: Any) -> AddedToken | None:
