@@ -89,7 +89,8 @@ def _check_model(model: Mapping[str, Any]) -> None:
     prefix = model.get("continuing_subword_prefix")
     if kind == "BPE" and prefix:
         # The library cuts so many bytes off the second of each pair.
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges") or []]
+        listed = model.get("merges")
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in _list(listed, "merges")]
         if not isinstance(prefix, str) or not all(
             isinstance(merge, list) and len(merge) == 2 and str(merge[1]).startswith(prefix) for merge in merges
         ):
@@ -226,6 +227,12 @@ def _check_letters(texts: Any, name: str) -> None:
 def _object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UnreadableError(f"has a {name} that is no object")
+    return value
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UnreadableError(f"has {name} that are no list")
     return value
 
 

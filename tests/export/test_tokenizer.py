@@ -48,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any] | None] = {
     "listed": {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": LISTED, **NAMED},
     "more are listed": {"tokenizer_class": "LlamaTokenizerFast", "added_tokens_decoder": MORE, **NAMED},
     "other flags": {"added_tokens_decoder": {**LISTED, "380": token("<image>", lstrip=True)}, **NAMED},
+    "named, not special": {"added_tokens_decoder": {**LISTED, "1": token("<s>", special=False)}, **NAMED},
     "tokens as objects": {**NAMED, "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": True}},
     "new roles": {**NAMED, "pad_token": "<new>", "mask_token": "<extra>", "image_token": "<image>"},
     "additional": {"added_tokens_decoder": LISTED, "additional_special_tokens": ["<extra>", "<more>"], **NAMED},

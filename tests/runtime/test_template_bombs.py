@@ -60,6 +60,7 @@ def test_every_template_of_the_corpus_ends_soon_and_small() -> None:
     [
         (b"{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 400080 steps"),
         (b"{{ 'x' * 10 ** 9 }}", "more than 4194624 characters"),
+        (b"{% for i in range(9) %}{% set x = ('x' * 400000)[1:] %}{% endfor %}", "more than 4194624 characters"),
         (b"{{ range(10 ** 6) }}", "further than 100000"),
         (b"{{ 9 ** 9 ** 999 }}", "more than 1024 bits"),
         (b"{{ messages | tojson(indent=10 ** 9) }}", "an indent or separators of more than 32"),
