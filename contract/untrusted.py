@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, BinaryIO, NoReturn
 
@@ -21,6 +21,7 @@ TOKENIZER_BYTES = 40 << 20
 TEMPLATE_BYTES = 256 << 10
 """The most a chat template may have; the largest published ones have some 30 kB."""
 _DEPTH = 64
+_CONTAINERS = frozenset({dict, list})
 _KINDS = {
     stat.S_ISDIR: "a folder",
     stat.S_ISFIFO: "a FIFO",
@@ -104,14 +105,16 @@ def decoded_text(data: bytes) -> str:
         raise UnreadableError(f"is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def parsed_json(data: bytes) -> Any:
-    """What UTF-8 `data` holds as JSON (RFC 8259).
+def parsed_json(data: bytes, new_object: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """What UTF-8 `data` holds as JSON (RFC 8259). `new_object` makes an object of its names and values; it may raise
+    `ValueError`.
 
     Refused, with `UnreadableError`: what the RFC does not know (NaN, Infinity, also as 1e999), more than 64 levels of
     nesting, numbers of thousands of digits, and halves of characters that no text can hold.
     """
     try:
-        value = json.loads(decoded_text(data), parse_constant=_not_json, parse_float=_finite)
+        text = decoded_text(data)
+        value = json.loads(text, parse_constant=_not_json, parse_float=_finite, object_pairs_hook=new_object)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"is not JSON: {error}") from error
     _check_depth(value)
@@ -135,7 +138,8 @@ def _check_depth(value: Any) -> None:
     """Refuse what is nested too deep: whoever walks over it later would run out of stack."""
     level = [value]
     for _ in range(_DEPTH):
-        level = [part for outer in level for part in _parts(outer) if isinstance(part, (dict, list))]
+        # Most of what is walked over are the words of a tokenizer: a million of them.
+        level = [part for outer in level for part in _parts(outer) if type(part) in _CONTAINERS]
         if not level:
             return
     raise UnreadableError(f"is nested more than {_DEPTH} deep")

@@ -95,6 +95,17 @@ def file_of(folder: Path, name: str) -> Path:
     return place
 
 
+def read_text(folder: Path, name: str, limit: int) -> str:
+    """The text in the file `name` of a checkpoint folder.
+
+    Raises `CheckpointError` for what is no regular file, has more than `limit` bytes or is not UTF-8.
+    """
+    try:
+        return untrusted.read_text(file_of(folder, name), limit, follow_links=False)
+    except UnreadableError as error:
+        raise _refused(folder / name, error) from error
+
+
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` of a checkpoint folder; raises `CheckpointError`."""
     try:

@@ -16,8 +16,8 @@ from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.trust import add_sign_option
+from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -35,9 +35,6 @@ examples:
 
 Every bundle also runs unpruned.
 """
-
-# Ten times the largest photos there are
-_MOST_PIXELS = 10**9
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,24 +168,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--max-images",
-        type=WholeNumber("--max-images", 1, 10**4),
+        type=MAX_IMAGES,
         default=1,
         help="the most images a prompt may have (default: 1)",
     )
     add(
         "--max-frames",
-        type=WholeNumber("--max-frames", 0, 10**5),
+        type=MAX_FRAMES,
         default=0,
         help="take video, and up to as many frames of it (default: no video)",
     )
     add(
         "--min-pixels",
-        type=WholeNumber("--min-pixels", 1, _MOST_PIXELS),
+        type=MIN_PIXELS,
         help="enlarge smaller images to as many (default: the checkpoint's)",
     )
     add(
         "--max-pixels",
-        type=WholeNumber("--max-pixels", 1, _MOST_PIXELS),
+        type=MAX_PIXELS,
         help="scale larger images down to as many (default: the checkpoint's)",
     )
     add(

@@ -12,10 +12,10 @@ from sinkprune.contract.manifest import Checkpoint, DialectName
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, holds, locate, read_json
 from sinkprune.export.config_fields import read_fields
 from sinkprune.export.families import Family, SalienceBlock, read_family
+from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
 
-_IMAGES, _FRAMES = 10_000, 1_000_000
 _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"
 _VIDEO = "video_preprocessor_config.json"
@@ -49,12 +49,11 @@ class ExportRequest:
             raise UsageError(
                 f"the checkpoint's name {self.source!r} is not UTF-8, as a bundle that names it must be. Rename it."
             )
-        if not 1 <= self.max_images <= _IMAGES:
-            raise UsageError(f"--max-images is {self.max_images}, expected at least 1 and at most {_IMAGES}.")
-        if not 0 <= self.max_frames <= _FRAMES:
-            raise UsageError(
-                f"--max-frames is {self.max_frames}, expected 0 for no video, or how many, at most {_FRAMES}."
-            )
+        MAX_IMAGES.check(self.max_images)
+        MAX_FRAMES.check(self.max_frames)
+        for limit, count in ((MIN_PIXELS, self.min_pixels), (MAX_PIXELS, self.max_pixels)):
+            if count is not None:
+                limit.check(count)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint import read_json
+from sinkprune.contract.untrusted import TEMPLATE_BYTES
+from sinkprune.export.tokenizer import read_file, read_object, read_tokenizer
 
 _SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
 
@@ -26,49 +27,55 @@ class Text:
 
 
 def read_text(folder: Path, image_token: int, default_template: str) -> Text:
-    """Tokenizer, chat template (`default_template` where the checkpoint has none) and stop tokens of `folder`."""
-    from transformers import AutoTokenizer
+    """Tokenizer, chat template (`default_template` where the checkpoint has none) and stop tokens of `folder`.
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        serialised = tokenizer.backend_tokenizer.to_str()
-    except (OSError, ValueError, ImportError, AttributeError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"checkpoint '{folder}': its tokenizer cannot be read ({reason}). Expected tokenizer.json, or "
-            "tokenizer.model with tokenizer_config.json; download them again."
-        ) from error
-    if image_token not in tokenizer.backend_tokenizer.get_added_tokens_decoder():
+    Raises `CheckpointError` for files that are damaged, and for a checkpoint without tokenizer.json.
+    """
+    tokenizer = read_tokenizer(folder)
+    if image_token not in tokenizer.backend.get_added_tokens_decoder():
         raise CheckpointError(
             f"checkpoint '{folder}': its tokenizer has no added token {image_token}, which config.json gives as the "
             "image token. Add it to the tokenizer, or download both again."
         )
     template = _chat_template(folder) or default_template
-    stop = _stop_tokens(folder, tokenizer.eos_token_id)
-    return Text(serialised, template, stop, tokenizer.bos_token or "", tokenizer.eos_token or "")
+    stop = _stop_tokens(folder, tokenizer.eos_id)
+    return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos)
 
 
 def _chat_template(folder: Path) -> str | None:
     """The first template found where transformers looks for one."""
-    jinja = folder / "chat_template.jinja"
-    if jinja.exists():
-        return jinja.read_text(encoding="utf-8")
+    jinja = read_file(folder, "chat_template.jinja", TEMPLATE_BYTES)
+    if jinja is not None:
+        return jinja.replace("\r\n", "\n").replace("\r", "\n")
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
-        if (folder / name).exists():
-            template = read_json(folder, name).get("chat_template")
-            if isinstance(template, str):
-                return template
+        template = read_object(folder, name).get("chat_template")
+        if isinstance(template, list):
+            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+            template = named.get("default")
+        elif isinstance(template, dict):
+            template = template.get("default")
+        if isinstance(template, str):
+            if len(template.encode()) > TEMPLATE_BYTES:
+                raise CheckpointError(
+                    f"'{folder / name}' has a chat template of {len(template.encode())} bytes, expected at most "
+                    f"{TEMPLATE_BYTES}. Shorten it."
+                )
+            return template
     return None
 
 
 def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json's, else the tokenizer's."""
     name = "generation_config.json"
-    stop = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
+    stop = read_object(folder, name).get("eos_token_id")
     stop = eos if stop is None else stop
-    if stop is None:
-        return ()
-    return (stop,) if isinstance(stop, int) else tuple(stop)
+    ids = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise CheckpointError(
+            f"'{folder / name}' has the eos_token_id {str(stop)[:100]}, expected a token id or a list of them. "
+            "Download it again."
+        )
+    return tuple(ids)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.contract.trust import ANY, Trust
+from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
@@ -68,7 +69,8 @@ class Pipeline:
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         self.family = load_family(manifest)
-        self.prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
+        tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
+        self.prompts = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
         self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
         self.chain = Chain(manifest, backend, load)
 

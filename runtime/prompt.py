@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
-from typing import Any
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
+from sinkprune.contract.tokenizer_json import check_tokenizer_json
+from sinkprune.contract.untrusted import UnreadableError
+from sinkprune.runtime.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,13 @@ class PromptEncoder:
     tokens as plain text: a typed ``<image>`` is letters in brackets, never a second image.
     """
 
-    def __init__(self, tokenizer_json: Path, chat_template: Path, tokens: Tokens) -> None:
-        self.tokenizer = Tokenizer.from_file(str(tokenizer_json))
-        self._template = _read_template(chat_template)
+    def __init__(self, tokenizer_json: bytes, chat_template: bytes, tokens: Tokens) -> None:
+        """From what a bundle's tokenizer.json and chat template hold; raises `BundleError`."""
+        self.tokenizer = _read_tokenizer(tokenizer_json)
+        self._template = ChatTemplate(chat_template)
         self._tokens = tokens
         self._specials = _specials(self.tokenizer, tokens.image)
-        self._encoder = Tokenizer.from_str(self.tokenizer.to_str())
+        self._encoder = _parsed(tokenizer_json)
         self._encoder.encode_special_tokens = True
         # An image token that the checkpoint does not mark special is no less one.
         self._encoder.add_special_tokens(
@@ -81,7 +78,9 @@ class PromptEncoder:
         template does not write every image.
         """
         images = len(texts) - 1
-        encoded = self._encoder.encode(self._render(self._content(texts))).ids
+        rendered = self._render(self._content(texts))
+        with _refused("cannot encode the prompt"):
+            encoded = self._encoder.encode(rendered).ids
         found = [place for place, token in enumerate(encoded) if token == self._image]
         if len(found) != images:
             raise BundleError(
@@ -120,19 +119,8 @@ class PromptEncoder:
 
     def _render(self, content: list[dict[str, str]]) -> str:
         messages = [{"role": "user", "content": content}]
-        try:
-            rendered = self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                bos_token=self._tokens.bos,
-                eos_token=self._tokens.eos,
-            )
-        except Exception as error:
-            # A template is a program from the checkpoint: it may fail in any way.
-            raise BundleError(
-                f"the bundle's chat template cannot take an image with a question: {error}. Mend the checkpoint's "
-                "template and export it again."
-            ) from error
+        given = sum(len(part.get("text", "")) for part in content)
+        rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, given)
         for special in self._specials:
             rendered = rendered.replace(special.token.content, special.stand_in)
         for special in self._specials:
@@ -140,29 +128,34 @@ class PromptEncoder:
         return rendered
 
 
-class _Generation(Extension):
-    """`{% generation %}`, with which templates mark what the model writes; LLaVA's own does. It changes no text."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2 reads it from the class)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes between the tag and its end."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _read_template(path: Path) -> Any:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    # What transformers gives templates besides
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False, **options})
+def _read_tokenizer(tokenizer_json: bytes) -> Tokenizer:
+    """A bundle's tokenizer; raises `BundleError` for one that is damaged, or could end the process."""
     try:
-        return environment.from_string(path.read_text(encoding="utf-8"))
-    except TemplateError as error:
-        raise BundleError(f"'{path}' is no valid chat template: {error}. Export the checkpoint again.") from error
+        check_tokenizer_json(tokenizer_json)
+    except UnreadableError as error:
+        raise BundleError(f"the bundle's tokenizer.json {error}. Export the checkpoint again.") from error
+    return _parsed(tokenizer_json)
+
+
+def _parsed(tokenizer_json: bytes) -> Tokenizer:
+    with _refused("is no valid tokenizer"):
+        tokenizer = Tokenizer.from_buffer(tokenizer_json)
+    # Prompts are as long as they are.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Makes a `BundleError` of what the tokenizers library raises: of many kinds, panics among them."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:200]
+        raise BundleError(f"the bundle's tokenizer.json {what}: {reason}. Export the checkpoint again.") from error
 
 
 def _specials(tokenizer: Tokenizer, image_token: int) -> list[_Special]:
@@ -193,7 +186,3 @@ def _stand_in(special: _Special) -> AddedToken:
         rstrip=token.rstrip,
         single_word=token.single_word,
     )
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)

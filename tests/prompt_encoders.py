@@ -124,9 +124,9 @@ class Both:
 
 def encoder(folder: Path, template: str) -> PromptEncoder:
     """An encoder of the tokenizer in `folder` with `template`."""
-    path = folder / "chat_template.jinja"
-    path.write_text(template, encoding="utf-8", newline="")
-    return PromptEncoder(folder / "tokenizer.json", path, Tokens(IMAGE_TOKEN, (2,), "<s>", "</s>"))
+    return PromptEncoder(
+        (folder / "tokenizer.json").read_bytes(), template.encode(), Tokens(IMAGE_TOKEN, (2,), "<s>", "</s>")
+    )
 
 
 class Pairs:

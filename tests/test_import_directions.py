@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import tomllib
 
+from import_statements import PACKAGE, ROOT, imports, package_of
 from sinkprune import entry_points
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = "sinkprune"
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": set(),
     "runtime": {"contract"},
@@ -28,83 +23,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"contract", "export"},
 }
 """Which of our folders each folder may import, itself aside."""
-LAYERS: dict[str, tuple[str, ...]] = {
-    "export": (
-        "__init__ precision dialects presets progress config_fields",
-        "graph",
-        "vit qwen2_5_vision qwen2_vision llama",
-        "pruning",
-        "methods planning",
-        "checkpoint text",
-        "families",
-        "source",
-        "bundle_writer",
-        "command",
-    ),
-    "runtime": (
-        "__init__ answer answer_text block_chain embedding grid_boxes image_settings images jpeg_scans "
-        "onnxruntime_library peak_memory pixel_values plot prompt rotary sampling stopwatch tensorrt_library "
-        "torchvision_resize",
-        "device",
-        "backends",
-        "clip video_file square_processor llava_next_processor qwen_processor window_index",
-        "families",
-        "pictures request context_length",
-        "chain",
-        "encoding prompt_rows decoding",
-        "observer",
-        "pipeline",
-        "overlay profile",
-        "commands",
-    ),
-}
-"""The modules and packages of a folder, lowest first: none imports one of a layer above."""
-APART = {"export": ("pruning methods planning", "vit qwen2_5_vision qwen2_vision llama")}
-"""Modules and packages of a folder that stand side by side: neither imports the other."""
 FOLDERS_WITHOUT_TORCH = {"contract", "runtime", "jetson"}
 HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}
 ENGINE_LIBRARIES = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
 LIGHTEST = {*sys.stdlib_module_names, "numpy"}
 OPTIONAL = {"cryptography"}
 """What contract/ imports when it is asked for, and does without where it is not installed."""
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module, absolute, and whether a function must be called for it."""
-
-    module: str
-    line: int
-    in_function: bool
-
-
-def imports(source: str, package: str) -> list[Import]:
-    """Every module that `source`, a module within `package`, imports."""
-    return list(_imports(ast.parse(source), package, in_function=False))
-
-
-def _imports(node: ast.AST, package: str, *, in_function: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        line = getattr(child, "lineno", 0)
-        for module in _modules(child, package):
-            yield Import(module, line, in_function)
-        body_waits = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield from _imports(child, package, in_function=in_function or body_waits)
-
-
-def _modules(node: ast.AST, package: str) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-        base = ".".join([*above, *filter(None, [node.module])])
-        # What is imported from a package may be a module of it.
-        return [f"{base}.{alias.name}" for alias in node.names]
-    if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if name in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-            return [node.args[0].value]
-    return []
 
 
 def our_folder(module: str) -> str | None:
@@ -132,46 +56,6 @@ def violations(source: str, folder: str, package: str) -> list[str]:
         if root in ENGINE_LIBRARIES and not imported.in_function:
             found.append(f"line {imported.line}: import {root} inside a function only")
     return found
-
-
-def wrong_ways(folder: str, sources: Mapping[Path, str]) -> list[str]:
-    """What is wrong with how modules of `folder`, by their paths in the repository, import each other."""
-    height = {part: number for number, layer in enumerate(LAYERS[folder]) for part in layer.split()}
-    modules = {".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__"): path for path in sources}
-    found, needs = [], {}
-    for name, path in modules.items():
-        part, needs[name] = name.split(".")[0], set[str]()
-        if part not in height:
-            found.append(f"{path} is in no layer of {folder}/")
-            continue
-        for imported in imports(sources[path], package_of(ROOT / path)):
-            wanted = _known(imported.module.removeprefix(f"{PACKAGE}.{folder}."), modules)
-            other = wanted.split(".")[0]
-            sides = [{part, other} & set(side.split()) for side in APART.get(folder, ())]
-            if height.get(other, 0) > height[part]:
-                found.append(f"{path}, line {imported.line}: {other} is of a layer above")
-            if part != other and len(sides) == 2 and all(sides):
-                found.append(f"{path}, line {imported.line}: {part} and {other} stand side by side")
-            # A package may choose one of its own modules when it is called.
-            if wanted != name and not (imported.in_function and wanted.startswith(f"{name}.")):
-                needs[name].add(wanted)
-    try:
-        TopologicalSorter(needs).prepare()
-    except CycleError as error:
-        found.append(f"a cycle: {' <- '.join(error.args[1])}")
-    return found
-
-
-def _known(name: str, modules: Collection[str]) -> str:
-    """The module that `name` is or stands in; empty where it is none of `modules`."""
-    while name and name not in modules:
-        name = name.rpartition(".")[0]
-    return name
-
-
-def package_of(path: Path) -> str:
-    """The package a file of the repository is installed in."""
-    return ".".join([PACKAGE, *path.relative_to(ROOT).parent.parts])
 
 
 def source_files() -> list[Path]:
@@ -278,45 +162,6 @@ def test_what_is_allowed_is_not_complained_of(folder: str, source: str) -> None:
     assert violations(source, folder, f"{PACKAGE}.{folder}") == []
 
 
-@pytest.mark.parametrize("folder", LAYERS)
-def test_imports_within_a_folder_run_one_way(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
-    assert wrong_ways(folder, {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in files}) == []
-    parts = {path.relative_to(ROOT / folder).with_suffix("").parts[0] for path in files}
-    declared = [part for layer in LAYERS[folder] for part in layer.split()]
-    assert sorted(parts) == sorted(declared)
-
-
-@pytest.mark.parametrize(
-    ("sources", "complaint"),
-    [
-        ({"graph.py": "from sinkprune.export.pruning import shares", "pruning/shares.py": ""}, "layer above"),
-        (
-            {"graph.py": "def f():\n    import sinkprune.export.text", "text.py": ""},
-            "line 2: text is of",
-        ),
-        ({"pruning/shares.py": "from ..methods import load_method", "methods/__init__.py": ""}, "layer above"),
-        ({"__init__.py": "from . import graph", "graph.py": ""}, "layer above"),
-        ({"pruning/plan.py": "from sinkprune.export.vit import ViT", "vit.py": ""}, "pruning and vit stand side"),
-        ({"llama.py": "from .pruning.plan import UpTo", "pruning/plan.py": ""}, "llama and pruning stand side"),
-        ({"pruning/a.py": "from . import b", "pruning/b.py": "from .a import c"}, "a cycle: pruning."),
-        ({"text.py": "from . import checkpoint", "checkpoint.py": "def f():\n    from . import text"}, "a cycle"),
-        ({"methods/__init__.py": "from .dart import x", "methods/dart.py": "from . import y"}, "a cycle"),
-        ({"clip.py": ""}, "in no layer"),
-    ],
-)
-def test_a_wrong_way_is_found(sources: dict[str, str], complaint: str) -> None:
-    found = wrong_ways("export", {Path("export", path): source for path, source in sources.items()})
-    assert any(complaint in line for line in found), found
-
-
-def test_a_package_may_choose_one_of_its_modules() -> None:
-    choosing = "def f():\n    from sinkprune.runtime.device.cuda_python import CudaPythonDevice"
-    chosen = "from sinkprune.runtime.device import Address"
-    sources = {Path("runtime/device/__init__.py"): choosing, Path("runtime/device/cuda_python.py"): chosen}
-    assert wrong_ways("runtime", sources) == []
-
-
 def test_relative_imports_are_resolved_against_their_package() -> None:
     found = imports(
         "from . import a\nfrom .b import c\nfrom .. import d\nfrom ...e import f",
@@ -363,6 +208,7 @@ def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
     loaded = set(result.stdout.split())
     assert {name for name in loaded if name.startswith(PACKAGE)} == {
         *("sinkprune", "sinkprune.contract", "sinkprune.contract.command", "sinkprune.contract.errors"),
+        "sinkprune.contract.terminal",
         "sinkprune.entry_points",
     }
     assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, PACKAGE}

@@ -253,10 +253,10 @@ def test_what_appears_during_an_export_is_not_replaced(
 @pytest.mark.parametrize(
     ("option", "count", "said"),
     [
-        ("--max-images", 0, "at least 1 and at most 10000"),
-        ("--max-images", 10**30, "at most 10000"),
-        ("--max-frames", -1, "0 for no video"),
-        ("--max-frames", 10**30, "at most 1000000"),
+        ("--max-images", 0, "from 1 to 10000"),
+        ("--max-images", 10**30, "from 1 to 10000"),
+        ("--max-frames", -1, "from 0 to 100000"),
+        ("--max-frames", 10**30, "from 0 to 100000"),
     ],
 )
 def test_counts_beyond_all_reason(option: str, count: int, said: str, tmp_path: Path) -> None:

@@ -138,13 +138,9 @@ def test_empty_prompts_and_what_is_no_text_are_refused(text: Any) -> None:
 
 
 def test_a_tokenizer_without_the_image_token_is_refused(tokenizer_folder: Path) -> None:
-    (tokenizer_folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    tokenizer_json = (tokenizer_folder / "tokenizer.json").read_bytes()
     with pytest.raises(BundleError, match="no image token 999"):
-        PromptEncoder(
-            tokenizer_folder / "tokenizer.json",
-            tokenizer_folder / "chat_template.jinja",
-            Tokens(999, (2,), "<s>", "</s>"),
-        )
+        PromptEncoder(tokenizer_json, TEMPLATE.encode(), Tokens(999, (2,), "<s>", "</s>"))
 
 
 def test_an_image_token_need_not_be_marked_special(tokenizer_folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.errors import BudgetError, PromptError, UsageError
+from sinkprune.contract.errors import BudgetError, BundleError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.decoding import prefill
 from sinkprune.runtime.observer import Observer
@@ -79,7 +79,7 @@ def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeli
     pipe = pipeline("gqa-112")
     pruned = watched(pipe, photo, budget="retain-64", max_new_tokens=1)
     planned = schedule(pipe.bundle.manifest, "sinkpruner", "none", [pruned.pictures[0].layout])
-    with pytest.raises(ValueError, match="64 visual rows and the prompt 15"):
+    with pytest.raises(BundleError, match="kept 15 visual tokens, the bundle says 64"):
         prefill(pipe.chain, planned, pruned.rows, Stopwatch(pipe.backend))
 
 

@@ -281,7 +281,7 @@ def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], sm
 def test_at_least_one_whole_token_must_be_asked_for(
     count: Any, scripted: Callable[[str], Pipeline], small: Image.Image
 ) -> None:
-    with pytest.raises(UsageError, match=f"max new tokens is {count}"):
+    with pytest.raises(UsageError, match=f"max new tokens is {count!r}"):
         scripted("words").generate(small, "What is this?", max_new_tokens=count)
 
 

@@ -1,0 +1,10 @@
+"""What may be asked of an export, in numbers: bounds that no model reaches."""
+
+from __future__ import annotations
+
+from sinkprune.contract.ranges import WholeNumber
+
+MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
+MAX_FRAMES = WholeNumber("--max-frames", 0, 10**5)
+MIN_PIXELS = WholeNumber("--min-pixels", 1, 10**9)
+MAX_PIXELS = WholeNumber("--max-pixels", 1, 10**9)
