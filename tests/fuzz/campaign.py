@@ -1,0 +1,139 @@
+"""Trying cases on several workers at once, with a line of progress; what fails is saved, once for each cause."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, Queue
+
+from fuzz.cases import Case
+from fuzz.subjects import Subjects
+from fuzz.trial import try_case
+from fuzz.verdict import Fault
+from fuzz.workers import Worker
+
+_QUOTED, _NUMBER = re.compile(r"'[^']*'"), re.compile(r"0x[0-9a-f]+|-?[0-9]+(\.[0-9]+)?")
+
+
+@dataclass
+class Failure:
+    """Cases that fail in the same way: the first of them, and how many there were."""
+
+    kind: str
+    case: Case
+    fault: Fault
+    count: int = 1
+
+
+@dataclass
+class Campaign:
+    """What was tried so far, and what came of it."""
+
+    started: float = field(default_factory=time.monotonic)
+    tried: int = 0
+    failures: dict[str, Failure] = field(default_factory=dict)
+    """By what the fault looks like, names and numbers aside."""
+    seconds_by_kind: dict[str, float] = field(default_factory=dict)
+    tried_by_kind: dict[str, int] = field(default_factory=dict)
+
+    def line(self) -> str:
+        seconds = time.monotonic() - self.started
+        failed = sum(failure.count for failure in self.failures.values())
+        return (
+            f"{self.tried} cases in {seconds:.0f} s, {self.tried / max(seconds, 1e-9):.1f} a second; "
+            f"{failed} failed, of {len(self.failures)} causes"
+        )
+
+
+def run_campaign(
+    cases: Iterator[tuple[str, Case]], subjects: Subjects, workers: list[Worker], seconds: float, save_to: Path | None
+) -> Campaign:
+    """Try `cases` until there are no more, `seconds` are over or Ctrl-C is pressed; `save_to` gets what fails."""
+    campaign, lock, end = Campaign(), threading.Lock(), threading.Event()
+    problems: Queue[BaseException] = Queue()
+
+    def work(worker: Worker) -> None:
+        try:
+            while not end.is_set():
+                with lock:
+                    kind, case = next(cases, (None, None))
+                if kind is None or case is None:
+                    return
+                began = time.monotonic()
+                faults = try_case(case, subjects, worker)
+                with lock:
+                    _count(campaign, kind, time.monotonic() - began)
+                    for fault in faults:
+                        _note(campaign, kind, case, fault, save_to)
+        except BaseException as error:
+            problems.put(error)
+            end.set()
+
+    threads = [threading.Thread(target=work, args=[worker], daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads):
+            if time.monotonic() - campaign.started > seconds:
+                break
+            _show(campaign)
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        pass
+    end.set()
+    for thread in threads:
+        thread.join()
+    _show(campaign)
+    try:
+        raise problems.get_nowait()
+    except Empty:
+        return campaign
+
+
+def signature(fault: Fault) -> str:
+    """What faults of one cause have in common: names, numbers and values are left out."""
+    words = _QUOTED.sub("_", fault.detail)
+    return f"{fault.kind}: {_NUMBER.sub('#', words)[:160]}"
+
+
+def _count(campaign: Campaign, kind: str, seconds: float) -> None:
+    campaign.tried += 1
+    campaign.tried_by_kind[kind] = campaign.tried_by_kind.get(kind, 0) + 1
+    campaign.seconds_by_kind[kind] = campaign.seconds_by_kind.get(kind, 0.0) + seconds
+
+
+def _note(campaign: Campaign, kind: str, case: Case, fault: Fault, save_to: Path | None) -> None:
+    # Of what changed an answer, each field is a cause of its own.
+    place = json.dumps(case.json(), sort_keys=True)[:200] if fault.kind == "answer" else ""
+    cause = signature(fault) + place
+    if cause in campaign.failures:
+        campaign.failures[cause].count += 1
+        return
+    campaign.failures[cause] = Failure(kind, case, fault)
+    if save_to is not None:
+        path = save_case(case, fault, save_to)
+        sys.stdout.write(f"\r\x1b[K{fault.kind}: {fault.detail[:300]}\n    python -m fuzz.replay {path}\n")
+
+
+def save_case(case: Case, fault: Fault, folder: Path) -> Path:
+    """Write a case as a line of the corpus into a file of its own, with what was wrong in another; its path."""
+    line = json.dumps(case.json()) + "\n"
+    name = f"{fault.kind.replace(' ', '-')}-{hashlib.sha256(line.encode()).hexdigest()[:10]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.txt").write_text(f"{fault.kind}: {fault.detail}\n", encoding="utf-8")
+    path = folder / f"{name}.json"
+    path.write_text(line, encoding="utf-8")
+    return path
+
+
+def _show(campaign: Campaign) -> None:
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\r\x1b[K{campaign.line()}")
+        sys.stdout.flush()

@@ -1,0 +1,112 @@
+"""Small real pictures and clips of every format that can be written here, to be damaged."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tempfile
+import zlib
+from functools import cache
+from pathlib import Path
+
+from PIL import Image, features
+
+from fuzz.subjects import PHOTOS, silent_libraries
+from video_files import write_video
+
+# By Pillow's name of the format, with the modes in which decoders differ.
+_FORMATS: dict[str, tuple[str, ...]] = {
+    "JPEG": ("RGB", "L", "CMYK"),
+    "PNG": ("RGB", "RGBA", "P", "I;16", "1", "LA"),
+    "WEBP": ("RGB", "RGBA"),
+    "BMP": ("RGB", "P", "1"),
+    "GIF": ("P", "L"),
+    "TIFF": ("RGB", "CMYK", "F", "1"),
+    "AVIF": ("RGB",),
+    "JPEG2000": ("RGB", "RGBA"),
+    "DDS": ("RGBA",),
+    "ICO": ("RGBA",),
+    "ICNS": ("RGBA",),
+    "PPM": ("RGB", "L"),
+    "TGA": ("RGB",),
+    "PCX": ("P",),
+    "SGI": ("RGB",),
+    "QOI": ("RGB",),
+    "EPS": ("RGB",),
+    "IM": ("RGB",),
+    "MPO": ("RGB",),
+    "SPIDER": ("F",),
+    "XBM": ("1",),
+}
+_CLIPS = {
+    ".mp4": "mpeg4",
+    ".mkv": "mpeg4",
+    ".webm": "libvpx",
+    ".mov": "libx264",
+    ".avi": "mjpeg",
+    ".flv": "flv1",
+    ".ts": "mpeg2video",
+    ".mpg": "mpeg1video",
+    ".wmv": "wmv2",
+    ".gif": "gif",
+    ".hevc.mp4": "libx265",
+    ".vp9.webm": "libvpx-vp9",
+}
+_SIDE = 8000
+
+
+@cache
+def pictures() -> dict[str, bytes]:
+    """By format and mode; formats that this Pillow cannot write are left out."""
+    photo = Image.open(PHOTOS / "chelsea.jpg").resize((96, 64))
+    made = {}
+    for name, modes in _FORMATS.items():
+        for mode in modes:
+            if name == "AVIF" and not features.check("avif"):
+                continue
+            # What is converted to 16 bits must be grey already.
+            picture, buffer = (photo.convert("L") if mode == "I;16" else photo).convert(mode), io.BytesIO()
+            options = {"compression": "tiff_lzw"} if name == "TIFF" and mode == "RGB" else {}
+            try:
+                picture.save(buffer, name, **options)
+            except (OSError, KeyError, ValueError):
+                continue
+            made[f"{name}-{mode}"] = buffer.getvalue()
+    return made
+
+
+def huge_pictures() -> dict[str, bytes]:
+    """Few bytes that say they are of very many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    made = {}
+    for side in (13_000, 13_300, 20_000, 2**31 - 1):
+        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b""))
+        made[f"png-{side}"] = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*parts) for parts in chunks)
+    for name in ("JPEG", "WEBP", "GIF", "TIFF", "BMP", "JPEG2000"):
+        buffer = io.BytesIO()
+        options = {"compression": "tiff_deflate"} if name == "TIFF" else {}
+        Image.new("1" if name == "BMP" else "L", (_SIDE, _SIDE)).save(buffer, name, **options)
+        made[f"{name}-{_SIDE}"] = buffer.getvalue()
+    return made
+
+
+@cache
+def clips() -> dict[str, bytes]:
+    """By the end of the name; codecs that this PyAV lacks are left out."""
+    import av
+
+    frames = [Image.open(PHOTOS / "rocket.jpg").resize((96, 64)).rotate(turn) for turn in range(0, 30, 5)]
+    made = {}
+    with tempfile.TemporaryDirectory() as folder, silent_libraries():
+        for ending, codec in _CLIPS.items():
+            path = Path(folder) / f"clip{ending}"
+            try:
+                write_video(path, frames, codec=codec)
+            except (av.error.FFmpegError, ValueError):
+                continue
+            made[ending] = path.read_bytes()
+    return made
