@@ -12,27 +12,36 @@ from pathlib import Path
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.graph_contract import check_interfaces
+from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER, Manifest
-from sinkprune.contract.manifest_file import Folder, outside
+from sinkprune.contract.manifest_file import Folder
+from sinkprune.contract.trust import ANY, Trust
 
 
 class Bundle(Folder[Manifest]):
-    """A bundle that was read: where it lies and what its manifest says."""
+    """A bundle that was read: where it lies, what its manifest says, and its files, held open."""
 
     kind = BUNDLE
+
+    def graph_file(self, graph: str) -> HeldFile:
+        """The ONNX file of the graph that bears this name in the manifest."""
+        return self.files[self.manifest.graphs[graph].file]
 
     def graph_path(self, graph: str) -> Path:
         """The path of the ONNX file of the graph that bears this name in the manifest."""
         return self.path / self.manifest.graphs[graph].file
 
 
-def read_bundle(path: str | os.PathLike[str]) -> Bundle:
-    """The bundle at `path`, its manifest validated and every file present at its size; raises `BundleError`."""
+def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
+    """The bundle at `path`: its manifest validated, and every file present at its size and held open.
+
+    Raises `BundleError`, also for a manifest that is not the one that `trust` expects. The files' sums are not
+    compared: see `Bundle.verify`.
+    """
     root = Path(path)
-    manifest = BUNDLE.read(root, Manifest)
+    manifest, sha256 = BUNDLE.read(root, Manifest, trust)
     _check_consistent(root / MANIFEST, manifest)
-    BUNDLE.check_sizes(root, manifest.files)
-    return Bundle(root, manifest)
+    return Bundle(root, manifest, sha256, BUNDLE.hold(root, manifest.files), trust)
 
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:
@@ -68,9 +77,6 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
                 f"{len(stages)} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
                 "Export the bundle again."
             )
-    for name in [*manifest.files, *(graph.file for graph in manifest.graphs.values())]:
-        if outside(name):
-            raise BundleError(f"'{path}' names the file '{name}', which lies outside the bundle.")
     needed = [EMBEDDING, TOKENIZER, CHAT_TEMPLATE, *(graph.file for graph in manifest.graphs.values())]
     unlisted = [name for name in needed if name not in manifest.files]
     if unlisted:

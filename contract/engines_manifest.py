@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile, outside
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile
+from sinkprune.contract.trust import ANY, Trust
 
 FORMAT_VERSION = 2
 MANIFEST = "engines.json"
@@ -117,32 +119,33 @@ ENGINES = ManifestFile(
 
 
 class Engines(Folder[EnginesManifest]):
-    """A folder of engines that was read: where it lies and what its `engines.json` says."""
+    """A folder of engines that was read: where it lies, what its `engines.json` says, and its files, held open."""
 
     kind = ENGINES
+
+    def engine_file(self, graph: str) -> HeldFile:
+        """The file of the engine of the graph of that name, as in the bundle."""
+        return self.files[self.manifest.engines[graph].file]
 
     def engine_path(self, graph: str) -> Path:
         """The path of the engine of the graph of that name, as in the bundle."""
         return self.path / self.manifest.engines[graph].file
 
 
-def read_engines(path: str | os.PathLike[str]) -> Engines:
-    """The engines in the folder `path`, their manifest validated and every file present at its size.
+def read_engines(path: str | os.PathLike[str], trust: Trust = ANY) -> Engines:
+    """The engines in the folder `path`: their manifest validated, and every file present at its size and held open.
 
-    Raises `EnginesError`. Sums are not compared: see `Engines.verify`.
+    Raises `EnginesError`, also for a manifest that is not the one that `trust` expects. Sums are not compared: see
+    `Engines.verify`.
     """
     root = Path(path)
-    manifest = ENGINES.read(root, EnginesManifest)
+    manifest, sha256 = ENGINES.read(root, EnginesManifest, trust)
     _check_consistent(root / MANIFEST, manifest)
-    ENGINES.check_sizes(root, manifest.files)
-    return Engines(root, manifest)
+    return Engines(root, manifest, sha256, ENGINES.hold(root, manifest.files), trust)
 
 
 def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
-    """Refuse a manifest whose parts do not fit each other, or whose files lie outside its folder."""
-    for name in [*manifest.files, *(engine.file for engine in manifest.engines.values())]:
-        if outside(name):
-            raise EnginesError(f"'{path}' names the file '{name}', which lies outside its folder.")
+    """Refuse a manifest whose parts do not fit each other."""
     for graph, engine in manifest.engines.items():
         if engine.file not in manifest.files:
             raise EnginesError(f"'{path}' has no size and sha256 for '{engine.file}'. {ENGINES.again}")

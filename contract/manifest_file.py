@@ -1,6 +1,7 @@
 """A folder with a manifest: a JSON file that names every other file with its size and sha256.
 
-What reading a bundle and reading engines have in common. Nothing is loaded before all of it was checked.
+What reading a bundle and reading engines have in common, and the one place that decides what of a folder may be
+loaded: files that the manifest lists, held open from then on (`sinkprune.contract.held_files`), and none beside them.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.schema import SchemaError, from_json, to_json
+from sinkprune.contract.signature import SIGNATURE_BYTES, Sign, verify_signature
+from sinkprune.contract.trust import Trust
+from sinkprune.contract.untrusted import MANIFEST_BYTES, MissingError, UnreadableError, parsed_json, read_bytes
 
 T = TypeVar("T")
 M = TypeVar("M", bound="Lists")
@@ -49,16 +55,23 @@ class ManifestFile:
     former: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     """By older format version: what puts its JSON into the words of the next."""
 
-    def read(self, root: Path, kind: type[T]) -> T:
-        """The manifest in the folder `root`, as the dataclass `kind`; raises `error`."""
+    def read(self, root: Path, kind: type[T], trust: Trust) -> tuple[T, str]:
+        """The manifest in the folder `root`, as the dataclass `kind`, and its sha256; raises `error`."""
         path = root / self.name
-        data = self._parse(root, path)
-        version = data.get("format_version") if isinstance(data, dict) else None
+        data = self._bytes(root)
+        digest = hashlib.sha256(data).hexdigest()
+        # Before anything is made of what it says
+        self._check_trust(path, data, digest, trust)
+        try:
+            parsed = parsed_json(data)
+        except UnreadableError as error:
+            raise self.error(f"'{path}' {error}. {self.again}") from error
+        version = parsed.get("format_version") if isinstance(parsed, dict) else None
         read = " and ".join(map(str, [self.format_version, *self.former]))
         if type(version) is not int or version not in (self.format_version, *self.former):
             raise self.error(f"'{path}' has format version {version!r}, this sinkprune reads {read}. {self.upgrade}")
         try:
-            return from_json(kind, self._current(data))
+            return from_json(kind, self._current(parsed)), digest
         except SchemaError as error:
             raise self.error(f"'{path}' is malformed at {error}. {self.again}") from error
 
@@ -72,29 +85,54 @@ class ManifestFile:
                 raise SchemaError(f"$: not of format version {version} ({type(error).__name__}: {error})") from error
         return data
 
-    def write(self, root: Path, manifest: Any) -> None:
-        """Write the manifest into the folder `root`."""
-        text = json.dumps(to_json(manifest), indent=1) + "\n"
-        (root / self.name).write_text(text, encoding="utf-8")
+    def write(self, root: Path, manifest: Any, sign: Sign | None = None) -> None:
+        """Write the manifest into the folder `root`, and with `sign` its signature beside it."""
+        data = _encoded(manifest)
+        (root / self.name).write_bytes(data)
+        if sign is not None:
+            (root / self.signature).write_bytes(sign(data))
 
-    def check_sizes(self, root: Path, files: Mapping[str, FileSpec]) -> None:
-        """Refuse a file that is missing or not of its size; raises `error`."""
-        for name, spec in files.items():
-            found = _size(root / name)
-            if found is None:
-                raise self.error(f"{self.folder} '{root}': file '{name}' is missing. {self.again}")
-            if found != spec.size:
+    def sha256(self, manifest: Any) -> str:
+        """The sha256 of the manifest as `write` writes it, in hexadecimal."""
+        return hashlib.sha256(_encoded(manifest)).hexdigest()
+
+    def hold(self, root: Path, files: Mapping[str, FileSpec]) -> dict[str, HeldFile]:
+        """Every file that the manifest lists, of its size and held open.
+
+        A file that is missing, no regular file or of another size is refused, and so is one that nobody listed;
+        raises `error`.
+        """
+        for name in files:
+            if outside(name):
                 raise self.error(
-                    f"{self.folder} '{root}': file '{name}' has {found} bytes (sha256 {sha256(root / name)}), "
-                    f"expected {spec.size} bytes (sha256 {spec.sha256}). {self.again}"
+                    f"'{root / self.name}' names the file '{name}', which lies outside the {self.folder}."
                 )
+        held = {name: HeldFile(root / name, partial(self._refusal, root, name)) for name in files}
+        for name, file in held.items():
+            if file.size != files[name].size:
+                raise self.error(
+                    f"{self.folder} '{root}': file '{name}' has {file.size} bytes (sha256 {file.sha256()}), "
+                    f"expected {files[name].size} bytes (sha256 {files[name].sha256}). {self.again}"
+                )
+        listed = {*files, self.name, self.signature}
+        for name in map(str, _all_below(root)):
+            if name not in listed:
+                raise self.error(
+                    f"{self.folder} '{root}': nobody listed the file '{name}', so nobody can tell whose it is. "
+                    f"Move it elsewhere, or {self.again[0].lower()}{self.again[1:]}"
+                )
+        return held
 
     def check_sums(
-        self, root: Path, files: Mapping[str, FileSpec], on_bytes: Callable[[int], None] = lambda count: None
+        self,
+        root: Path,
+        held: Mapping[str, HeldFile],
+        files: Mapping[str, FileSpec],
+        on_bytes: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Compare every file with its sha256; `on_bytes` is told of progress. Raises `error`."""
+        """Compare every held file with its sha256; `on_bytes` is told of progress. Raises `error`."""
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            found = pool.map(lambda name: sha256(root / name, on_bytes), files)
+            found = pool.map(lambda name: held[name].sha256(on_bytes), files)
             for (name, spec), digest in zip(files.items(), found, strict=True):
                 if digest != spec.sha256:
                     raise self.error(
@@ -102,18 +140,47 @@ class ManifestFile:
                         f"{spec.sha256}. {self.again}"
                     )
 
-    def _parse(self, root: Path, path: Path) -> Any:
+    @property
+    def signature(self) -> str:
+        """The name of the file beside the manifest that holds its signature, where it was signed."""
+        return f"{self.name}.sig"
+
+    def _bytes(self, root: Path) -> bytes:
+        path = root / self.name
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError) as error:
+            return read_bytes(path, MANIFEST_BYTES, follow_links=False)
+        except MissingError as error:
             raise self.error(
                 f"'{root}' is not {self.a_folder}: it holds no {self.name}. "
                 f"Make one with: {self.make.format(root=root)}"
             ) from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise self.error(f"'{path}' cannot be read: {error}. {self.again}") from error
-        except (ValueError, RecursionError) as error:
-            raise self.error(f"'{path}' is not JSON: {error}. {self.again}") from error
+        except UnreadableError as error:
+            raise self.error(f"'{path}' {error}. {self.again}") from error
+
+    def _check_trust(self, path: Path, data: bytes, digest: str, trust: Trust) -> None:
+        if trust.sha256 is not None and trust.sha256 != digest:
+            raise self.error(
+                f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the one that is meant: "
+                f"{self.again[0].lower()}{self.again[1:]}"
+            )
+        if trust.signed_by is None:
+            return
+        signature = path.with_name(self.signature)
+        try:
+            signed = read_bytes(signature, SIGNATURE_BYTES, follow_links=False)
+        except UnreadableError as error:
+            raise self.error(
+                f"'{signature}' {error}: the {self.folder} bears no signature to compare with "
+                f"'{trust.signed_by}'. Make it again with --sign, or get a signed one."
+            ) from error
+        if not verify_signature(trust.signed_by, data, signed):
+            raise self.error(
+                f"'{path}' was not signed with the key that belongs to '{trust.signed_by}', or was altered since. "
+                f"Do not use it: {self.again[0].lower()}{self.again[1:]}"
+            )
+
+    def _refusal(self, root: Path, name: str, reason: str) -> SinkpruneError:
+        return self.error(f"{self.folder} '{root}': file '{name}' {reason}. {self.again}")
 
 
 class Lists(Protocol):
@@ -126,11 +193,17 @@ class Lists(Protocol):
 
 @dataclass(frozen=True)
 class Folder(Generic[M]):
-    """A folder with a manifest that was read: where it lies and what its manifest says."""
+    """A folder with a manifest that was read: where it lies, what its manifest says, and its files, held open."""
 
     kind: ClassVar[ManifestFile]
     path: Path
     manifest: M
+    sha256: str
+    """The manifest's own sha256, in hexadecimal; it stands for all files, whose sums the manifest holds."""
+    files: Mapping[str, HeldFile]
+    """Every file that the manifest lists, by its name there."""
+    trust: Trust
+    """What the manifest was compared with when it was read."""
 
     def file(self, name: str) -> Path:
         """The path of the file that the manifest calls `name`."""
@@ -138,7 +211,7 @@ class Folder(Generic[M]):
 
     def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
         """Compare every file with its sha256; `on_bytes` is told of bytes read. Raises the kind's `error`."""
-        self.kind.check_sums(self.path, self.manifest.files, on_bytes)
+        self.kind.check_sums(self.path, self.files, self.manifest.files, on_bytes)
 
 
 def file_specs(root: Path) -> dict[str, FileSpec]:
@@ -152,17 +225,21 @@ def outside(name: str) -> bool:
     return Path(name).is_absolute() or ".." in Path(name).parts
 
 
-def sha256(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-    """The sha256 of a file, in hexadecimal."""
+def sha256(path: Path) -> str:
+    """The sha256 of a file of our own making, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
             digest.update(block)
-            on_bytes(len(block))
     return digest.hexdigest()
 
 
-def _size(path: Path) -> int | None:
-    """The size of a file; None where there is none, or cannot be one by that name."""
-    # os.path, unlike pathlib in Python 3.11, says no to names the system does not take.
-    return path.stat().st_size if os.path.isfile(path) else None  # noqa: PTH113
+def _encoded(manifest: Any) -> bytes:
+    return (json.dumps(to_json(manifest), indent=1) + "\n").encode()
+
+
+def _all_below(root: Path) -> Iterator[Path]:
+    """Everything below `root` but folders, relative to it; links are not followed."""
+    for folder, folders, names in os.walk(root):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        yield from (Path(folder).relative_to(root) / name for name in sorted([*names, *links]))

@@ -17,12 +17,13 @@ from sinkprune.contract.engines_manifest import (
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.folders import replacing
-from sinkprune.contract.manifest import MANIFEST
-from sinkprune.contract.manifest_file import file_specs, sha256
+from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.signature import Sign
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
+from sinkprune.runtime.backends.models import Model
 
 # What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
 _CODE_BYTES = 16 << 20
@@ -35,10 +36,12 @@ def build_engines(
     limits: Limits,
     *,
     force: bool = False,
+    sign: Sign | None = None,
     progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`; with `force`, engines that are there are replaced.
 
+    `sign` signs their manifest (`sinkprune.contract.signature.read_private_key`).
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
     as it was. Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
     """
@@ -59,7 +62,7 @@ def build_engines(
             target=builder.target,
             library_version=builder.library_version,
             compute_capabilities=builder.compute_capabilities,
-            bundle_sha256=sha256(bundle.file(MANIFEST)),
+            bundle_sha256=bundle.sha256,
             checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
             plugins=builder.plugins,
             flags=builder.flags,
@@ -67,7 +70,7 @@ def build_engines(
             engines=engines,
             files=file_specs(root),
         )
-        ENGINES.write(root, manifest)
+        ENGINES.write(root, manifest, sign)
     return manifest
 
 
@@ -77,7 +80,7 @@ def _engine(
     """Write the engine of `graph` below `root`."""
     file = f"engines/{graph}{builder.suffix}"
     (root / file).parent.mkdir(parents=True, exist_ok=True)
-    job = Job(graph, bundle.graph_path(graph), bundle.manifest.graphs[graph], profiles)
+    job = Job(Model.of_bundle(bundle, graph), profiles)
     start = time.perf_counter()
     try:
         built = builder.build(job, root / file, progress)

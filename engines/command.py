@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkprune.contract.command import run_command
+from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
 
 if TYPE_CHECKING:
     from sinkprune.contract.engines_manifest import EnginesManifest
@@ -37,13 +38,15 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES
     from sinkprune.contract.folders import check_replaceable
+    from sinkprune.contract.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
 
     check_replaceable(options.output, ENGINES, force=options.force)
-    bundle = read_bundle(options.bundle)
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    sign = read_private_key(options.sign) if options.sign else None
     limits = resolve_limits(
         bundle.manifest,
         prompt_tokens=options.max_prompt,
@@ -56,15 +59,20 @@ def _build(arguments: Sequence[str] | None) -> None:
     builder.check_bundle(bundle)
     with TerminalProgress() as progress:
         bundle.verify()
-        manifest = build_engines(bundle, options.output, builder, limits, force=options.force, progress=progress)
+        manifest = build_engines(
+            bundle, options.output, builder, limits, force=options.force, sign=sign, progress=progress
+        )
     summary = _summary(options.output, manifest)
     sys.stdout.write(json.dumps(summary) + "\n" if options.json else _text(options.output, manifest))
 
 
 def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
+    from sinkprune.contract.engines_manifest import ENGINES
+
     return {
         "engines": str(output),
         "bytes": sum(spec.size for spec in manifest.files.values()),
+        "sha256": ENGINES.sha256(manifest),
         "target": manifest.target,
         "library_version": manifest.library_version,
         "compute_capabilities": list(manifest.compute_capabilities),
@@ -75,7 +83,9 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
 
 
 def _text(output: Path, manifest: EnginesManifest) -> str:
-    """Two lines: what was built, and what became of the nodes a plugin may stand in for."""
+    """Three lines: what was built, what became of the nodes a plugin may stand in for, and its sum."""
+    from sinkprune.contract.engines_manifest import ENGINES
+
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
     limits = manifest.limits
@@ -86,6 +96,7 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
         f"{output}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
         f"prompts of {limits.prompt_tokens} tokens, answers of {limits.new_tokens}\n"
         f"sanitizer nodes: {realised}\n"
+        f"sha256 {ENGINES.sha256(manifest)}\n"
     )
 
 
@@ -118,5 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, metavar="N", help="tokens of an answer (default: 512, or what the model takes)")
     add("--max-images", type=int, metavar="N", help="images of a prompt (default: 1)")
     add("--force", action="store_true", help="replace existing engines")
+    add_trust_options(parser)
+    add_sign_option(parser, "the engines")
     add("--json", action="store_true", help="print the summary as JSON")
     return parser

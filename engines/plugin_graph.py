@@ -8,17 +8,16 @@ Source: onnx-tensorrt, `docs/Changelog.md` (10.1: shape inputs; 10.7: plugins be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
 from sinkprune.contract.engines_manifest import Realisation
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugins.descriptions import DOMAIN, PLUGINS, VERSION, Plugin
+from sinkprune.runtime.backends.models import Model
 
 PLUGINS_FIRST = (10, 7)
 """The first TensorRT that prefers a plugin to a function of the same name."""
@@ -26,12 +25,9 @@ PLUGINS_FIRST = (10, 7)
 _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
 
 
-def read_model(path: Path) -> onnx.ModelProto:
-    """The model in the ONNX file `path`, its weights left on disk; raises `EnginesError` if it holds none."""
-    try:
-        return onnx.load(path, load_external_data=False)
-    except DecodeError as error:
-        raise EnginesError(f"{path} holds no ONNX model ({error}). Export the bundle again.") from error
+def read_model(model: Model) -> onnx.ModelProto:
+    """The ONNX model of a graph, its weights left on disk; raises `BackendError` if its file holds none."""
+    return onnx.load_model_from_string(model.onnx)
 
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:

@@ -27,6 +27,7 @@ from sinkprune.contract.manifest import (
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
+from sinkprune.contract.signature import Sign
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
@@ -47,11 +48,13 @@ def export_bundle(
     output: Path,
     *,
     force: bool = False,
+    sign: Sign | None = None,
     progress: Progress = lambda what, weights: None,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
+    `sign` signs its manifest (`sinkprune.contract.signature.read_private_key`).
     `left_out` is told of each budget that a method cannot reach, unless it reaches none: that is a `BudgetError`.
     Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
     `output` is left as it was.
@@ -96,7 +99,7 @@ def export_bundle(
                 graphs=graphs,
                 files=file_specs(root),
             )
-            BUNDLE.write(root, manifest)
+            BUNDLE.write(root, manifest, sign)
         return manifest
 
 

@@ -15,6 +15,7 @@ from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.presets import PRESETS
 
 _EXAMPLES = """\
@@ -48,15 +49,18 @@ def _export(arguments: Sequence[str] | None) -> None:
             f"exporting needs the package '{error.name}', which is not installed. "
             "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
         ) from error
+    from sinkprune.contract.manifest import BUNDLE
+    from sinkprune.contract.signature import read_private_key
     from sinkprune.export.progress import shown_progress
 
     request = ExportRequest(
         **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
     )
+    sign = read_private_key(options.sign) if options.sign else None
     unreachable: list[Unreachable] = []
     with shown_progress() as progress:
         manifest = export_bundle(
-            request, options.output, force=options.force, progress=progress, left_out=unreachable.append
+            request, options.output, force=options.force, sign=sign, progress=progress, left_out=unreachable.append
         )
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
@@ -65,6 +69,7 @@ def _export(arguments: Sequence[str] | None) -> None:
         summary = {
             "bundle": str(options.output),
             "bytes": size,
+            "sha256": BUNDLE.sha256(manifest),
             "budgets": list(manifest.budgets),
             "methods": list(manifest.plans),
             "unreachable": [dataclasses.asdict(plan) for plan in unreachable],
@@ -75,7 +80,10 @@ def _export(arguments: Sequence[str] | None) -> None:
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
         budgets = ", ".join(["none", *manifest.budgets])
-        sys.stdout.write(f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n")
+        sys.stdout.write(
+            f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n"
+            f"sha256 {BUNDLE.sha256(manifest)}\n"
+        )
 
 
 def _size(count: int) -> str:
@@ -144,5 +152,6 @@ def _parser() -> argparse.ArgumentParser:
         help="the vision block whose attention ranks tokens, in towers without a CLS token (default: penultimate)",
     )
     add("--force", action="store_true", help="replace an existing bundle")
+    add_sign_option(parser, "the bundle")
     add("--json", action="store_true", help="print the summary as JSON")
     return parser

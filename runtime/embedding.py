@@ -3,32 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
-from safetensors import safe_open
 
-from sinkprune.contract.precision import Array
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import DTYPES, Array, PrecisionName
+from sinkprune.contract.untrusted import UnreadableError, parsed_json
+
+_DTYPES = {"F32": "fp32", "F16": "fp16"}
+_TABLE = "weight"
+# What stands before the header's own bytes: their number.
+_LENGTH_BYTES = 8
+_HEADER_BYTES = 1 << 20
+
+
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    start: int
 
 
 class Embedding:
-    """`weight` [vocab,d] of a safetensors file, and the rows [d] that stand in it under names of their own."""
+    """`weight` [vocab,d] of a safetensors file, and the rows [d] that stand in it under names of their own.
 
-    def __init__(self, path: Path) -> None:
-        self._file = _open(path)
-        self._rows = self._file.get_slice("weight")
+    Its own few lines read the format (https://github.com/huggingface/safetensors#format): the safetensors package
+    maps the file, and a mapped file that is cut off ends the process.
+    """
+
+    def __init__(self, file: HeldFile, manifest: Manifest) -> None:
+        """Raises `BundleError` for a file without such a table for the manifest's model."""
+        lm = manifest.language_model
+        self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
+        self._dtype = DTYPES[manifest.precision]
+        self._tensors = _read_header(file, manifest.precision)
+        self._table = self._tensor(_TABLE, (self._vocab, self._width))
 
     def __call__(self, ids: Sequence[int]) -> Array:
-        """[len(ids),d] in the table's type."""
-        return np.concatenate([self._rows[0:0], *(self._rows[token : token + 1] for token in ids)])
+        """[len(ids),d] in the table's type; raises `BundleError` for an id that has no row, or an altered file."""
+        rows = np.empty((len(ids), self._width), self._dtype)
+        row_bytes = self._width * self._dtype.itemsize
+        for place, token in enumerate(ids):
+            if not 0 <= token < self._vocab:
+                raise BundleError(
+                    f"the tokenizer gave the token {token}, the embedding table in '{self._file.path}' has "
+                    f"{self._vocab} rows. They do not belong together: export the bundle again."
+                )
+            rows[place] = np.frombuffer(self._file.read_at(self._table + token * row_bytes, row_bytes), self._dtype)
+        return rows
 
     def named(self, name: str) -> Array:
-        """[d] in the table's type: the learned row that bears a name of its own, such as `image_newline`."""
-        row: Array = self._file.get_tensor(name)
-        return row
+        """[d] in the table's type: the learned row that bears a name of its own, such as `image_newline`.
+
+        Raises `BundleError` if there is none.
+        """
+        start = self._tensor(name, (self._width,))
+        return np.frombuffer(self._file.read_at(start, self._width * self._dtype.itemsize), self._dtype)
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> int:
+        """Where the tensor of that name and shape begins in the file."""
+        found = self._tensors.get(name)
+        if found is None or found.shape != shape:
+            told = f"of shape {list(found.shape)}" if found else "not there"
+            raise BundleError(
+                f"'{self._file.path}': its tensor '{name}' is {told}, expected {self._dtype.name}{list(shape)}. "
+                "Export the bundle again."
+            )
+        return found.start
 
 
-def _open(path: Path) -> Any:
-    # safetensors has no types
-    return safe_open(path, framework="np")
+def _read_header(file: HeldFile, precision: PrecisionName) -> dict[str, _Tensor]:
+    """The tensors of this precision by name; raises `BundleError` for what is no safetensors file."""
+
+    def refusal(reason: object) -> BundleError:
+        return BundleError(f"'{file.path}' is no safetensors file: {reason}. Export or copy the bundle again.")
+
+    length = int.from_bytes(file.read_at(0, min(_LENGTH_BYTES, file.size)), "little")
+    first = _LENGTH_BYTES + length
+    if length > _HEADER_BYTES or first > file.size:
+        raise refusal(f"its header would have {length} of {file.size} bytes")
+    try:
+        header = parsed_json(file.read_at(_LENGTH_BYTES, length))
+        tensors = {}
+        for name, entry in header.items():
+            if name == "__metadata__" or _DTYPES.get(entry["dtype"]) != precision:
+                continue
+            shape, (start, end) = tuple(entry["shape"]), entry["data_offsets"]
+            size = prod(shape) * DTYPES[precision].itemsize
+            if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+                raise refusal(f"the tensor '{name}' has sizes that are no whole numbers")
+            if end - start != size or first + end > file.size:
+                raise refusal(f"the tensor '{name}' has {size} bytes, from {start} to {end} of {file.size - first}")
+            tensors[name] = _Tensor(shape, first + start)
+    except (UnreadableError, AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise refusal(f"its header is malformed ({error})") from error
+    return tensors

@@ -7,22 +7,25 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.errors import PromptError, PruningError
+from sinkprune.contract.errors import PromptError, PruningError, UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import PARTS
 from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
+from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.context_length import check_length
 from sinkprune.runtime.decoding import Prefill, decode_one_token, kv_bytes, prefill, surviving_rows
@@ -52,17 +55,20 @@ class Pipeline:
         self, bundle: Bundle, backend: Backend, built: BuiltEngines | None = None, wrap: Wrap | None = None
     ) -> None:
         """Loads the bundle's graphs on `backend`, or the engines `built` from them, each through `wrap`."""
-        manifest, path = bundle.manifest, bundle.graph_path if built is None else built.path
+        manifest = bundle.manifest
+
+        def model(graph: str) -> Model:
+            return built.model(graph) if built else Model.of_bundle(bundle, graph)
 
         def load(graph: str) -> Engine:
-            engine = backend.load(path(graph))
+            engine = backend.load(model(graph))
             return engine if wrap is None else wrap(graph, engine, backend)
 
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         self.family = load_family(manifest)
         self.prompts = PromptEncoder(bundle.file(TOKENIZER), bundle.file(CHAT_TEMPLATE), manifest.tokens)
-        self.embedding = Embedding(bundle.file(EMBEDDING))
+        self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
         self.chain = Chain(manifest, backend, load)
 
     @classmethod
@@ -74,16 +80,28 @@ class Pipeline:
         threads: int | None = None,
         engines: str | os.PathLike[str] | None = None,
         check_sums: bool = True,
+        sha256: str | None = None,
+        engines_sha256: str | None = None,
+        signed_by: str | os.PathLike[str] | None = None,
         wrap: Wrap | None = None,
         during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Pipeline:
         """Load a bundle, read or by its path, or the `engines` that sinkprune-build made of it.
 
-        `check_sums` compares every file with its sha256 first; sizes are compared in any case. `during` is entered
-        with the name of each part that takes its time. Raises `BundleError`, `EnginesError` and `BackendError`.
+        `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
+        the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
+        the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle
+        that was read already was compared by `read_bundle`. `during` is entered with the name of each part that takes
+        its time. Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError`.
         """
-        opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle)
-        built = open_engines(engines, opened) if engines is not None else None
+        key = Path(signed_by) if signed_by is not None else None
+        opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle, Trust(sha256, key))
+        if opened.trust != ANY and not check_sums:
+            raise UsageError(
+                f"the bundle '{opened.path}' is pinned by its sum or a key, and its files were not to be compared "
+                "with it. Leave out --skip-sums (check_sums=False)."
+            )
+        built = open_engines(engines, opened, Trust(engines_sha256, key)) if engines is not None else None
         # What is missing is told before the sums, which take their time.
         library = load_backend(backend, threads, built)
         if check_sums:

@@ -28,8 +28,8 @@ from sinkprune.contract.engines_manifest import (
     OptimisationProfiles,
     Range,
 )
-from sinkprune.contract.manifest import MANIFEST, GraphSpec
-from sinkprune.contract.manifest_file import file_specs, sha256
+from sinkprune.contract.manifest import GraphSpec
+from sinkprune.contract.manifest_file import file_specs
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -303,7 +303,7 @@ def build_fake_engines(
         target="tensorrt",
         library_version=VERSION,
         compute_capabilities=(86, 89),
-        bundle_sha256=sha256(bundle.path / MANIFEST),
+        bundle_sha256=bundle.sha256,
         checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
         plugins={},
         flags={},

@@ -13,6 +13,8 @@ import onnx
 import onnx.inliner
 
 from sinkprune.contract.budgets import Budget
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
 from sinkprune.export import bundle_writer
@@ -27,6 +29,7 @@ from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import Asking, build_select, every_text_row
 from sinkprune.export.pruning.survivors import best, best_of_each_image
 from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.models import Model
 
 Run = Callable[..., dict[str, Array]]
 """A graph as a function from its inputs, by name, to its outputs."""
@@ -133,7 +136,8 @@ def loaded(graph: Graph) -> Run:
     backend = load_backend("ort-cpu", threads=2)
     with tempfile.TemporaryDirectory() as folder:
         spec = graph.save(Path(folder), "graph.onnx")
-        engine = backend.load(Path(folder) / spec.file)
+        file = HeldFile(Path(folder) / spec.file, BundleError)
+        engine = backend.load(Model("graph", spec, spec.file, {spec.file: file}))
 
     def run(**inputs: Array) -> dict[str, Array]:
         outputs = engine({name: backend.tensor(array) for name, array in inputs.items()})

@@ -14,6 +14,7 @@ from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
+from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
@@ -46,7 +47,7 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     add_report_options(parser, "the histogram of the norms")
     options = parser.parse_args(arguments)
     check_report_options(options)
-    bundle = read_bundle(options.bundle)
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
     with status("checking the task"):
         by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
         items = [next(items) for _, items in by_picture]

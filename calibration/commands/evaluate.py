@@ -20,6 +20,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
@@ -63,7 +64,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         raise UsageError(
             f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
         )
-    bundle = read_bundle(options.bundle)
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
         items = load_task(options.task, options.limit)

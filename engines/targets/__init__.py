@@ -9,9 +9,9 @@ from typing import Protocol
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import BackendError, UsageError
-from sinkprune.contract.manifest import GraphSpec
 from sinkprune.engines.preflight import Memory
 from sinkprune.engines.progress import BuildProgress
+from sinkprune.runtime.backends.models import Model
 
 TARGETS: tuple[Target, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 """The libraries that engines can be built by, as `sinkprune-build --target` names them."""
@@ -21,12 +21,8 @@ TARGETS: tuple[Target, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 class Job:
     """One graph that an engine is to be built of."""
 
-    graph: str
-    """The graph's name in the bundle."""
-    model: Path
-    """Its ONNX file, with its weights beside it."""
-    spec: GraphSpec
-    """What it must take and give, by the bundle."""
+    model: Model
+    """Its ONNX file, with its weights beside it, and what it must take and give."""
     optimisation_profiles: OptimisationProfiles
     """The shapes the engine is to take."""
 

@@ -70,11 +70,12 @@ class OnnxRuntimeBuilder:
         entry = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")
         options.add_session_config_entry(f"{entry}_min_size_in_bytes", _EXTERNAL_BYTES)
-        try:
-            self._ort.InferenceSession(job.model, options, providers=[_PROVIDER])
-        except Exception as error:
-            # onnxruntime has no common base class for its errors.
-            raise EnginesError(f"onnxruntime cannot optimise graph '{job.graph}': {error}") from error
+        with job.model.by_path() as path:
+            try:
+                self._ort.InferenceSession(path, options, providers=[_PROVIDER])
+            except Exception as error:
+                # onnxruntime has no common base class for its errors.
+                raise EnginesError(f"onnxruntime cannot optimise graph '{job.model.graph}': {error}") from error
         # It inlines every function.
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
         return Built(optimisation_profiles={}, nodes=nodes, device_memory=None)

@@ -93,12 +93,14 @@ class TensorRTBuilder:
     def _parse(self, job: Job, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)
         # Weights lie beside the file that the path names.
-        if parser.parse(model.SerializeToString(), str(job.model)):
+        with job.model.by_path() as path:
+            parsed = parser.parse(model.SerializeToString(), str(path))
+        if parsed:
             return
         errors = [parser.get_error(number) for number in range(parser.num_errors)]
         told = "; ".join(f"node '{error.node_name()}' ({error.node_operator()}): {error.desc()}" for error in errors)
         raise EnginesError(
-            f"{self.target} {self.library_version} does not parse graph '{job.graph}': {told or _words(log)}. "
+            f"{self.target} {self.library_version} does not parse graph '{job.model.graph}': {told or _words(log)}. "
             "Export the bundle in another --dialect, or use another version of the library."
         )
 
@@ -109,22 +111,23 @@ class TensorRTBuilder:
         """
         inputs = [network.get_input(number) for number in range(network.num_inputs)]
         outputs = [network.get_output(number) for number in range(network.num_outputs)]
-        for role, found, expected in (("input", inputs, job.spec.inputs), ("output", outputs, job.spec.outputs)):
+        bundle = job.model.spec
+        for role, found, expected in (("input", inputs, bundle.inputs), ("output", outputs, bundle.outputs)):
             names, wanted = [tensor.name for tensor in found], [tensor.name for tensor in expected]
             if sorted(names) != sorted(wanted):
                 raise EnginesError(
-                    f"graph '{job.graph}': {self.target} sees the {role}s {', '.join(names)}, the bundle says "
+                    f"graph '{job.model.graph}': {self.target} sees the {role}s {', '.join(names)}, the bundle says "
                     f"{', '.join(wanted)}. Export the bundle again."
                 )
             by_name = {tensor.name: tensor for tensor in found}
             for spec in expected:
-                self._check_tensor(job.graph, role, by_name[spec.name], spec)
+                self._check_tensor(job.model.graph, role, by_name[spec.name], spec)
         taken = [layer.get_input(place) for layer in layers(network) for place in range(layer.num_inputs)]
         read = {tensor.name for tensor in taken if tensor is not None}
         unread = [tensor.name for tensor in inputs if tensor.name not in read]
         if unread:
             raise EnginesError(
-                f"graph '{job.graph}': no layer reads the input '{unread[0]}', so the engine would ignore it. "
+                f"graph '{job.model.graph}': no layer reads the input '{unread[0]}', so the engine would ignore it. "
                 "Export the bundle again; if that does not help, it is an error of sinkprune-export."
             )
 
@@ -149,11 +152,12 @@ class TensorRTBuilder:
                 profile.set_shape(tensor, shapes.min, shapes.opt, shapes.max)
             if config.add_optimization_profile(profile) < 0:
                 raise EnginesError(
-                    f"graph '{job.graph}': {self.target} refuses the optimisation profile '{name}': {_words(log)}."
+                    f"graph '{job.model.graph}': {self.target} refuses the optimisation profile '{name}': "
+                    f"{_words(log)}."
                 )
 
     def _compile(self, job: Job, builder: Any, network: Any, config: Any, log: Any) -> Any:
-        failed = f"{self.target} {self.library_version} cannot build graph '{job.graph}'"
+        failed = f"{self.target} {self.library_version} cannot build graph '{job.model.graph}'"
         try:
             engine = builder.build_serialized_network(network, config)
         except MemoryError as error:

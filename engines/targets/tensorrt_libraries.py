@@ -20,6 +20,7 @@ from sinkprune.engines.plugins import registry
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.targets.tensorrt import HOST_COPIES, TensorRTBuilder, export_again
 from sinkprune.engines.trt10_checker import check_trt10
+from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.tensorrt_library import import_tensorrt
 
@@ -57,7 +58,7 @@ class TensorRT(TensorRTBuilder):
             )
         if manifest.dialect == "opset20":
             for graph in manifest.graphs:
-                check_trt10(read_model(bundle.graph_path(graph)), graph)
+                check_trt10(read_model(Model.of_bundle(bundle, graph)), graph)
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory and the GPU's, with what is free of them; on a board they are one."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
+from sinkprune.runtime.backends.models import Model
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
@@ -22,7 +22,10 @@ class Engine(Protocol):
     """One loaded graph of a bundle, to be called as often as wanted."""
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs by name, from all inputs by name; both are in the backend's own buffers, on its device."""
+        """All outputs by name, from all inputs by name; both are in the backend's own buffers, on its device.
+
+        Raises `BackendError` where the library gives up.
+        """
 
 
 class Backend(Protocol):
@@ -35,8 +38,12 @@ class Backend(Protocol):
     versions: dict[str, str]
     """What reports tell of the library and its device, by name."""
 
-    def load(self, path: Path) -> Engine:
-        """The engine of one graph, from the bundle's ONNX file or a built one; raises `BackendError`."""
+    def load(self, model: Model) -> Engine:
+        """The engine of one graph, from the bundle's ONNX file or a built one.
+
+        Raises `BackendError`, also where it takes or gives something else than the bundle says; and what a held file
+        raises that was altered since it was opened.
+        """
 
     def tensor(self, array: Array) -> Tensor:
         """`array` as a tensor on the device, which may share the array's memory."""

@@ -6,13 +6,12 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_engines
-from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest import MANIFEST
-from sinkprune.contract.manifest_file import sha256
+from sinkprune.contract.errors import EnginesError, UsageError
+from sinkprune.contract.trust import ANY, Trust
+from sinkprune.runtime.backends.models import Model
 
 TARGETS: dict[str, Target] = {
     "ort-cpu": "onnxruntime",
@@ -33,9 +32,10 @@ class BuiltEngines:
     engines: Engines
     bundle: Bundle
 
-    def path(self, graph: str) -> Path:
-        """The file of the engine of the graph of that name."""
-        return self.engines.engine_path(graph)
+    def model(self, graph: str) -> Model:
+        """The engine of the graph of that name, as a backend loads it."""
+        spec, engine = self.bundle.manifest.graphs[graph], self.engines.manifest.engines[graph]
+        return Model(graph, spec, engine.file, self.engines.files)
 
     @property
     def limits(self) -> Limits | None:
@@ -48,7 +48,7 @@ class BuiltEngines:
         manifest, bundle = self.engines.manifest, self.bundle
         compared = {
             "checkpoint": (manifest.checkpoint_sha256, bundle.manifest.checkpoint.config_sha256),
-            "bundle": (manifest.bundle_sha256, sha256(bundle.path / MANIFEST)),
+            "bundle": (manifest.bundle_sha256, bundle.sha256),
         }
         for what, (built, found) in compared.items():
             if built != found:
@@ -131,11 +131,17 @@ class BuiltEngines:
         return f"the engines in '{self.engines.path}' were"
 
 
-def open_engines(path: str | os.PathLike[str], bundle: Bundle) -> BuiltEngines:
-    """The engines in the folder `path`, which must have been built from `bundle`; raises `EnginesError`.
+def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = ANY) -> BuiltEngines:
+    """The engines in the folder `path`, which must be those that `trust` expects and have been built from `bundle`.
 
-    The sums of their files are not compared: see `Engines.verify`.
+    The sums of their files are not compared: see `Engines.verify`. Raises `EnginesError`, and `UsageError` for
+    engines that may be any beside a bundle that may not.
     """
-    built = BuiltEngines(read_engines(path), bundle)
+    if bundle.trust != ANY and trust == ANY:
+        raise UsageError(
+            f"the bundle '{bundle.path}' is pinned, and the engines in '{path}', which would run in its place, are "
+            "not. Add --engines-sha256 with the sum that sinkprune-build printed, or sign both."
+        )
+    built = BuiltEngines(read_engines(path, trust), bundle)
     built.check_bundle()
     return built

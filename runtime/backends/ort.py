@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.manifest import TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
 
+_DTYPES: dict[str, Any] = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(bool)": "bool",
+}
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -38,7 +46,7 @@ class OrtBackend(Backend):
         self.threads = threads or _cores()
         self.versions = {"onnxruntime": ort.__version__}
 
-    def load(self, path: Path) -> _OrtEngine:
+    def load(self, model: Model) -> _OrtEngine:
         options = self._ort.SessionOptions()
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
@@ -46,17 +54,21 @@ class OrtBackend(Backend):
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
         options.log_severity_level = 3
-        try:
-            session = self._ort.InferenceSession(path, options, providers=[self._provider])
-        except Exception as error:
-            # onnxruntime has no common base class for its errors.
-            raise BackendError(f"backend '{self.name}' cannot load '{path}': {error}") from error
+        # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
+        source = model.by_path() if model.weights else nullcontext(model.onnx)
+        with source as path_or_bytes:
+            try:
+                session = self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider])
+            except Exception as error:
+                # onnxruntime has no common base class for its errors.
+                raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {error}") from error
         if self._provider not in session.get_providers():
             raise BackendError(
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
-        return _OrtEngine(session, self._device)
+        model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
+        return _OrtEngine(model.graph, session, self._device)
 
     def tensor(self, array: Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
@@ -85,21 +97,41 @@ class OrtBackend(Backend):
 class _OrtEngine:
     """One session, its inputs and outputs bound to OrtValues."""
 
-    def __init__(self, session: Any, device: str) -> None:
-        self._session = session
+    def __init__(self, graph: str, session: Any, device: str) -> None:
+        self._graph, self._session = graph, session
         self._device = device
         self._inputs = [value.name for value in session.get_inputs()]
         self._outputs = [value.name for value in session.get_outputs()]
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """All outputs by name; they stay on the device."""
+        """All outputs by name; they stay on the device. Raises `BackendError` where onnxruntime gives up."""
         binding = self._session.io_binding()
         for name in self._inputs:
             binding.bind_ortvalue_input(name, inputs[name])
         for name in self._outputs:
             binding.bind_output(name, self._device)
-        self._session.run_with_iobinding(binding)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            shapes = ", ".join(f"{name} {inputs[name].shape()}" for name in self._inputs)
+            raise BackendError(
+                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {error}. If memory ran out, end other "
+                "programs; if not, export the bundle again."
+            ) from error
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
+
+
+def _specs(values: Sequence[Any]) -> list[TensorSpec]:
+    """What a session says of its inputs or outputs; a size it does not know is a text."""
+    return [
+        TensorSpec(
+            value.name,
+            _DTYPES.get(value.type, value.type),
+            tuple(size if isinstance(size, int) else str(size) for size in value.shape),
+        )
+        for value in values
+    ]
 
 
 def _cores() -> int:

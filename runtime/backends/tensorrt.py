@@ -6,11 +6,9 @@ safe. Never run on a GPU yet; tested with fakes of the library and the device.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
 from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
 from sinkprune.runtime.device import Device, open_device
@@ -62,21 +61,20 @@ class TensorRTBackend(Backend):
         log = new_error_log(library)
         self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
         self._runtime = library.Runtime(log)
-        self._specs = {built.path(graph): (graph, spec) for graph, spec in built.engines.manifest.engines.items()}
 
-    def load(self, path: Path) -> TensorRTEngine:
-        graph, spec = self._specs[path]
+    def load(self, model: Model) -> TensorRTEngine:
         free, _ = self._device.memory()
         self._session.errors.clear()
         # Mapped, not read: a file of gigabytes must not lie in the host's memory and the device's at once.
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as serialized:
+        with model.file.mapped() as serialized:
             engine = self._runtime.deserialize_cuda_engine(serialized)
         if engine is None:
             raise BackendError(
-                f"{self.name} cannot load '{path}' of {path.stat().st_size / 1e6:.1f} MB with {free / 1e6:.1f} MB of "
-                f"GPU memory free{self._session.reason()}. If the file is damaged: {self._built.rebuild}"
+                f"{self.name} cannot load '{model.file.path}' of {model.file.size / 1e6:.1f} MB with "
+                f"{free / 1e6:.1f} MB of GPU memory free{self._session.reason()}. If the file is damaged: "
+                f"{self._built.rebuild}"
             )
-        return TensorRTEngine(graph, engine, spec, self._session)
+        return TensorRTEngine(model.graph, engine, self._built.engines.manifest.engines[model.graph], self._session)
 
     def tensor(self, array: Array) -> DeviceTensor:
         array = np.ascontiguousarray(array)

@@ -16,6 +16,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.contract.schema import to_json
+from sinkprune.contract.trust import add_trust_options, trusted_bundle
 from sinkprune.runtime.backends import BACKENDS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
@@ -56,13 +57,15 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=int, help="CPU threads (default: all cores)")
+    add_trust_options(parser)
+    add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
     return parser
 
 
 def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
     """The bundle, with method and budgets known to be in it: mistakes are told before anything slow begins."""
-    bundle = read_bundle(options.bundle)
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
     for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
     return bundle
@@ -76,6 +79,8 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None
         threads=options.threads,
         engines=options.engines,
         check_sums=not options.skip_sums,
+        engines_sha256=options.engines_sha256,
+        signed_by=options.signed_by,
         wrap=wrap,
         during=status,
     )

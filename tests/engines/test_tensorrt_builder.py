@@ -19,12 +19,14 @@ import onnx
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, Range
-from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.errors import BundleError, EnginesError
+from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import TensorSpec
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.runtime.backends.models import Model
 
 LIMITS = Limits(prompt_tokens=60, new_tokens=20, images=1)
 
@@ -42,8 +44,10 @@ def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
         model = onnx.load(small.graph_path("head"))
         change(model)
         onnx.save(model, tmp_path / "head.onnx")
+        changed = {"head.onnx": HeldFile(tmp_path / "head.onnx", BundleError)}
         spec = small.manifest.graphs["head"]
-        job = Job("head", tmp_path / "head.onnx", spec, optimisation_profiles(small.manifest, LIMITS)["head"])
+        head = Model("head", spec, "head.onnx", changed)
+        job = Job(head, optimisation_profiles(small.manifest, LIMITS)["head"])
         return replace(job, **of_job)
 
     return get
@@ -113,9 +117,10 @@ def test_an_optimisation_profile_tensorrt_refuses(head: Callable[..., Job], tmp_
 
 def test_nodes_are_reported_as_tensorrt_compiled_them(small: Bundle, tmp_path: Path) -> None:
     graph = "sinkpruner/retain-64/sanitizer"
-    spec = small.manifest.graphs[graph]
-    job = Job(graph, small.graph_path(graph), spec, optimisation_profiles(small.manifest, LIMITS)[graph])
-    names = {node.name for node in onnx.load(job.model).graph.node if node.domain == "sinkprune"}
+    job = Job(Model.of_bundle(small, graph), optimisation_profiles(small.manifest, LIMITS)[graph])
+    names = {
+        node.name for node in onnx.load_model_from_string(job.model.onnx).graph.node if node.domain == "sinkprune"
+    }
     assert len(names) == 2
     assert build(job, tmp_path / "engine").nodes == dict.fromkeys(names, "function")
 
@@ -125,12 +130,7 @@ def test_prefill_and_decode_share_one_copy_of_the_weights(tmp_path: Path) -> Non
     large = export_random(tmp_path, {**CONFIG, "text_config": wide}, budgets=("retain-64",), precision="fp16")
     weights = large.manifest.files["graphs/weights/decoder_0.bin"].size
     assert weights > 20e6
-    job = Job(
-        "decoder_0",
-        large.graph_path("decoder_0"),
-        large.manifest.graphs["decoder_0"],
-        optimisation_profiles(large.manifest, LIMITS)["decoder_0"],
-    )
+    job = Job(Model.of_bundle(large, "decoder_0"), optimisation_profiles(large.manifest, LIMITS)["decoder_0"])
     build(job, tmp_path / "engine")
     # Code takes some 5 MB.
     assert (tmp_path / "engine").stat().st_size < 1.4 * weights

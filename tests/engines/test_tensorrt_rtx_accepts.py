@@ -30,6 +30,7 @@ from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
+from sinkprune.runtime.backends.models import Model
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 # Deep enough for the layers that every method prunes after.
@@ -80,9 +81,8 @@ def of_method(bundle: Bundle, method: str) -> Iterator[str]:
 
 def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
     """The engine of a graph, each node of domain `sinkprune` by its function; RTX takes no plugins."""
-    spec, path = bundle.manifest.graphs[graph], bundle.graph_path(graph)
     builder = TensorRTRTX(COMPUTE_CAPABILITIES)
-    job = Job(graph, path, spec, optimisation_profiles(bundle.manifest, LIMITS)[graph])
+    job = Job(Model.of_bundle(bundle, graph), optimisation_profiles(bundle.manifest, LIMITS)[graph])
     built = builder.build(job, folder / "engine", SILENT)
     names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]
     assert list(built.optimisation_profiles) == names

@@ -22,6 +22,7 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.models import Model
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")
@@ -156,8 +157,8 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
     assert bundles[0].manifest.graphs == bundles[1].manifest.graphs
     backend = load_backend("ort-cpu", threads=2)
 
-    def engine(path: Path) -> Run:
-        session = backend.load(path)
+    def engine(model: Model) -> Run:
+        session = backend.load(model)
 
         def run_engine(**inputs: Array) -> dict[str, Array]:
             outputs = session({name: backend.tensor(array) for name, array in inputs.items()})
@@ -166,7 +167,7 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
         return run_engine
 
     for name, spec in bundles[0].manifest.graphs.items():
-        yield name, spec, [engine(one.graph_path(name)) for one in bundles]
+        yield name, spec, [engine(Model.of_bundle(one, name)) for one in bundles]
 
 
 @both_precisions

@@ -1,0 +1,112 @@
+"""A graph's file as a backend loads it: held since it was checked, and reaching for nothing that was not."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
+from sinkprune.runtime.backends.onnx_file import read_onnx_file
+
+GRAPH_BYTES = 64 << 20
+"""The most an ONNX file may have; weights lie in files beside it."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One graph of a bundle: its ONNX file, or the engine built of it."""
+
+    graph: str
+    """The graph's name in the bundle."""
+    spec: GraphSpec
+    """What it takes and gives, by the bundle."""
+    name: str
+    """Its file's name in its folder."""
+    folder: Mapping[str, HeldFile]
+    """Every file that its folder's manifest lists, by name."""
+
+    @classmethod
+    def of_bundle(cls, bundle: Bundle, graph: str) -> Model:
+        """The ONNX file of the graph of that name."""
+        spec = bundle.manifest.graphs[graph]
+        return cls(graph, spec, spec.file, bundle.files)
+
+    @property
+    def file(self) -> HeldFile:
+        """Its file, held open."""
+        return self.folder[self.name]
+
+    @property
+    def onnx(self) -> bytes:
+        """The bytes of its ONNX file, which hold no weights; raises what `weights` raises."""
+        return self._read[0]
+
+    @property
+    def weights(self) -> tuple[HeldFile, ...]:
+        """The files its ONNX file names for its weights.
+
+        Raises `BackendError` for one that the manifest does not list, and for a graph that might never end.
+        """
+        return self._read[1]
+
+    @cached_property
+    def _read(self) -> tuple[bytes, tuple[HeldFile, ...]]:
+        data, weights = self.file.read(GRAPH_BYTES), []
+        for location in read_onnx_file(data, f"graph '{self.graph}' in '{self.file.path}'"):
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(self.name), location))
+            if name not in self.folder:
+                raise BackendError(
+                    f"graph '{self.graph}' in '{self.file.path}' reads the file '{location}', which the manifest "
+                    "does not list. Export or copy the bundle again."
+                )
+            weights.append(self.folder[name])
+        return data, tuple(weights)
+
+    @contextmanager
+    def by_path(self) -> Iterator[Path]:
+        """Its file's path, where its weights lie beside it, for a library that opens them itself.
+
+        All of them must be unaltered before the block and after it. Raises what a `HeldFile` raises.
+        """
+        with ExitStack() as stack:
+            for file in (self.file, *self.weights):
+                stack.enter_context(file.by_path())
+            yield self.file.path
+
+    def check_interface(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
+        """Refuse a model that takes or gives something else than the bundle says; raises `BackendError`.
+
+        A size that is a text may be any.
+        """
+        for role, found, expected in (
+            ("input", inputs, self.spec.inputs),
+            ("output", outputs, self.spec.outputs),
+        ):
+            by_name = {tensor.name: tensor for tensor in found}
+            if len(by_name) != len(expected) or not all(_fits(by_name.get(spec.name), spec) for spec in expected):
+                told = [
+                    ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors) or "none"
+                    for tensors in (found, expected)
+                ]
+                raise BackendError(
+                    f"graph '{self.graph}' in '{self.file.path}' has the {role}s {told[0]}, the bundle says "
+                    f"{told[1]}. Export or copy the bundle again."
+                )
+
+
+def _fits(found: TensorSpec | None, expected: TensorSpec) -> bool:
+    return (
+        found is not None
+        and found.dtype == expected.dtype
+        and len(found.shape) == len(expected.shape)
+        and all(
+            size == wanted or isinstance(size, str) for size, wanted in zip(found.shape, expected.shape, strict=True)
+        )
+    )

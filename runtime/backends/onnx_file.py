@@ -1,0 +1,136 @@
+"""What an ONNX file may do when it is loaded and run, read with protobuf alone: onnx itself is not for a robot.
+
+Protobuf passes over fields that a schema does not name, so the part of onnx.proto3 that matters here is enough of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from sinkprune.contract.errors import BackendError
+
+_SCHEMA = {
+    "Model": {"graph": (7, "Graph"), "functions": (25, "Function*")},
+    "Graph": {
+        "node": (1, "Node*"),
+        "initializer": (5, "Tensor*"),
+        "sparse_initializer": (15, "SparseTensor*"),
+    },
+    "Function": {
+        "name": (1, "text"),
+        "node": (7, "Node*"),
+        "domain": (10, "text"),
+        "attribute_proto": (11, "Attribute*"),
+        "overload": (13, "text"),
+    },
+    "Node": {"op_type": (4, "text"), "attribute": (5, "Attribute*"), "domain": (7, "text"), "overload": (8, "text")},
+    "Attribute": {
+        "t": (5, "Tensor"),
+        "g": (6, "Graph"),
+        "tensors": (10, "Tensor*"),
+        "graphs": (11, "Graph*"),
+        "sparse_tensor": (22, "SparseTensor"),
+        "sparse_tensors": (23, "SparseTensor*"),
+    },
+    "SparseTensor": {"values": (1, "Tensor"), "indices": (2, "Tensor")},
+    "Tensor": {"external_data": (13, "Entry*")},
+    "Entry": {"key": (1, "text"), "value": (2, "text")},
+}
+"""Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
+_MOST_NODES = 1_000_000
+_MOST_FUNCTIONS_DEEP = 32
+
+
+def read_onnx_file(data: bytes, what: str) -> list[str]:
+    """The files that an ONNX file's weights lie in, each once, as it names them; `what` begins messages.
+
+    Refused is what sinkprune never writes: a graph within a node (Loop, If, Scan), for a loop need not end; functions
+    that call themselves, or come to more than a million nodes; and values in files that are no weights of the graph.
+    Raises `BackendError`.
+    """
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = _message("Model").FromString(data)
+    except DecodeError as error:
+        raise BackendError(f"{what} is no ONNX model ({error}). Export or copy the bundle again.") from error
+    _check_functions(model, what)
+    for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
+        _check_attributes(node.attribute, f"{what}: its node {node.op_type!r}")
+    for function in model.functions:
+        _check_attributes(function.attribute_proto, f"{what}: a function of it")
+    _check_inside(_parts(model.graph.sparse_initializer), f"{what}: a sparse tensor of it")
+    external = [entry for tensor in model.graph.initializer for entry in tensor.external_data]
+    return list(dict.fromkeys(entry.value for entry in external if entry.key == "location"))
+
+
+def _check_functions(model: Any, what: str) -> None:
+    """Refuse functions whose bodies, each put in the place of its call, would make a graph without end or measure."""
+    bodies = {(function.domain, function.name, function.overload): function.node for function in model.functions}
+    counted: dict[Any, int] = {}
+
+    def count(nodes: Any, depth: int) -> int:
+        if depth > _MOST_FUNCTIONS_DEEP:
+            raise BackendError(
+                f"{what} has functions that call each other more than {_MOST_FUNCTIONS_DEEP} deep, or themselves. "
+                "sinkprune writes no such bundle: export it again."
+            )
+        total = len(nodes)
+        for node in nodes:
+            called = (node.domain, node.op_type, node.overload)
+            if called in bodies:
+                if called not in counted:
+                    counted[called] = count(bodies[called], depth + 1)
+                total += counted[called]
+        return total
+
+    if (nodes := count(model.graph.node, 0)) > _MOST_NODES:
+        raise BackendError(
+            f"{what} has {nodes} nodes, those of its functions counted at every call, expected at most "
+            f"{_MOST_NODES}. sinkprune writes no such bundle: export it again."
+        )
+
+
+def _check_attributes(attributes: Any, what: str) -> None:
+    for attribute in attributes:
+        if attribute.HasField("g") or attribute.graphs:
+            raise BackendError(
+                f"{what} holds a graph, which may run without end. sinkprune writes no such bundle: export it again."
+            )
+        sparse = _parts([attribute.sparse_tensor, *attribute.sparse_tensors])
+        _check_inside([attribute.t, *attribute.tensors, *sparse], what)
+
+
+def _check_inside(tensors: Any, what: str) -> None:
+    if any(tensor.external_data for tensor in tensors):
+        raise BackendError(f"{what} reads its value from a file. sinkprune writes no such bundle: export it again.")
+
+
+def _parts(sparse: Any) -> Iterator[Any]:
+    for tensor in sparse:
+        yield tensor.values
+        yield tensor.indices
+
+
+@cache
+def _message(name: str) -> Any:
+    """The class of a message of the schema."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    field = descriptor_pb2.FieldDescriptorProto
+    # Not "onnx": onnx, where it is imported too, has messages of these names.
+    file = descriptor_pb2.FileDescriptorProto(name="sinkprune_onnx.proto", package="sinkprune", syntax="proto3")
+    for message, fields in _SCHEMA.items():
+        described = file.message_type.add(name=message)
+        for label, (number, kind) in fields.items():
+            many, kind = kind.endswith("*"), kind.removesuffix("*")
+            added = described.field.add(name=label, number=number)
+            added.label = field.LABEL_REPEATED if many else field.LABEL_OPTIONAL
+            added.type = field.TYPE_STRING if kind == "text" else field.TYPE_MESSAGE
+            if kind != "text":
+                added.type_name = f".sinkprune.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"sinkprune.{name}"))
