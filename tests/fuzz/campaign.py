@@ -19,6 +19,7 @@ from fuzz.trial import try_case
 from fuzz.verdict import Fault
 from fuzz.workers import Worker
 
+_MESSAGE = re.compile(r": .*? \[(?=File)", re.DOTALL)
 _QUOTED, _NUMBER = re.compile(r"'[^']*'"), re.compile(r"0x[0-9a-f]+|-?[0-9]+(\.[0-9]+)?")
 
 
@@ -99,7 +100,8 @@ def run_campaign(
 
 def signature(fault: Fault) -> str:
     """What faults of one cause have in common: names, numbers and values are left out."""
-    words = _QUOTED.sub("_", fault.detail)
+    # Of what was raised or hung, the kind and the place; not the message.
+    words = _QUOTED.sub("_", _MESSAGE.sub(" [", fault.detail))
     return f"{fault.kind}: {_NUMBER.sub('#', words)[:160]}"
 
 

@@ -43,7 +43,9 @@ def corpus() -> Iterator[tuple[str, Case]]:
 def manifests(subjects: Subjects, random: Random) -> Iterator[Case]:
     """Every field of every `bundle.json` and `engines.json` by every wrong value, then two at once."""
     tasks = {"run": "bundle/bundle.json", "engines": "engines/engines.json", "build": "bundle/bundle.json"}
-    return _json_cases(subjects, [(name, tasks[name.partition(":")[0]]) for name in _of(subjects, *tasks)], random)
+    files = [(name, tasks[name.partition(":")[0]]) for name in _of(subjects, *tasks)]
+    pinned = [(name, file) for name in _of(subjects, "pinned")[:1] for file in sorted(set(tasks.values()))]
+    return _json_cases(subjects, [*files, *pinned], random)
 
 
 def checkpoints(subjects: Subjects, random: Random) -> Iterator[Case]:
@@ -112,10 +114,10 @@ def clips(subjects: Subjects, random: Random) -> Iterator[Case]:
 
 def graphs(subjects: Subjects, random: Random) -> Iterator[Case]:
     """ONNX graphs with endless loops and false interfaces, and with other bytes in them."""
-    names = _of(subjects, "run", "run", "build", "engines")
+    names = _of(subjects, "run", "run", "build", "engines", "pinned")
     while True:
         name = random.choice(names)
-        root = "engines" if name.startswith("engines") else "bundle"
+        root = "bundle" if name.startswith(("run", "build")) else "engines"
         file = random.choice(_files(subjects, name, root, ".onnx"))
         data = (subjects.folder(name) / file).read_bytes()
         kind = random.choice((*looping.KINDS, *([""] * len(looping.KINDS))))

@@ -6,6 +6,7 @@ A subject's name is its task and its family, as in `run:llava`. Its files lie in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -67,7 +68,7 @@ class Subjects:
         self._folder = folder
         for family in families:
             _make_family(folder / family, family)
-        made = [subject for family in families for subject in _subjects_of(family)]
+        made = [subject for family in families for subject in _subjects_of(family, folder / family)]
         self._subjects = {subject.name: subject for subject in made}
         self._honest: dict[str, list[Outcome]] = {}
 
@@ -112,7 +113,7 @@ def call_of(step: Step, place: Path, honest: Outcome | None) -> Call:
     return Call(step.function, step.arguments, str(place), str(place / "home"), SECONDS, most)
 
 
-def _subjects_of(family: str) -> list[Subject]:
+def _subjects_of(family: str, made: Path) -> list[Subject]:
     asked = ("--prompt", "What?", "--budget", _BUDGETS[family], "--max-new-tokens", "4", "--threads", "1", "--json")
     export = ("checkpoint", "-o", "out", "--budgets", _BUDGETS[family], "--json")
 
@@ -127,11 +128,19 @@ def _subjects_of(family: str) -> list[Subject]:
     ]
     build = Step(_COMPILE, ("bundle", "-o", "built", *_BUILD), "built")
     built = ask("bundle", "--engines", "built")
+    bundle_sum, engines_sum = _sha256(made / "bundle/bundle.json"), _sha256(made / "engines/engines.json")
+    sums = ("--sha256", bundle_sum, "--engines-sha256", engines_sum)
+    pinned = ask("bundle", "--engines", "engines", *sums)
+    subjects.append(Subject(f"pinned:{family}", ("bundle", "engines", "photo.jpg"), (pinned,)))
     subjects.append(Subject(f"build:{family}", ("bundle", "photo.jpg"), (build, built)))
     if family in _VIDEO:
         video = ask("bundle", "--video", "clip.mp4")
         subjects.append(Subject(f"video:{family}", ("bundle", "clip.mp4"), (video,)))
     return subjects
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @contextmanager

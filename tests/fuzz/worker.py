@@ -18,7 +18,7 @@ from typing import Any
 
 from fuzz.child import Call, run_here
 
-_OUTPUT_BYTES = 1 << 16
+_OUTPUT_BYTES = 1 << 20
 """As much of each stream is read; more is not needed to judge it."""
 
 
