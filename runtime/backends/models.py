@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
-from sinkprune.runtime.backends.onnx_file import read_onnx_file
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends.onnx_file import Weight, read_onnx_file
 
 GRAPH_BYTES = 64 << 20
 """The most an ONNX file may have; weights lie in files beside it."""
@@ -49,25 +52,29 @@ class Model:
         return self._read[0]
 
     @property
-    def weights(self) -> tuple[HeldFile, ...]:
-        """The files its ONNX file names for its weights.
+    def weights(self) -> tuple[Weight, ...]:
+        """Its weights that lie in other files of the folder.
 
-        Raises `BackendError` for one that the manifest does not list, and for a graph that might never end.
+        Raises `BackendError` for one in a file that the manifest does not list, and for a graph that might never end.
         """
         return self._read[1]
 
     @cached_property
-    def _read(self) -> tuple[bytes, tuple[HeldFile, ...]]:
-        data, weights = self.file.read(GRAPH_BYTES), []
-        for location in read_onnx_file(data, f"graph '{self.graph}' in '{self.file.path}'"):
-            name = posixpath.normpath(posixpath.join(posixpath.dirname(self.name), location))
-            if name not in self.folder:
+    def _read(self) -> tuple[bytes, tuple[Weight, ...]]:
+        data = self.file.read(GRAPH_BYTES)
+        weights = read_onnx_file(data, f"graph '{self.graph}' in '{self.file.path}'")
+        for weight in weights:
+            if self._file_of(weight) not in self.folder:
                 raise BackendError(
-                    f"graph '{self.graph}' in '{self.file.path}' reads the file '{location}', which the manifest "
-                    "does not list. Export or copy the bundle again."
+                    f"graph '{self.graph}' in '{self.file.path}' reads the file '{weight.location}', which the "
+                    "manifest does not list. Export or copy the bundle again."
                 )
-            weights.append(self.folder[name])
         return data, tuple(weights)
+
+    def weight(self, weight: Weight) -> Array:
+        """The values of one of its weights, read into memory of their own."""
+        data = self.folder[self._file_of(weight)].read_at(weight.offset, weight.bytes)
+        return np.frombuffer(data, weight.dtype).reshape(weight.shape)
 
     @contextmanager
     def by_path(self) -> Iterator[Path]:
@@ -76,14 +83,18 @@ class Model:
         All of them must be unaltered before the block and after it. Raises what a `HeldFile` raises.
         """
         with ExitStack() as stack:
-            for file in (self.file, *self.weights):
-                stack.enter_context(file.by_path())
+            for name in dict.fromkeys([self.name, *map(self._file_of, self.weights)]):
+                stack.enter_context(self.folder[name].by_path())
             yield self.file.path
+
+    def _file_of(self, weight: Weight) -> str:
+        """The name in the folder of the file that a weight lies in."""
+        return posixpath.normpath(posixpath.join(posixpath.dirname(self.name), weight.location))
 
     def check_interface(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
         """Refuse a model that takes or gives something else than the bundle says; raises `BackendError`.
 
-        A size that is a text may be any.
+        A size that is a text, on either side, may be any.
         """
         for role, found, expected in (
             ("input", inputs, self.spec.inputs),
@@ -107,6 +118,7 @@ def _fits(found: TensorSpec | None, expected: TensorSpec) -> bool:
         and found.dtype == expected.dtype
         and len(found.shape) == len(expected.shape)
         and all(
-            size == wanted or isinstance(size, str) for size, wanted in zip(found.shape, expected.shape, strict=True)
+            size == wanted or isinstance(size, str) or isinstance(wanted, str)
+            for size, wanted in zip(found.shape, expected.shape, strict=True)
         )
     )

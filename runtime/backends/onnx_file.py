@@ -5,9 +5,13 @@ Protobuf passes over fields that a schema does not name, so the part of onnx.pro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from sinkprune.contract.errors import BackendError
 
@@ -35,16 +39,40 @@ _SCHEMA = {
         "sparse_tensors": (23, "SparseTensor*"),
     },
     "SparseTensor": {"values": (1, "Tensor"), "indices": (2, "Tensor")},
-    "Tensor": {"external_data": (13, "Entry*")},
+    "Tensor": {
+        "dims": (1, "number*"),
+        "data_type": (2, "number"),
+        "name": (8, "text"),
+        "external_data": (13, "Entry*"),
+    },
     "Entry": {"key": (1, "text"), "value": (2, "text")},
 }
 """Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
+_DTYPES = {1: "float32", 7: "int64", 9: "bool", 10: "float16"}
+"""By their numbers in onnx.proto3, the types that sinkprune writes."""
 _MOST_NODES = 1_000_000
 _MOST_FUNCTIONS_DEEP = 32
 
 
-def read_onnx_file(data: bytes, what: str) -> list[str]:
-    """The files that an ONNX file's weights lie in, each once, as it names them; `what` begins messages.
+class Weight(NamedTuple):
+    """A tensor of a graph whose bytes lie in another file."""
+
+    name: str
+    location: str
+    """The file, as the ONNX file names it: relative to its own folder."""
+    offset: int
+    """Where its bytes begin, counted in bytes."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it has."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_onnx_file(data: bytes, what: str) -> list[Weight]:
+    """The weights of an ONNX file that lie in other files; `what` begins messages.
 
     Refused is what sinkprune never writes: a graph within a node (Loop, If, Scan), for a loop need not end; functions
     that call themselves, or come to more than a million nodes; and values in files that are no weights of the graph.
@@ -62,8 +90,26 @@ def read_onnx_file(data: bytes, what: str) -> list[str]:
     for function in model.functions:
         _check_attributes(function.attribute_proto, f"{what}: a function of it")
     _check_inside(_parts(model.graph.sparse_initializer), f"{what}: a sparse tensor of it")
-    external = [entry for tensor in model.graph.initializer for entry in tensor.external_data]
-    return list(dict.fromkeys(entry.value for entry in external if entry.key == "location"))
+    return [_weight(tensor, what) for tensor in model.graph.initializer if tensor.external_data]
+
+
+def _weight(tensor: Any, what: str) -> Weight:
+    entries = [(entry.key, entry.value) for entry in tensor.external_data]
+    told = dict(entries)
+    offset, shape = told.get("offset", "0"), tuple(tensor.dims)
+    fits = (
+        len(told) == len(entries)
+        and "location" in told
+        and re.fullmatch("[0-9]{1,18}", offset)
+        and tensor.data_type in _DTYPES
+        and all(size >= 0 for size in shape)
+    )
+    if not fits:
+        raise BackendError(
+            f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
+            "which sinkprune never writes. Export the bundle again."
+        )
+    return Weight(tensor.name, told["location"], int(offset), shape, np.dtype(_DTYPES[tensor.data_type]))
 
 
 def _check_functions(model: Any, what: str) -> None:
@@ -120,6 +166,7 @@ def _message(name: str) -> Any:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
+    types = {"text": field.TYPE_STRING, "number": field.TYPE_INT64}
     # Not "onnx": onnx, where it is imported too, has messages of these names.
     file = descriptor_pb2.FileDescriptorProto(name="sinkprune_onnx.proto", package="sinkprune", syntax="proto3")
     for message, fields in _SCHEMA.items():
@@ -128,8 +175,8 @@ def _message(name: str) -> Any:
             many, kind = kind.endswith("*"), kind.removesuffix("*")
             added = described.field.add(name=label, number=number)
             added.label = field.LABEL_REPEATED if many else field.LABEL_OPTIONAL
-            added.type = field.TYPE_STRING if kind == "text" else field.TYPE_MESSAGE
-            if kind != "text":
+            added.type = types.get(kind, field.TYPE_MESSAGE)
+            if kind not in types:
                 added.type_name = f".sinkprune.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)

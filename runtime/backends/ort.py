@@ -23,6 +23,7 @@ _DTYPES: dict[str, Any] = {
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
+_SMALL_BYTES = 4 << 20
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -54,6 +55,7 @@ class OrtBackend(Backend):
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
         options.log_severity_level = 3
+        held = self._hold_small_weights(model, options)
         # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
         source = model.by_path() if model.weights else nullcontext(model.onnx)
         with source as path_or_bytes:
@@ -68,7 +70,18 @@ class OrtBackend(Backend):
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
-        return _OrtEngine(model.graph, session, self._device)
+        return _OrtEngine(model.graph, session, self._device, held)
+
+    def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
+        """Small weights in memory of our own, which must live as long as the session.
+
+        On a CPU onnxruntime maps weights from their file. It packs the large ones anew and lets go of the file; the
+        small ones it goes on reading there, and a file that is cut off would end the process.
+        """
+        small = [weight for weight in model.weights if weight.bytes < _SMALL_BYTES and self._device == "cpu"]
+        values = [self._ort.OrtValue.ortvalue_from_numpy(model.weight(weight)) for weight in small]
+        options.add_external_initializers([weight.name for weight in small], values)
+        return values
 
     def tensor(self, array: Array) -> Any:
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
@@ -97,8 +110,8 @@ class OrtBackend(Backend):
 class _OrtEngine:
     """One session, its inputs and outputs bound to OrtValues."""
 
-    def __init__(self, graph: str, session: Any, device: str) -> None:
-        self._graph, self._session = graph, session
+    def __init__(self, graph: str, session: Any, device: str, held: list[Any]) -> None:
+        self._graph, self._session, self._held = graph, session, held
         self._device = device
         self._inputs = [value.name for value in session.get_inputs()]
         self._outputs = [value.name for value in session.get_outputs()]

@@ -21,7 +21,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.contract.held_files import HeldFile
-from sinkprune.contract.manifest import TensorSpec
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Built, Job
@@ -40,12 +40,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
     """The job of building `head`, its model and its optimisation profiles changed."""
 
-    def get(change: Callable[[onnx.ModelProto], None] = lambda model: None, **of_job: Any) -> Job:
+    def get(
+        change: Callable[[onnx.ModelProto], None] = lambda model: None,
+        spec: GraphSpec = small.manifest.graphs["head"],
+        **of_job: Any,
+    ) -> Job:
         model = onnx.load(small.graph_path("head"))
         change(model)
         onnx.save(model, tmp_path / "head.onnx")
         changed = {"head.onnx": HeldFile(tmp_path / "head.onnx", BundleError)}
-        spec = small.manifest.graphs["head"]
         head = Model("head", spec, "head.onnx", changed)
         job = Job(head, optimisation_profiles(small.manifest, LIMITS)["head"])
         return replace(job, **of_job)

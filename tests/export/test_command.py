@@ -20,7 +20,8 @@ def test_a_dialect_may_be_called_what_it_was(
     outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options)
     assert outcome.code == 0, outcome.stderr
     summary = json.loads(outcome.stdout)
-    size = summary.pop("bytes")
+    size, digest = summary.pop("bytes"), summary.pop("sha256")
+    assert digest == read_bundle(tmp_path / "out").sha256
     assert summary == {
         "bundle": str(tmp_path / "out"),
         "budgets": ["retain-64"],

@@ -1,0 +1,113 @@
+"""A loaded pipeline goes on, whatever becomes of the bundle's folder: it holds what was checked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest import EMBEDDING
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+
+BUDGETS = ("retain-128", "retain-64")
+QUESTION = "What is on the table?"
+
+
+@pytest.fixture
+def copied(bundle: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle("gqa-112", "fp32", BUDGETS), tmp_path / "bundle"))
+
+
+def answers(pipeline: Pipeline, photo: Image.Image) -> list[tuple[list[int], list[int]]]:
+    found = [
+        pipeline.generate(photo, QUESTION, budget=budget, max_new_tokens=4) for budget in ("none", *reversed(BUDGETS))
+    ]
+    return [(answer.token_ids, list(answer.tokens_per_layer)) for answer in found]
+
+
+def swap_plans(root: Path) -> None:
+    """Each budget gets the other's selection graphs."""
+    plans = root / "graphs" / "sinkpruner"
+    (plans / BUDGETS[0]).rename(plans / "aside")
+    (plans / BUDGETS[1]).rename(plans / BUDGETS[0])
+    (plans / "aside").rename(plans / BUDGETS[1])
+
+
+def empty(root: Path) -> None:
+    """Nothing but folders is left."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            path.unlink()
+
+
+def cut_off_weights(root: Path) -> None:
+    """Every file of weights but the embedding has no bytes any more."""
+    for path in (root / "graphs" / "weights").iterdir():
+        os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("alter", [swap_plans, empty, shutil.rmtree, cut_off_weights])
+def test_a_loaded_pipeline_answers_as_before(
+    alter: Callable[[Path], object], copied: Path, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    expected = answers(Pipeline.load(bundle("gqa-112", "fp32", BUDGETS)), photo)
+    loaded = Pipeline.load(copied)
+    alter(copied)
+    assert answers(loaded, photo) == expected
+
+
+def test_a_new_export_in_its_place_is_for_the_next_pipeline(
+    copied: Path, checkpoint: Callable[[str], Path], photo: Image.Image
+) -> None:
+    loaded = Pipeline.load(copied)
+    before = read_bundle(copied).sha256
+    export_bundle(ExportRequest(str(checkpoint("mha-336")), budgets=BUDGETS), copied, force=True)
+    assert read_bundle(copied).sha256 != before
+    new = Pipeline.load(copied)
+    # The old one's pictures have 64 tokens, the new one's 576.
+    assert loaded.generate(photo, QUESTION, max_new_tokens=2).visual_tokens == 64
+    assert new.generate(photo, QUESTION, max_new_tokens=2).visual_tokens == 576
+    assert answers(loaded, photo) == answers(loaded, photo)
+
+
+@pytest.mark.parametrize("change", ["cut off", "written over"])
+def test_an_embedding_altered_in_place_is_an_error_and_no_signal(
+    change: str, tmp_path: Path, large_table: Path, photo: Image.Image
+) -> None:
+    root = Path(shutil.copytree(large_table, tmp_path / "bundle"))
+    loaded = Pipeline.load(root)
+    table = root / EMBEDDING
+    if change == "cut off":
+        os.truncate(table, 4096)
+    else:
+        table.write_bytes(bytes(table.stat().st_size))
+    with pytest.raises(BundleError, match=r"'weights/embedding\.safetensors' was altered or replaced"):
+        loaded.generate(photo, QUESTION, max_new_tokens=2)
+
+
+def test_a_bundle_replaced_while_it_is_loaded_is_refused(copied: Path) -> None:
+    opened = read_bundle(copied)
+    shutil.copytree(copied, copied.with_name("new"))
+    copied.rename(copied.with_name("old"))
+    copied.with_name("new").rename(copied)
+    with pytest.raises(BundleError, match="was altered or replaced since it was opened"):
+        Pipeline.load(opened)
+
+
+@pytest.fixture(scope="module")
+def large_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with an embedding table of more than a megabyte, which is not kept in memory."""
+    from heads_of_64 import CONFIG, export_random
+
+    text = {**CONFIG["text_config"], "vocab_size": 2048}
+    return export_random(
+        tmp_path_factory.mktemp("large"), {**CONFIG, "text_config": text}, budgets=("retain-64",)
+    ).path

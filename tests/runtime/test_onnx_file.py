@@ -1,0 +1,172 @@
+"""What an ONNX file may do is known before it is loaded: it reaches for no other file, and it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
+from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnx_file import read_onnx_file
+
+FLOATS = [
+    helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"]),
+    helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"]),
+]
+OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("ours", 1)]
+
+
+def model_of(
+    nodes: list[onnx.NodeProto],
+    functions: list[onnx.FunctionProto] | None = None,
+    weights: list[TensorProto] | None = None,
+) -> bytes:
+    graph = helper.make_graph(nodes, "graph", FLOATS[:1], FLOATS[1:], initializer=weights)
+    model = helper.make_model(graph, functions=functions or [], opset_imports=OPSETS, ir_version=10)
+    data: bytes = model.SerializeToString()
+    return data
+
+
+def endless_loop() -> onnx.NodeProto:
+    condition = helper.make_tensor_value_info("go", TensorProto.BOOL, [])
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["on"]), helper.make_node("Identity", ["v"], ["w"])],
+        "body",
+        [helper.make_tensor_value_info("i", TensorProto.INT64, []), condition, FLOATS[0]],
+        [helper.make_tensor_value_info("on", TensorProto.BOOL, []), FLOATS[1]],
+    )
+    return helper.make_node("Loop", ["", "", "x"], ["y"], body=body)
+
+
+def function(name: str, calls: list[str]) -> onnx.FunctionProto:
+    """A function that calls others one behind the other."""
+    values = ["x", *(f"v{number}" for number in range(len(calls) - 1)), "y"]
+    nodes = [
+        helper.make_node(called, [values[number]], [values[number + 1]], domain="ours" if called != "Neg" else "")
+        for number, called in enumerate(calls)
+    ]
+    return helper.make_function("ours", name, ["x"], ["y"], nodes, OPSETS)
+
+
+def external(location: str) -> TensorProto:
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", "0"), ("length", "4")):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def call(name: str) -> onnx.NodeProto:
+    return helper.make_node(name, ["x"], ["y"], domain="ours")
+
+
+def test_every_graph_of_a_bundle_names_its_own_weights(bundle: Callable[..., Path]) -> None:
+    found = read_bundle(bundle("gqa-112"))
+    for graph in found.manifest.graphs:
+        weights = Model.of_bundle(found, graph).weights
+        assert {weight.location for weight in weights} == ({f"weights/{graph}.bin"} if "/" not in graph else set())
+
+
+def test_weights_are_read_as_onnx_reads_them(bundle: Callable[..., Path]) -> None:
+    found = read_bundle(bundle("gqa-112"))
+    for graph in ("vision", "decoder_1"):
+        model = Model.of_bundle(found, graph)
+        expected = {tensor.name: tensor for tensor in onnx.load(found.graph_path(graph)).graph.initializer}
+        assert model.weights
+        for weight in model.weights:
+            assert np.array_equal(model.weight(weight), numpy_helper.to_array(expected[weight.name]))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (model_of([endless_loop()]), "its node 'Loop' holds a graph"),
+        (
+            model_of([call("f")], [helper.make_function("ours", "f", ["x"], ["y"], [endless_loop()], OPSETS)]),
+            "its node 'Loop' holds a graph",
+        ),
+        (model_of([call("f")], [function("f", ["f"])]), "more than 32 deep, or themselves"),
+        (model_of([call("f")], [function("f", ["g"]), function("g", ["f"])]), "more than 32 deep, or themselves"),
+        (
+            model_of(
+                [call("f0")],
+                [function(f"f{number}", [f"f{number + 1}"] * 2) for number in range(24)] + [function("f24", ["Neg"])],
+            ),
+            "nodes, those of its functions counted at every call, expected at most 1000000",
+        ),
+        (model_of([helper.make_node("Constant", [], ["y"], value=external("w.bin"))]), "reads its value from a file"),
+        (b"no model", "is no ONNX model"),
+        (b"\x3a\xff\xff\xff\xff\x0f", "is no ONNX model"),
+    ],
+    ids=["loop", "loop in a function", "itself", "each other", "doubling", "constant in a file", "text", "cut off"],
+)
+def test_what_might_never_end_or_reaches_out_is_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(BackendError, match=reason):
+        read_onnx_file(data, "graph 'graph'")
+
+
+def test_functions_that_end_are_taken() -> None:
+    data = model_of([call("f")], [function("f", ["g", "g"]), function("g", ["Neg", "Neg"])])
+    assert read_onnx_file(data, "graph 'graph'") == []
+
+
+def loaded(folder: Path, data: bytes, **files: bytes) -> Model:
+    held = {}
+    for name, content in {"graphs/graph.onnx": data, **files}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+        held[name] = HeldFile(folder / name, BackendError)
+    spec = GraphSpec("graphs/graph.onnx", (_tensor("x"),), (_tensor("y"),))
+    return Model("graph", spec, spec.file, held)
+
+
+def _tensor(name: str) -> TensorSpec:
+    return TensorSpec(name, "float32", ("n",))
+
+
+@pytest.mark.parametrize("location", ["w.bin", "../w.bin", "../../w.bin", "/etc/passwd", "a/../../../w.bin"])
+def test_only_listed_files_are_read(location: str, tmp_path: Path) -> None:
+    data = model_of([helper.make_node("Add", ["x", "w"], ["y"])], weights=[external(location)])
+    for place in (tmp_path / "bundle" / "graphs", tmp_path / "bundle", tmp_path):
+        place.mkdir(exist_ok=True, parents=True)
+        (place / "w.bin").write_bytes(bytes(4))
+    model = loaded(tmp_path / "bundle", data)
+    with pytest.raises(BackendError, match=f"reads the file '{location}', which the manifest does not list"):
+        load_backend("ort-cpu").load(model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"inputs": (_tensor("z"),)}, r"has the inputs x float32\['n'\], the bundle says z"),
+        ({"inputs": ()}, "the bundle says none"),
+        ({"outputs": (TensorSpec("y", "float16", ("n",)),)}, "the bundle says y float16"),
+        ({"outputs": (TensorSpec("y", "float32", ("n", 3)),)}, "the bundle says y float32"),
+    ],
+)
+def test_what_a_graph_takes_and_gives_is_compared_with_the_manifest(
+    changed: dict[str, tuple[TensorSpec, ...]], said: str, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path, model_of([helper.make_node("Neg", ["x"], ["y"])]))
+    load_backend("ort-cpu").load(model)
+    spec = GraphSpec(**{"file": model.name, "inputs": model.spec.inputs, "outputs": model.spec.outputs, **changed})
+    with pytest.raises(BackendError, match=said):
+        load_backend("ort-cpu").load(Model("graph", spec, model.name, model.folder))
+
+
+def test_a_graph_that_fails_while_it_runs_is_an_error_with_the_shapes(tmp_path: Path) -> None:
+    shape = helper.make_tensor("shape", TensorProto.INT64, [1], [7])
+    backend = load_backend("ort-cpu")
+    data = model_of([helper.make_node("Reshape", ["x", "shape"], ["y"])], weights=[shape])
+    engine = backend.load(loaded(tmp_path, data))
+    assert backend.numpy(engine({"x": backend.tensor(np.zeros(7, np.float32))})["y"]).shape == (7,)
+    with pytest.raises(BackendError, match=r"graph 'graph' failed in onnxruntime on x \[8\]"):
+        engine({"x": backend.tensor(np.zeros(8, np.float32))})
