@@ -8,6 +8,7 @@ import tempfile
 import zlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, features
 
@@ -38,6 +39,20 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "SPIDER": ("F",),
     "XBM": ("1",),
 }
+_EXIF = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + bytes(6)
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "JPEG-progressive": {
+        "progressive": True,
+        "exif": b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + bytes(6),
+        "icc_profile": b"x" * 99,
+    },
+    "PNG-animated": {"save_all": True},
+    "GIF-animated": {"save_all": True},
+    "WEBP-animated": {"save_all": True},
+    "TIFF-pages": {"save_all": True, "compression": "tiff_deflate"},
+    "TIFF-jpeg": {"compression": "jpeg"},
+}
+"""What else the formats can hold, by a name that begins with the format's."""
 _CLIPS = {
     ".mp4": "mpeg4",
     ".mkv": "mpeg4",
@@ -72,6 +87,13 @@ def pictures() -> dict[str, bytes]:
             except (OSError, KeyError, ValueError):
                 continue
             made[f"{name}-{mode}"] = buffer.getvalue()
+    turned = [photo.rotate(turn) for turn in (0, 90, 180)]
+    for name, more in _VARIANTS.items():
+        buffer = io.BytesIO()
+        turned[0].save(
+            buffer, name.partition("-")[0], **more, **({"append_images": turned[1:]} if "save_all" in more else {})
+        )
+        made[name] = buffer.getvalue()
     return made
 
 
@@ -105,7 +127,7 @@ def clips() -> dict[str, bytes]:
         for ending, codec in _CLIPS.items():
             path = Path(folder) / f"clip{ending}"
             try:
-                write_video(path, frames, codec=codec)
+                write_video(path, frames, 25, codec=codec)
             except (av.error.FFmpegError, ValueError):
                 continue
             made[ending] = path.read_bytes()

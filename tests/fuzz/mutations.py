@@ -44,14 +44,14 @@ def json_edits(file: str, document: Any) -> list[JsonEdit]:
     for path in places(document):
         edits += [JsonEdit(file, path, value) for value in WRONG_VALUES]
         edits += [JsonEdit(file, path, delete=True)] if path else []
-        edits += [JsonEdit(file, (*path, "unknown"), 1)] if isinstance(_at(document, path), dict) else []
+        edits += [JsonEdit(file, (*path, "unknown"), 1)] if isinstance(value_at(document, path), dict) else []
     return edits
 
 
 def crossed(file: str, document: Any, random: Random) -> JsonEdit:
     """One value of the document in the place of another."""
     every = list(places(document))
-    return JsonEdit(file, random.choice(every[1:]), _at(document, random.choice(every)))
+    return JsonEdit(file, random.choice(every[1:]), value_at(document, random.choice(every)))
 
 
 def wrong_bytes(data: bytes, random: Random, other: bytes = b"") -> bytes:
@@ -89,7 +89,11 @@ def _piece(data: bytes, random: Random) -> bytes:
     return data[start : start + random.choice((1, 4, 16, 256, 4096))]
 
 
-def _at(document: Any, path: Place) -> Any:
+def value_at(document: Any, path: Place) -> Any:
+    """What stands in a JSON document at `path`; None where nothing does."""
     for key in path:
-        document = document[key]
+        try:
+            document = document[key]
+        except (KeyError, IndexError, TypeError):
+            return None
     return document

@@ -6,14 +6,21 @@ import fnmatch
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from fuzz.cases import Case, JsonEdit
+from fuzz.mutations import document_of, value_at
 from fuzz.subjects import Subjects, call_of
 from fuzz.verdict import Fault, faults_of, files_of
 from fuzz.workers import Worker
 
-MAY_CHANGE_ANSWERS: tuple[str, ...] = ()
+MAY_CHANGE_ANSWERS = (
+    *("language_model.rope_*", "processor.*", "vision.*", "budgets.*"),
+    *("tokens.stop*", "tokens.bos", "tokens.eos"),
+)
 """Fields of manifests, as patterns, that may change answers where the bundle was not pinned with its sha256."""
+
+_MANIFESTS = ("bundle/bundle.json", "engines/engines.json")
 
 
 def try_case(case: Case, subjects: Subjects, worker: Worker) -> list[Fault]:
@@ -26,23 +33,31 @@ def try_case(case: Case, subjects: Subjects, worker: Worker) -> list[Fault]:
         for step, usual in zip(subjects[case.subject].steps, honest, strict=True):
             before = files_of(folder)
             outcome = worker(call_of(step, folder, usual))
-            same = keeps_answers(case)
+            same = keeps_answers(case, subjects)
             faults = faults_of(outcome, usual, before, files_of(folder), step.output, same_answer=same)
             if faults or outcome.code != 0:
                 return faults
     return []
 
 
-def keeps_answers(case: Case) -> bool:
+def keeps_answers(case: Case, subjects: Subjects) -> bool:
     """Whether the case must be refused or answered as if nothing had been changed."""
     if case.subject.startswith("pinned:"):
         return True
     edits = [change for change in case.changes if isinstance(change, JsonEdit)]
-    manifests = [edit for edit in edits if edit.file in ("bundle/bundle.json", "engines/engines.json")]
-    if not manifests or len(manifests) != len(case.changes):
+    if len(edits) != len(case.changes) or not all(edit.file in _MANIFESTS for edit in edits):
         return False
-    fields = [".".join(map(str, edit.path)) for edit in manifests]
-    return not any(fnmatch.fnmatchcase(field, pattern) for field in fields for pattern in MAY_CHANGE_ANSWERS)
+    return not all(_may_change(edit, document_of(subjects.folder(case.subject) / edit.file)) for edit in edits)
+
+
+def _may_change(edit: JsonEdit, document: Any) -> bool:
+    """Whether the field is one that may change answers, and the value of the kind that belongs there."""
+    field = ".".join(map(str, edit.path))
+    if edit.delete or not any(fnmatch.fnmatchcase(field, pattern) for pattern in MAY_CHANGE_ANSWERS):
+        return False
+    usual = value_at(document, edit.path)
+    number = type(usual) in (int, float) and type(edit.value) in (int, float)
+    return number or type(usual) is type(edit.value)
 
 
 class _place(tempfile.TemporaryDirectory[str]):
