@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.schema import Bounds, Count, Size
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""
@@ -22,8 +23,8 @@ UNPRUNED = "none"
 class Share:
     """`numerator` of every `denominator` tokens, rounded down, at least one unless the numerator is zero."""
 
-    numerator: int
-    denominator: int
+    numerator: Count
+    denominator: Size
 
     def of(self, tokens: int) -> int:
         """The share of `tokens`, as a count."""
@@ -36,15 +37,15 @@ class Share:
 class Counts:
     """A budget resolved for a number of visual tokens. All values are token counts."""
 
-    outliers: int
+    outliers: Count
     """|H| of each group: the high-norm tokens that are taken out."""
-    sink: int
+    sink: Count
     """1 if their mean takes the first place of each group's kept tokens, else 0."""
-    reserve: int
+    reserve: Count
     """k_res: salient tokens kept of each group."""
-    diverse: int
+    diverse: Count
     """k_div: diverse tokens kept of each group."""
-    stages: tuple[int, ...]
+    stages: tuple[Count, ...]
     """The K_s visual tokens, over all groups, that survive each text-guided stage."""
 
     @property
@@ -67,9 +68,9 @@ class Budget:
     """k_div: diverse tokens of a group."""
     stages: tuple[Share, ...]
     """K_s: visual tokens of a picture that survive each text-guided stage."""
-    outlier_per_mille: int = 10
+    outlier_per_mille: Annotated[int, Bounds(0, 1000)] = 10
     """rho: high-norm tokens of a group, rounded up."""
-    diversity_group_size: int = 16
+    diversity_group_size: Size = 16
     """b: how many diverse tokens are chosen at once, without being compared with each other."""
     sanitizer: bool = True
     """Whether tokens are dropped before the LLM at all."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile
+from sinkprune.contract.schema import Bounds, Count, Few, Size
 from sinkprune.contract.trust import ANY, Trust
 
 FORMAT_VERSION = 2
@@ -30,9 +31,9 @@ body; or our plugin, after the function that would have won (before TensorRT 10.
 class Range:
     """The smallest, usual and largest shape of one input within an optimisation profile, in elements."""
 
-    min: tuple[int, ...]
-    opt: tuple[int, ...]
-    max: tuple[int, ...]
+    min: tuple[Count, ...]
+    opt: tuple[Count, ...]
+    max: tuple[Count, ...]
 
 
 OptimisationProfile = dict[str, Range]
@@ -46,11 +47,11 @@ shape."""
 class Limits:
     """What a request may be at most where engines are built for it; a larger one needs other engines."""
 
-    prompt_tokens: int
+    prompt_tokens: Size
     """Text tokens of a rendered prompt (`sinkprune-build --max-prompt`)."""
-    new_tokens: int
+    new_tokens: Size
     """Generated tokens of an answer (`sinkprune-build --max-new-tokens`)."""
-    images: int
+    images: Few
     """Images of a prompt (`sinkprune-build --max-images`)."""
 
 
@@ -65,7 +66,7 @@ class EngineSpec:
     where no one optimisation profile can hold both. The narrower stands last. Empty for onnxruntime."""
     nodes: dict[str, Realisation]
     """What became of each node of domain `sinkprune`, by the node's name."""
-    device_memory: int | None
+    device_memory: Annotated[int, Bounds(0, 1 << 50)] | None
     """Bytes of activations an execution context needs; None where only a GPU could tell and the build had none."""
     build_seconds: float
     """How long the library took to build it."""
@@ -80,7 +81,7 @@ class EnginesManifest:
     target: Target
     library_version: str
     """The version of onnxruntime, tensorrt or tensorrt_rtx; engines load in exactly this one."""
-    compute_capabilities: tuple[int, ...]
+    compute_capabilities: tuple[Count, ...]
     """The GPUs the engines hold code for, e.g. 87 for sm_87; empty for onnxruntime."""
     bundle_sha256: str
     """The sha256 of the bundle's `bundle.json`, which holds the sums of all its files."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest_file import FileSpec, ManifestFile
 from sinkprune.contract.plans import Plan, find_plan
 from sinkprune.contract.precision import PrecisionName
+from sinkprune.contract.schema import Bounds, Count, Few, Size
 from sinkprune.contract.towers import Tower
 
 T = TypeVar("T")
@@ -50,16 +51,16 @@ class GraphSpec:
 class LanguageModel:
     """Facts of the decoder. Sizes are in elements."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    rope_theta: float
-    rope_sections: tuple[int, ...] = ()
+    hidden_size: Size
+    intermediate_size: Size
+    num_layers: Few
+    num_heads: Few
+    num_kv_heads: Few
+    head_dim: Few
+    vocab_size: Size
+    max_positions: Size
+    rope_theta: Annotated[float, Bounds(1, 1e12)]
+    rope_sections: tuple[Count, ...] = ()
     """How many rotary frequencies turn with each axis of a position (time, height, width) in mRoPE; empty where a
     position is one number."""
 
@@ -75,8 +76,8 @@ class LanguageModel:
 class Tokens:
     """Ids and texts of the special tokens that the runtime must know."""
 
-    image: int
-    stop: tuple[int, ...]
+    image: Count
+    stop: tuple[Count, ...]
     bos: str
     """The text of the first special token, for chat templates that write it; empty if there is none."""
     eos: str
@@ -104,16 +105,16 @@ class Manifest:
     language_model: LanguageModel
     vision: Tower
     """Facts of the vision tower, which the runtime's family reads."""
-    most_visual_tokens: int
+    most_visual_tokens: Size
     """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
-    max_images: int
+    max_images: Few
     """The most images a prompt may have."""
     projector: str | None
     """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
     processor: dict[str, Any]
     """The image processor's settings, in the checkpoint's own words."""
     tokens: Tokens
-    cut_after: tuple[int, ...]
+    cut_after: tuple[Count, ...]
     """The 0-based decoder layers after which the decoder is cut into segments."""
     budgets: dict[str, Budget]
     plans: dict[str, dict[str, Plan]]

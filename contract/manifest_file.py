@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.held_files import HeldFile
-from sinkprune.contract.schema import SchemaError, from_json, to_json
+from sinkprune.contract.schema import Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.signature import SIGNATURE_BYTES, Sign, verify_signature
 from sinkprune.contract.trust import Trust
 from sinkprune.contract.untrusted import MANIFEST_BYTES, MissingError, UnreadableError, parsed_json, read_bytes
@@ -31,7 +31,7 @@ M = TypeVar("M", bound="Lists")
 class FileSpec:
     """The size in bytes and the sha256 that a file must have."""
 
-    size: int
+    size: Annotated[int, Bounds(0, 1 << 50)]
     sha256: str
 
 
@@ -111,8 +111,8 @@ class ManifestFile:
         for name, file in held.items():
             if file.size != files[name].size:
                 raise self.error(
-                    f"{self.folder} '{root}': file '{name}' has {file.size} bytes (sha256 {file.sha256()}), "
-                    f"expected {files[name].size} bytes (sha256 {files[name].sha256}). {self.again}"
+                    f"{self.folder} '{root}': file '{name}' has {file.size} bytes, expected "
+                    f"{files[name].size}. {self.again}"
                 )
         listed = {*files, self.name, self.signature}
         for name in map(str, _all_below(root)):

@@ -1,4 +1,7 @@
-"""Dataclasses from JSON and back, strictly: what is unknown, missing or of the wrong type is refused."""
+"""Dataclasses from JSON and back, strictly: what is unknown, missing, of the wrong type or out of bounds is refused.
+
+`Annotated[int, Bounds(1, 64)]` is a field whose value must be a whole number from 1 to 64.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,22 @@ import typing
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The smallest and the largest number that a field may hold."""
+
+    least: float
+    most: float
+
+
+Size = typing.Annotated[int, Bounds(1, 1 << 24)]
+"""How many elements, tokens or rows something has along one axis."""
+Count = typing.Annotated[int, Bounds(0, 1 << 30)]
+"""How many of something there are, possibly none; also an index or an id."""
+Few = typing.Annotated[int, Bounds(1, 4096)]
+"""How many layers, heads, blocks or images there are: few."""
 
 
 class SchemaError(ValueError):
@@ -38,6 +57,8 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return data
+    if origin is typing.Annotated:
+        return _bounded(_read(arguments[0], data, where), arguments[1], where)
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
@@ -45,7 +66,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         return _read(kinds[0] if len(kinds) == 1 else _kind_of(kinds, data, where), data, where)
     if origin is typing.Literal:
         if data not in arguments:
-            raise SchemaError(f"{where}: found {data!r}, expected one of {', '.join(map(repr, arguments))}")
+            raise SchemaError(f"{where}: found {_told(data)}, expected one of {', '.join(map(repr, arguments))}")
         return data
     if dataclasses.is_dataclass(kind):
         return _read_object(kind, data, where)
@@ -61,7 +82,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 def _read_object(kind: Any, data: Any, where: str) -> Any:
     _expect(dict, data, where)
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     missing = [name for name in hints if name not in data]
     unknown = [name for name in data if name not in hints]
     if missing:
@@ -78,6 +99,21 @@ def _kind_of(kinds: list[Any], data: Any, where: str) -> Any:
     return min(kinds, key=lambda kind: len(set(typing.get_type_hints(kind)) ^ set(data)))
 
 
+def _bounded(value: float, bounds: Bounds, where: str) -> float:
+    if not bounds.least <= value <= bounds.most:
+        raise SchemaError(f"{where}: found {_told(value)}, expected {bounds.least} to {bounds.most}")
+    return value
+
+
+def _told(data: Any) -> str:
+    """A value in a message, cut where it is long."""
+    try:
+        text = repr(data)
+    except ValueError:
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _to_float(data: int | float, where: str) -> float:
     try:
         return float(data)
@@ -88,4 +124,4 @@ def _to_float(data: int | float, where: str) -> float:
 def _expect(kind: type, data: Any, where: str) -> None:
     number = kind is float and isinstance(data, int)
     if isinstance(data, bool) != (kind is bool) or not (isinstance(data, kind) or number):
-        raise SchemaError(f"{where}: found {data!r}, expected {kind.__name__}")
+        raise SchemaError(f"{where}: found {_told(data)}, expected {kind.__name__}")

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from sinkprune.contract.schema import Bounds, Count, Few, Size
+
+Side = Annotated[int, Bounds(1, 8192)]
+"""How many pixels, patches or frames something has along one side."""
 
 
 @dataclass(frozen=True)
 class ViTTower:
     """CLIP's vision transformer up to its feature layer, on square crops of one size: LLaVA-1.5 and LLaVA-NeXT."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_blocks: int
+    hidden_size: Size
+    intermediate_size: Size
+    num_heads: Few
+    num_blocks: Few
     """Blocks that are computed: up to and with the one whose output is the visual feature."""
-    image_size: int
+    image_size: Side
     """Pixels along a side of the crop."""
-    patch_size: int
+    patch_size: Side
     """Pixels along a side of a patch; a patch is a visual token."""
     layer_norm_eps: float
     activation: str
-    tokens: int
+    tokens: Size
     """N, the visual tokens of a crop."""
 
 
@@ -28,24 +34,24 @@ class ViTTower:
 class QwenTower:
     """The vision tower of Qwen2-VL and Qwen2.5-VL: any resolution, `merge_size`**2 patches to a visual token."""
 
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_blocks: int
-    full_attention_blocks: tuple[int, ...]
+    hidden_size: Size
+    intermediate_size: Size
+    num_heads: Few
+    num_blocks: Few
+    full_attention_blocks: tuple[Count, ...]
     """0-based; all others attend within windows."""
-    window_side: int
+    window_side: Count
     """Merged tokens along a window's side; 0 where no block has windows."""
-    patch_size: int
+    patch_size: Side
     """Pixels along a side of a patch."""
-    temporal_patch_size: int
+    temporal_patch_size: Side
     """How many frames of a clip a patch holds."""
-    merge_size: int
+    merge_size: Side
     """Patches along a side of a merged token."""
-    rope_theta: float
-    out_size: int
+    rope_theta: Annotated[float, Bounds(1, 1e12)]
+    out_size: Size
     """Width of the tokens it gives, which is the decoder's."""
-    salience_block: int
+    salience_block: Count
     """The 0-based block whose attention is the salience."""
     tokens_per_second: float | None
     """How far positions in time go on in a second of a clip; None where they count frames."""

@@ -63,7 +63,9 @@ class OrtBackend(Backend):
                 session = self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider])
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
-                raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {error}") from error
+                raise BackendError(
+                    f"backend '{self.name}' cannot load '{model.file.path}': {_words(error)}"
+                ) from error
         if self._provider not in session.get_providers():
             raise BackendError(
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
@@ -129,8 +131,8 @@ class _OrtEngine:
             # onnxruntime has no common base class for its errors.
             shapes = ", ".join(f"{name} {inputs[name].shape()}" for name in self._inputs)
             raise BackendError(
-                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {error}. If memory ran out, end other "
-                "programs; if not, export the bundle again."
+                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {_words(error)}. If memory ran out, end "
+                "other programs; if not, export the bundle again."
             ) from error
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
 
@@ -145,6 +147,11 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
         )
         for value in values
     ]
+
+
+def _words(error: Exception) -> str:
+    """What onnxruntime said, in one line and without its full stop."""
+    return " ".join(str(error).split()).removesuffix(".")
 
 
 def _cores() -> int:

@@ -123,8 +123,7 @@ def test_a_truncated_engine(tmp_path: Path) -> None:
     write_engines(tmp_path)
     (tmp_path / ENGINE).write_bytes(b"machine")
     message = refusal(tmp_path)
-    assert f"file '{ENGINE}' has 7 bytes" in message
-    assert "expected 12 bytes" in message
+    assert f"file '{ENGINE}' has 7 bytes, expected 12" in message
     assert "Build or copy the engines again." in message
 
 

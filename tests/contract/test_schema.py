@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from sinkprune.contract.engines_manifest import EnginesManifest, EngineSpec
 from sinkprune.contract.manifest import Checkpoint, GraphSpec, LanguageModel, Manifest, TensorSpec, Tokens
 from sinkprune.contract.manifest_file import FileSpec
 from sinkprune.contract.plans import Plan
-from sinkprune.contract.schema import SchemaError, from_json, to_json
+from sinkprune.contract.schema import Bounds, SchemaError, from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,41 @@ def test_the_message_names_the_place_what_was_found_and_what_was_expected() -> N
         from_json(Tree, {**JSON, "by_name": {"l": {"size": 1}}})
     with pytest.raises(SchemaError, match=r"^\$\.kind: found 'ash', expected one of 'oak', 'elm'$"):
         from_json(Tree, {**JSON, "kind": "ash"})
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """Fields that have bounds."""
+
+    few: Annotated[int, Bounds(1, 64)]
+    share: Annotated[float, Bounds(0, 1)] | None
+    sizes: tuple[Annotated[int, Bounds(1, 64)], ...]
+
+
+@pytest.mark.parametrize("few", [1, 64])
+@pytest.mark.parametrize("share", [0, 1.0, None])
+def test_numbers_within_bounds_are_read(few: int, share: float | None) -> None:
+    assert from_json(Bounded, {"few": few, "share": share, "sizes": [few]}) == Bounded(few, share, (few,))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"few": 0}, r"\$\.few: found 0, expected 1 to 64"),
+        ({"few": 65}, "expected 1 to 64"),
+        ({"few": True}, "expected int"),
+        ({"few": 10**5000}, "found a number of thousands of digits, expected 1 to 64"),
+        ({"share": -0.1}, r"\$\.share: found -0.1, expected 0 to 1"),
+        ({"share": math.nan}, "found nan, expected 0 to 1"),
+        ({"sizes": [1, 65]}, r"\$\.sizes\[1\]: found 65"),
+        ({"few": "x" * 10**6}, r"found 'x{79}\.\.\., expected int"),
+    ],
+    ids=["below", "above", "bool", "digits", "share", "nan", "in a list", "long"],
+)
+def test_numbers_out_of_bounds_are_refused_in_short(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(SchemaError, match=said) as caught:
+        from_json(Bounded, {"few": 1, "share": None, "sizes": [], **change})
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize("data", [None, True, 1, 1.5, "x", [], [JSON]], ids=repr)
