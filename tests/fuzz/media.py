@@ -6,11 +6,12 @@ import io
 import struct
 import tempfile
 import zlib
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, features
+from PIL import Image
 
 from fuzz.subjects import PHOTOS, silent_libraries
 from video_files import write_video
@@ -39,18 +40,16 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "SPIDER": ("F",),
     "XBM": ("1",),
 }
+_MODES = {mode for modes in _FORMATS.values() for mode in modes}
 _EXIF = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + bytes(6)
 _VARIANTS: dict[str, dict[str, Any]] = {
-    "JPEG-progressive": {
-        "progressive": True,
-        "exif": b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + bytes(6),
-        "icc_profile": b"x" * 99,
-    },
+    "JPEG-progressive": {"progressive": True, "exif": _EXIF, "icc_profile": b"x" * 99},
     "PNG-animated": {"save_all": True},
     "GIF-animated": {"save_all": True},
     "WEBP-animated": {"save_all": True},
     "TIFF-pages": {"save_all": True, "compression": "tiff_deflate"},
     "TIFF-jpeg": {"compression": "jpeg"},
+    "TIFF-lzw": {"compression": "tiff_lzw"},
 }
 """What else the formats can hold, by a name that begins with the format's."""
 _CLIPS = {
@@ -74,46 +73,39 @@ _SIDE = 8000
 def pictures() -> dict[str, bytes]:
     """By format and mode; formats that this Pillow cannot write are left out."""
     photo = Image.open(PHOTOS / "chelsea.jpg").resize((96, 64))
-    made = {}
-    for name, modes in _FORMATS.items():
-        for mode in modes:
-            if name == "AVIF" and not features.check("avif"):
-                continue
-            # What is converted to 16 bits must be grey already.
-            picture, buffer = (photo.convert("L") if mode == "I;16" else photo).convert(mode), io.BytesIO()
-            options = {"compression": "tiff_lzw"} if name == "TIFF" and mode == "RGB" else {}
-            try:
-                picture.save(buffer, name, **options)
-            except (OSError, KeyError, ValueError):
-                continue
-            made[f"{name}-{mode}"] = buffer.getvalue()
-    turned = [photo.rotate(turn) for turn in (0, 90, 180)]
-    for name, more in _VARIANTS.items():
-        buffer = io.BytesIO()
-        turned[0].save(
-            buffer, name.partition("-")[0], **more, **({"append_images": turned[1:]} if "save_all" in more else {})
-        )
-        made[name] = buffer.getvalue()
-    return made
+    # What is converted to 16 bits must be grey already.
+    by_mode = {mode: photo.convert("L").convert(mode) if mode == "I;16" else photo.convert(mode) for mode in _MODES}
+    made = {f"{name}-{mode}": _saved(by_mode[mode], name) for name, modes in _FORMATS.items() for mode in modes}
+    pages = {"append_images": [photo.rotate(90), photo.rotate(180)]}
+    for name, options in _VARIANTS.items():
+        more = pages if "save_all" in options else {}
+        made[name] = _saved(photo, name.partition("-")[0], **options, **more)
+    return {name: data for name, data in made.items() if data}
 
 
-def huge_pictures() -> dict[str, bytes]:
+def _saved(picture: Image.Image, name: str, **options: Any) -> bytes:
+    """A picture in the format `name`; nothing where this Pillow cannot write it."""
+    buffer = io.BytesIO()
+    try:
+        picture.save(buffer, name, **options)
+    except (OSError, KeyError, ValueError):
+        return b""
+    return buffer.getvalue()
+
+
+def huge_pictures() -> Iterator[bytes]:
     """Few bytes that say they are of very many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    made = {}
     for side in (13_000, 13_300, 20_000, 2**31 - 1):
         header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
         chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b""))
-        made[f"png-{side}"] = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*parts) for parts in chunks)
+        yield b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*parts) for parts in chunks)
     for name in ("JPEG", "WEBP", "GIF", "TIFF", "BMP", "JPEG2000"):
-        buffer = io.BytesIO()
         options = {"compression": "tiff_deflate"} if name == "TIFF" else {}
-        Image.new("1" if name == "BMP" else "L", (_SIDE, _SIDE)).save(buffer, name, **options)
-        made[f"{name}-{_SIDE}"] = buffer.getvalue()
-    return made
+        yield _saved(Image.new("1" if name == "BMP" else "L", (_SIDE, _SIDE)), name, **options)
 
 
 @cache

@@ -93,23 +93,14 @@ def texts(subjects: Subjects, random: Random) -> Iterator[Case]:
 
 def pictures(subjects: Subjects, random: Random) -> Iterator[Case]:
     """Pictures of every format, as they are and damaged, and some of very many pixels."""
-    names, made = _of(subjects, "run"), media.pictures()
-    every = list(made.values())
-    for data in [*every, *media.huge_pictures().values()]:
-        yield Case(random.choice(names), (Content("photo.jpg", data),))
-    while True:
-        data = wrong_bytes(random.choice(every), random, random.choice(every))
-        yield Case(random.choice(names), (Content("photo.jpg", data),))
+    every, huge = list(media.pictures().values()), media.huge_pictures()
+    yield from _damaged(_of(subjects, "run"), "photo.jpg", chain(every, huge), every, random)
 
 
 def clips(subjects: Subjects, random: Random) -> Iterator[Case]:
     """Clips of every format, as they are and damaged."""
-    names, every = _of(subjects, "video"), list(media.clips().values())
-    first = [Case(random.choice(names), (Content("clip.mp4", data),)) for data in every] if names else []
-    yield from first
-    while names:
-        data = wrong_bytes(random.choice(every), random, random.choice(every))
-        yield Case(random.choice(names), (Content("clip.mp4", data),))
+    every = list(media.clips().values())
+    yield from _damaged(_of(subjects, "video"), "clip.mp4", every, every, random)
 
 
 def graphs(subjects: Subjects, random: Random) -> Iterator[Case]:
@@ -175,6 +166,19 @@ def _json_cases(subjects: Subjects, files: list[tuple[str, str]], random: Random
         place = random.choice(files)
         more: list[Change] = [*random.choices(edits[place], k=2), crossed(place[1], documents[place], random)]
         yield Case(place[0], tuple(random.sample(more, random.choice((1, 2)))))
+
+
+def _damaged(
+    names: list[str], file: str, first: Iterable[bytes], every: list[bytes], random: Random
+) -> Iterator[Case]:
+    """The `first` as they are, each followed by a damaged one; then damaged ones of `every`."""
+    rest = iter(first)
+    while names:
+        whole = next(rest, None)
+        if whole is not None:
+            yield Case(random.choice(names), (Content(file, whole),))
+        damaged = wrong_bytes(random.choice(every), random, random.choice(every))
+        yield Case(random.choice(names), (Content(file, damaged),))
 
 
 def _of(subjects: Subjects, *tasks: str) -> list[str]:
