@@ -35,7 +35,6 @@ _FORMATS: dict[str, tuple[str, ...]] = {
     "SGI": ("RGB",),
     "QOI": ("RGB",),
     "EPS": ("RGB",),
-    "IM": ("RGB",),
     "MPO": ("RGB",),
     "SPIDER": ("F",),
     "XBM": ("1",),
