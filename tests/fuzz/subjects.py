@@ -159,13 +159,14 @@ def silent_libraries() -> Iterator[None]:
 def _make_family(folder: Path, family: str) -> None:
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir(parents=True)
+    frames = ("--max-frames", 4) if family in _VIDEO else ()
     with silent_libraries():
         _make_checkpoint(checkpoint, family)
-    frames = ("--max-frames", 4) if family in _VIDEO else ()
-    exported = run("sinkprune-export", checkpoint, "-o", folder / "bundle", "--budgets", _BUDGETS[family], *frames)
-    assert exported.code == 0, exported
-    built = run("sinkprune-build", folder / "bundle", "-o", folder / "engines", *_BUILD)
-    assert built.code == 0, built
+        exported = run(
+            "sinkprune-export", checkpoint, "-o", folder / "bundle", "--budgets", _BUDGETS[family], *frames
+        )
+        built = run("sinkprune-build", folder / "bundle", "-o", folder / "engines", *_BUILD)
+    assert (exported.code, built.code) == (0, 0), (exported, built)
     photo = Image.open(PHOTOS / "coffee.jpg").resize((160, 112))
     photo.save(folder / "photo.jpg")
     write_video(folder / "clip.mp4", [photo.rotate(turn) for turn in (0, 5, 10, 15)])

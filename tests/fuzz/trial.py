@@ -53,8 +53,11 @@ def keeps_answers(case: Case, subjects: Subjects) -> bool:
 def _may_change(edit: JsonEdit, document: Any) -> bool:
     """Whether the field is one that may change answers, and the value of the kind that belongs there."""
     field = ".".join(map(str, edit.path))
-    if edit.delete or not any(fnmatch.fnmatchcase(field, pattern) for pattern in MAY_CHANGE_ANSWERS):
+    if not any(fnmatch.fnmatchcase(field, pattern) for pattern in MAY_CHANGE_ANSWERS):
         return False
+    if edit.delete:
+        # A list may be shorter, an object lacks a field.
+        return isinstance(edit.path[-1], int)
     usual = value_at(document, edit.path)
     number = type(usual) in (int, float) and type(edit.value) in (int, float)
     return number or type(usual) is type(edit.value)

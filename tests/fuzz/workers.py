@@ -13,11 +13,13 @@ from typing import Any
 
 from fuzz.child import Call
 
+_CONFIGURATIONS = ("clip", "llama", "llava", "llava_next", "mistral", "qwen2", "qwen2_vl", "qwen2_5_vl")
 MODULES = (
     "PIL.Image",
     "av",
     "tokenizers",
-    "transformers.models.auto.tokenization_auto",
+    # Which import torch where it is installed
+    *(f"transformers.models.{kind}.configuration_{kind}" for kind in _CONFIGURATIONS),
     "sinkprune.engines.build",
     "sinkprune.engines.command",
     "sinkprune.export.bundle_writer",
