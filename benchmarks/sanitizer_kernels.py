@@ -33,6 +33,7 @@ from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.functions import diversity_select, top_rho
 from sinkprune.runtime.device import open_device
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime
 
 PER_MILLE = 10
 WARM_UP = 20
@@ -107,10 +108,7 @@ def bodies_on_cuda(shape: Shape, stream: int) -> Any:
     """An ONNX Runtime session of `bodies` on the CUDA stream of this handle; raises `BackendError` if it has none."""
     if shape.dtype not in NAMES:
         raise BackendError(f"no bundle has {shape.dtype} tokens.")
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError("ONNX Runtime is not installed.") from error
+    onnxruntime = import_onnxruntime("benchmark")
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         raise BackendError("this ONNX Runtime has no CUDAExecutionProvider.")
     # Many small operators; without shapes that are known ONNX Runtime says so for each.

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from sinkprune.contract.errors import NumericsError
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profile import model_name
 
@@ -52,7 +53,7 @@ class NormReport:
 def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormReport:
     """Run the vision tower of `pipeline` on `pictures`, RGB, and report the norms and the salience it gives.
 
-    Raises `ImageError` for a picture that the model cannot be shown.
+    Raises `ImageError` for a picture that the model cannot be shown, and `NumericsError`.
     """
     encoded = [pipeline.encode(picture) for picture in pictures]
     norms = [group for features in encoded for group in features.norms]
@@ -63,7 +64,11 @@ def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormRe
 def summarise(
     model: str, pictures: int, norms: Sequence[NDArray[np.float32]], salience: Sequence[NDArray[np.float32]]
 ) -> NormReport:
-    """The report of `norms` and `salience` [N] of all groups of some pictures; groups may differ in N."""
+    """The report of `norms` and `salience` [N] of all groups of some pictures; groups may differ in N.
+
+    Raises `NumericsError` where they cannot be compared: not finite, or a group without norm or salience.
+    """
+    _check_comparable(norms, salience)
     scaled = np.concatenate([group / np.median(group) for group in norms])
     counts = [max(1, -(-len(group) * _PER_MILLE // 1000)) for group in norms]
     largest, salient = (
@@ -86,9 +91,18 @@ def summarise(
         top_overlap=overlap,
         chance_overlap=chance,
         top_salience_share=float(np.mean(received)),
-        norm_salience_correlation=float(np.mean([_spearman(a, b) for a, b in zip(norms, salience, strict=True)])),
+        norm_salience_correlation=_mean_spearman(norms, salience),
         verdict=_verdict(share, top, attended=overlap > 2 * chance),
     )
+
+
+def _check_comparable(norms: Sequence[NDArray[np.float32]], salience: Sequence[NDArray[np.float32]]) -> None:
+    for what, groups, middle in (("norms", norms, np.median), ("salience", salience, np.sum)):
+        if not all(np.isfinite(group).all() and middle(group) > 0 for group in groups):
+            raise NumericsError(
+                f"the vision tower's {what} are not finite, or nothing but zeros, so there are no outliers to "
+                "look for. Check the checkpoint's weights."
+            )
 
 
 def _verdict(share: float, largest: float, *, attended: bool) -> str:
@@ -102,6 +116,12 @@ def _verdict(share: float, largest: float, *, attended: bool) -> str:
         return f"Outliers as the paper describes them: {found}, and they draw the tower's attention."
     why = "they are too many to be outliers" if attended else "they do not draw the tower's attention"
     return f"Not the outliers the paper describes: {found}, but {why}."
+
+
+def _mean_spearman(norms: Sequence[NDArray[np.float32]], salience: Sequence[NDArray[np.float32]]) -> float:
+    """The mean over groups of two tokens or more; 0 where there is none, as nothing can be said."""
+    pairs = [pair for pair in zip(norms, salience, strict=True) if len(pair[0]) > 1]
+    return float(np.mean([_spearman(*pair) for pair in pairs])) if pairs else 0.0
 
 
 def _spearman(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:

@@ -7,7 +7,6 @@ letter of the right one, its text, or its 0-based number. `id` is the line's num
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,10 +19,14 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError, TaskError
 from sinkprune.contract.questions import Question
+from sinkprune.contract.untrusted import UnreadableError, parsed_json, read_bytes
 from sinkprune.runtime.images import read_image
 
 SCENES = "scenes"
 """The name of the task that comes along: the project's own test set."""
+
+TASK_BYTES = 256 << 20
+"""The most a task's file may have: a million questions."""
 
 _GREY = (128, 128, 128)
 _REQUIRED = ("image", "question", "answer")
@@ -71,9 +74,9 @@ def _read_scenes() -> Iterator[Item]:
 def _read_jsonl(path: Path) -> Iterator[Item]:
     """The items of a JSONL file, blank lines skipped; raises `TaskError` at the first bad line, naming it."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TaskError(f"'{path}' cannot be read: {error.strerror}. Give a file of questions.") from error
+        data = read_bytes(path, TASK_BYTES)
+    except UnreadableError as error:
+        raise TaskError(f"'{path}' {error}. Give a file of questions.") from error
     lines_of_ids: dict[str, int] = {}
     sound_images: set[Path] = set()
     for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -99,9 +102,9 @@ def _read_jsonl(path: Path) -> Iterator[Item]:
 
 def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     try:
-        data = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TaskError(f"bad JSON: {error}. Expected one object a line: {_FIELDS}.") from error
+        data = parsed_json(line)
+    except UnreadableError as error:
+        raise TaskError(f"bad JSON: the line {error}. Expected one object a line: {_FIELDS}.") from error
     if not isinstance(data, dict):
         raise TaskError(f"found {type(data).__name__}, expected an object: {_FIELDS}.")
     for name in data:
@@ -126,8 +129,6 @@ def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise TaskError(f"'{name}' is {value!r}, expected words.")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise TaskError(f"'{name}' is {value!r}, which holds half a character. Write the file as UTF-8.")
     return value
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.folders import recover
 from sinkprune.contract.graph_contract import check_interfaces
 from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER, Manifest
@@ -39,6 +40,7 @@ def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
     compared: see `Bundle.verify`.
     """
     root = Path(path)
+    recover(root, BUNDLE)
     manifest, sha256 = BUNDLE.read(root, Manifest, trust)
     _check_consistent(root / MANIFEST, manifest)
     return Bundle(root, manifest, sha256, BUNDLE.hold(root, manifest.files), trust)
@@ -53,7 +55,9 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
     selections = [graph for _, plan in plans for graph in plan.graphs]
-    for graph in ("vision", *filter(None, [manifest.projector]), *decoders, "head", *selections):
+    projector = [] if manifest.projector is None else [manifest.projector]
+    used = dict.fromkeys(["vision", *projector, *decoders, "head", *selections])
+    for graph in used:
         if graph not in manifest.graphs:
             raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
     cuts = {str(layer) for layer in manifest.cut_after}
@@ -82,3 +86,6 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     if unlisted:
         raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")
     check_interfaces(path, manifest)
+    unused = [graph for graph in manifest.graphs if graph not in used]
+    if unused:
+        raise BundleError(f"'{path}' holds the graph '{unused[0]}', which nothing runs. Export the bundle again.")

@@ -1,18 +1,22 @@
-"""What every command does alike: run, and turn errors into exit codes.
+"""What every command does alike: start, run, and turn errors into exit codes.
 
 0: done. 2: the user can mend it; one message on stderr, no traceback. 1: our bug, with its traceback.
+130: interrupted. It imports next to nothing: until `start` runs, an interrupt would end in a traceback.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.terminal import escaped
 
 INTERRUPTED = 130
 
@@ -27,49 +31,161 @@ _DISK_ERRORS = {
     errno.EIO,
     errno.ENAMETOOLONG,
 }
+# What Python, the dynamic linker and ONNX Runtime say where no memory is to be had.
+_MEMORY_WORDS = (
+    "can't start new thread",
+    "failed to map segment",
+    "Cannot allocate memory",
+    "pthread_create failed",
+    "bad_alloc",
+    "bad allocation",
+    "Failed to allocate memory",
+)
+_SHOWN = 160
+
+
+def start(module: str) -> int:
+    """Run `main` of a command's `module` as this process's own work; returns the exit code.
+
+    The module is imported here, so that Ctrl-C meanwhile is told from a bug too. Closed standard streams are opened
+    on nothing: else the next files would get their numbers, and what libraries print would stand in them.
+    """
+    _open_closed_streams()
+    code = 0
+
+    def main(arguments: Sequence[str] | None) -> None:
+        nonlocal code
+        code = import_module(module).main(arguments)
+        # Its own `run_command` has told of it.
+        _drop_what_nobody_takes()
+
+    try:
+        return run_command(main, None) or code
+    finally:
+        # All is done but Python's own leave-taking, whose errors would be tracebacks and exit codes of other meaning.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        _drop_what_nobody_takes()
 
 
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
     """Run a command's body and return its exit code."""
     try:
-        with _termination_as_interrupt():
+        with _signals_as_interrupts():
             body(arguments)
-    except SinkpruneError as error:
-        return _say(str(error))
+            # What cannot be printed is an error now, not when Python ends.
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our output went away, as `head` does; that is no error.
-        sys.stderr.close()
         return 0
-    except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        place = f" '{error.filename}'" if error.filename else ""
-        return _say(
-            f"the system refused{place}: {error.strerror}. Free space, or choose a place you may read and write."
-        )
     except KeyboardInterrupt:
-        sys.stderr.write("interrupted; nothing half-written was left.\n")
+        with suppress(OSError):
+            sys.stderr.write("interrupted; nothing half-written was left.\n")
         return INTERRUPTED
+    except Exception as error:
+        message = _mendable(error)
+        if message is None:
+            raise
+        # Where stderr takes nothing, the exit code alone must tell.
+        with suppress(OSError):
+            _say(message)
+        return 2
     return 0
 
 
+def _mendable(error: Exception) -> str | None:
+    """What to tell of an error that the user can mend; None for others."""
+    shortage = _shortage(error)
+    if shortage is not None:
+        return (
+            f"there is too little memory: {_last_line(shortage)}. End other programs, raise the limit that is set "
+            "(ulimit -v), or use a machine with more."
+        )
+    if isinstance(error, SinkpruneError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        place = f" '{error.filename}'" if error.filename else ""
+        return f"the system refused{place}: {error.strerror}. Free space, or choose a place you may read and write."
+    return None
+
+
+def _shortage(error: BaseException | None) -> BaseException | None:
+    """What says that memory, address space or threads ran out: an error, or one that it was made of."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return error
+        # Ours quote what users wrote.
+        if not isinstance(error, SinkpruneError) and any(word in str(error) for word in _MEMORY_WORDS):
+            return error
+        error = error.__cause__
+    return None
+
+
+def _last_line(error: BaseException) -> str:
+    """The end of what an error says, where libraries say what it is about; its name if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".")[-_SHOWN:] if lines else type(error).__name__
+
+
 @contextmanager
-def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C, so that what is half-written gets removed."""
+def _signals_as_interrupts() -> Iterator[None]:
+    """SIGTERM unwinds the stack like Ctrl-C, so that what is half-written gets removed.
+
+    Libraries may turn an interrupt into an error of their own; it stays an interrupt. Where Python drops it, as in a
+    callback of its own, it comes again.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    came = False
 
     def interrupt(number: int, frame: object) -> None:
+        nonlocal came
+        came = True
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    def again(dropped: sys.UnraisableHookArgs) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        else:
+            hook(dropped)
+
+    hook, sys.unraisablehook = sys.unraisablehook, again
+    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
+    # A shell's background jobs ignore Ctrl-C, and so do we then.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
+    except Exception as error:
+        if came:
+            raise KeyboardInterrupt from error
+        raise
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        sys.unraisablehook = hook
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _open_closed_streams() -> None:
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number is given: all below are open already.
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _drop_what_nobody_takes() -> None:
+    """Let Python end in peace where a standard stream refuses what is still to be written."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _say(message: str) -> int:
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {escaped(message)}\n")
     return 2

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.folders import recover
 from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile
 from sinkprune.contract.schema import Bounds, Count, Few, Size
@@ -140,6 +141,7 @@ def read_engines(path: str | os.PathLike[str], trust: Trust = ANY) -> Engines:
     `Engines.verify`.
     """
     root = Path(path)
+    recover(root, ENGINES)
     manifest, sha256 = ENGINES.read(root, EnginesManifest, trust)
     _check_consistent(root / MANIFEST, manifest)
     return Engines(root, manifest, sha256, ENGINES.hold(root, manifest.files), trust)

@@ -1,20 +1,62 @@
-"""Writing a file so that it is there whole or not at all."""
+"""Writing files: each is there whole or not at all, and none stands where something else is read."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 from pathlib import Path
 
 from sinkprune.contract.errors import OutputError
 
+Output = tuple[Path, tuple[str, ...]]
+"""A file that a command writes, and the endings it may have."""
+
+
+def check_outputs(outputs: Sequence[Output], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
+    """Refuse outputs that could not be written later, or would destroy what is there.
+
+    None may be one of the files that are `read`, lie in one of `folders`, or be another of `outputs`, whatever names,
+    links or hard links lead there. Raises `OutputError`.
+    """
+    for path, suffixes in outputs:
+        check_writable(path, suffixes)
+    paths = [path for path, _ in outputs]
+    check_apart(paths, read)
+    kept = {found: folder for folder in folders if (found := _identity(folder))}
+    for path in paths:
+        for found in map(_identity, path.resolve().parents):
+            if found in kept:
+                raise OutputError(f"'{path}' lies in '{kept[found]}', which is read. Choose a place outside it.")
+    for one, other in combinations(paths, 2):
+        if one.resolve() == other.resolve() or (_identity(one) or one) == (_identity(other) or other):
+            raise OutputError(f"'{one}' and '{other}' are the same file. Give each output a name of its own.")
+
+
+def check_apart(outputs: Iterable[Path], read: Iterable[Path]) -> None:
+    """Refuse outputs that are among the files that are `read`, by whatever name; raises `OutputError`."""
+    existing = {found: path for path in outputs if (found := _identity(path))}
+    for path in read if existing else ():
+        found = _identity(path)
+        if found in existing:
+            raise OutputError(f"'{existing[found]}' is '{path}' itself, which is read. Give it another name.")
+
 
 def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that could not be written later: a wrong ending, no such folder; raises `OutputError`."""
+    """Refuse a file that could not be written later; raises `OutputError`.
+
+    Its ending must be one of `suffixes`, its folder there and writable, and what stands in its place a regular file:
+    a device or FIFO is none to replace, and of a link nobody knows which end is meant.
+    """
     if path.suffix.lower() not in suffixes:
         raise OutputError(f"'{path}' ends in '{path.suffix}', expected {' or '.join(suffixes)}.")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise OutputError(f"'{path}' cannot be written: its folder must exist and no folder bear its name.")
+    if path.is_symlink():
+        raise OutputError(f"'{path}' is a link. Give the name of the file itself, or remove the link.")
+    if path.exists() and not path.is_file():
+        raise OutputError(f"'{path}' is a FIFO, a socket or a device, expected a regular file. Give another name.")
     if not os.access(path.absolute().parent, os.W_OK):
         raise OutputError(
             f"'{path}' cannot be written: no permission, or a read-only file system, at '{path.absolute().parent}'."
@@ -22,7 +64,7 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` beside `path`, then rename it there."""
+    """Write `data` beside `path`, to the disk, then rename it there."""
     try:
         handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     except OSError as error:
@@ -30,8 +72,20 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
+            file.flush()
+            # Else a loss of power may leave an empty file under the new name.
+            os.fsync(file.fileno())
         Path(beside).chmod(0o644)
         Path(beside).replace(path)
     except BaseException:
         Path(beside).unlink(missing_ok=True)
         raise
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """What stands at a path, links followed: its device and inode; None for nothing."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino

@@ -27,7 +27,7 @@ class Plan:
     @property
     def graphs(self) -> list[str]:
         """The names of all its graphs, in the order they run."""
-        return [*([self.sanitizer] if self.sanitizer else []), *self.select_after.values()]
+        return [*([] if self.sanitizer is None else [self.sanitizer]), *self.select_after.values()]
 
     @property
     def cuts(self) -> list[int]:

@@ -20,7 +20,7 @@ class Trust:
     """A file with the public key that its signature must fit; None where it need not be signed."""
 
     def __post_init__(self) -> None:
-        if self.sha256 is not None and not re.fullmatch("[0-9a-f]{64}", self.sha256):
+        if self.sha256 is not None and not re.fullmatch("[0-9a-f]{64}", str(self.sha256)):
             raise UsageError(
                 f"the sum is '{self.sha256}', expected a sha256 as sinkprune-export and sinkprune-build print it: 64 "
                 "hexadecimal digits, the letters small."

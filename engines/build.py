@@ -16,7 +16,7 @@ from sinkprune.contract.engines_manifest import (
     OptimisationProfiles,
 )
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.folders import replacing
+from sinkprune.contract.folders import check_outside, replacing
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.signature import Sign
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
@@ -45,6 +45,7 @@ def build_engines(
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
     as it was. Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
     """
+    check_outside(output, bundle.path, ENGINES)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     check_memory(bundle, profiles, builder.memories())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkprune.contract.command import run_command
+from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ examples:
 TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be exported with --dialect opset20.
 """
 
+_SM = WholeNumber("--sm", 10, 999)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-build` with `arguments`, or the process's own if None; returns the exit code."""
@@ -37,7 +40,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES
-    from sinkprune.contract.folders import check_replaceable
+    from sinkprune.contract.folders import check_outside, check_replaceable
     from sinkprune.contract.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.limits import resolve_limits
@@ -46,6 +49,7 @@ def _build(arguments: Sequence[str] | None) -> None:
 
     check_replaceable(options.output, ENGINES, force=options.force)
     bundle = read_bundle(options.bundle, trusted_bundle(options))
+    check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
     limits = resolve_limits(
         bundle.manifest,
@@ -101,13 +105,16 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
 
 
 def _compute_capabilities(text: str) -> tuple[int, ...]:
-    found = tuple(part.strip().removeprefix("sm_") for part in text.split(",") if part.strip())
-    if not found or not all(part.isdecimal() for part in found):
+    found = {_SM(part.strip().removeprefix("sm_")) for part in text.split(",") if part.strip()}
+    if not found:
         raise argparse.ArgumentTypeError(f"'{text}' names no GPUs; expected numbers, as in 86,89,120")
-    return tuple(sorted({int(part) for part in found}))
+    return tuple(sorted(found))
 
 
 def _parser() -> argparse.ArgumentParser:
+    # Brings numpy, like all that `_build` imports.
+    from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
+
     parser = argparse.ArgumentParser(
         prog="sinkprune-build",
         description="Compile the graphs of a bundle into engines for one library and one kind of GPU.",
@@ -125,9 +132,19 @@ def _parser() -> argparse.ArgumentParser:
         type=_compute_capabilities,
         help="tensorrt-rtx: compute capabilities to compile for, as in 86,89,120 (default: this machine's GPU)",
     )
-    add("--max-prompt", type=int, metavar="N", help="text tokens of a prompt (default: 512, or what the model takes)")
-    add("--max-new-tokens", type=int, metavar="N", help="tokens of an answer (default: 512, or what the model takes)")
-    add("--max-images", type=int, metavar="N", help="images of a prompt (default: 1)")
+    add(
+        "--max-prompt",
+        type=MAX_PROMPT,
+        metavar="N",
+        help="text tokens of a prompt (default: 512, or what the model takes)",
+    )
+    add(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        metavar="N",
+        help="tokens of an answer (default: 512, or what the model takes)",
+    )
+    add("--max-images", type=MAX_IMAGES, metavar="N", help="images of a prompt (default: 1)")
     add("--force", action="store_true", help="replace existing engines")
     add_trust_options(parser)
     add_sign_option(parser, "the engines")

@@ -5,8 +5,13 @@ from __future__ import annotations
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.ranges import WholeNumber
 from sinkprune.runtime.families import load_family
 
+# No model has so many positions; what the bundle's has is checked besides.
+MAX_PROMPT = WholeNumber("--max-prompt", 1, 10**7)
+MAX_NEW_TOKENS = WholeNumber("--max-new-tokens", 1, 10**7)
+MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
 _MOST_PROMPT = 512
 _MOST_NEW_TOKENS = 512
 
@@ -17,12 +22,11 @@ def resolve_limits(
     """The limits asked for: text tokens of a prompt, new tokens, and images of a prompt.
 
     None means one image, and 512 tokens or what the model has room for beside unpruned pictures of the largest kind.
-    Raises `UsageError` for what is not positive, exceeds the model's positions, or needs another bundle.
+    Raises `UsageError` for what is out of range, exceeds the model's positions, or needs another bundle.
     """
-    images = 1 if images is None else images
-    for value, flag in ((prompt_tokens, "--max-prompt"), (new_tokens, "--max-new-tokens"), (images, "--max-images")):
-        if value is not None and value < 1:
-            raise UsageError(f"{flag} is {value}, expected at least 1.")
+    prompt_tokens = None if prompt_tokens is None else MAX_PROMPT.check(prompt_tokens)
+    new_tokens = None if new_tokens is None else MAX_NEW_TOKENS.check(new_tokens)
+    images = 1 if images is None else MAX_IMAGES.check(images)
     if images > manifest.max_images:
         raise UsageError(
             f"--max-images is {images}, and this bundle was exported for up to {manifest.max_images} in a prompt. "

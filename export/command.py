@@ -15,6 +15,7 @@ from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.presets import PRESETS
 
@@ -29,6 +30,9 @@ examples:
 Every bundle also runs unpruned.
 """
 
+# Ten times the largest photos there are
+_MOST_PIXELS = 10**9
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
@@ -40,6 +44,8 @@ def _export(arguments: Sequence[str] | None) -> None:
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # What is asked of the hub is a checkpoint; who asks is nobody's business.
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     try:
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.planning import Unreachable
@@ -142,10 +148,28 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
     )
-    add("--max-images", type=int, default=1, help="the most images a prompt may have (default: 1)")
-    add("--max-frames", type=int, default=0, help="take video, and up to as many frames of it (default: no video)")
-    add("--min-pixels", type=int, help="enlarge smaller images to as many (default: the checkpoint's)")
-    add("--max-pixels", type=int, help="scale larger images down to as many (default: the checkpoint's)")
+    add(
+        "--max-images",
+        type=WholeNumber("--max-images", 1, 10**4),
+        default=1,
+        help="the most images a prompt may have (default: 1)",
+    )
+    add(
+        "--max-frames",
+        type=WholeNumber("--max-frames", 0, 10**5),
+        default=0,
+        help="take video, and up to as many frames of it (default: no video)",
+    )
+    add(
+        "--min-pixels",
+        type=WholeNumber("--min-pixels", 1, _MOST_PIXELS),
+        help="enlarge smaller images to as many (default: the checkpoint's)",
+    )
+    add(
+        "--max-pixels",
+        type=WholeNumber("--max-pixels", 1, _MOST_PIXELS),
+        help="scale larger images down to as many (default: the checkpoint's)",
+    )
     add(
         "--salience",
         choices=["penultimate", "last"],

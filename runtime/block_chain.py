@@ -6,7 +6,7 @@ of it: PyAV sees no cut, Pillow none between a GIF's blocks, MediaInfo none in a
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import BinaryIO
 
 # Matroska's elements whose content is elements
@@ -15,20 +15,22 @@ _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
 _UNKNOWN = {2 ** (7 * width) - 1 for width in range(1, 9)}
 
 
-def gif_is_whole(path: Path) -> bool:
-    """Whether extensions and images (GIF89a, appendix B) follow each other up to the trailer."""
-    data = path.read_bytes()
-    place = 13 + _table(data[10:11])
-    while place < len(data):
-        kind = data[place]
-        if kind == 0x3B:
+def gif_is_whole(file: BinaryIO) -> bool:
+    """Whether extensions and images (GIF89a, appendix B) of an open file follow each other up to the trailer."""
+    file.seek(10)
+    _skip(file, 2 + _table(file.read(1)))
+    while kind := file.read(1):
+        if kind == b"\x3b":
             return True
-        if kind not in (0x21, 0x2C):
+        if kind == b"\x21":
+            _skip(file, 1)
+        elif kind == b"\x2c":
+            _skip(file, 8)
+            _skip(file, 1 + _table(file.read(1)))
+        else:
             return False
-        place += 2 if kind == 0x21 else 11 + _table(data[place + 9 : place + 10])
-        while place < len(data) and data[place]:
-            place += 1 + data[place]
-        place += 1
+        while size := int.from_bytes(file.read(1), "big"):
+            _skip(file, size)
     return False
 
 
@@ -37,22 +39,28 @@ def _table(flags: bytes) -> int:
     return 3 * 2 ** ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
 
 
-def matroska_is_whole(path: Path) -> bool:
-    """Whether elements (RFC 8794) follow each other up to the segment's end, or the file's where that is unknown."""
-    length = path.stat().st_size
+def _skip(file: BinaryIO, length: int) -> None:
+    file.seek(length, os.SEEK_CUR)
+
+
+def matroska_is_whole(file: BinaryIO) -> bool:
+    """Whether elements (RFC 8794) of an open file follow each other up to the segment's end, or the file's.
+
+    The file's is the end where the segment's is unknown.
+    """
+    length = file.seek(0, os.SEEK_END)
     end, place = length, 0
-    with path.open("rb") as file:
-        while place < end:
-            file.seek(place)
-            identity = _number(file, keep_length=True)
-            size = _number(file)
-            if identity is None or size is None:
-                return False
-            place = file.tell()
-            if identity == _SEGMENT and size not in _UNKNOWN:
-                end = place + size
-            elif identity not in (_SEGMENT, _CLUSTER):
-                place += size
+    while place < end:
+        file.seek(place)
+        identity = _number(file, keep_length=True)
+        size = _number(file)
+        if identity is None or size is None:
+            return False
+        place = file.tell()
+        if identity == _SEGMENT and size not in _UNKNOWN:
+            end = place + size
+        elif identity not in (_SEGMENT, _CLUSTER):
+            place += size
     return place == end <= length
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -13,7 +14,11 @@ from PIL import Image
 
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.ranges import shown as value_shown
 from sinkprune.runtime.images import to_rgb
+
+MOST_SHOWN_PIXELS = 1 << 27
+"""The most pixels the frames of a clip may have that a model is shown, together: 16 frames of 3840x2160."""
 
 
 class ClipSize(NamedTuple):
@@ -54,9 +59,11 @@ class Clip:
             raise VideoError(
                 f"a clip's frames are a {type(self.frames).__name__}, expected images. Give a list of them."
             )
-        if not isinstance(self.fps, Real):
+        # Python has whole numbers that are larger than any float.
+        too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
+        if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
             raise VideoError(
-                f"a clip has {self.fps!r} frames a second, expected a number, as in Clip(frames, fps=10)."
+                f"a clip has {value_shown(self.fps)} frames a second, expected a number, as in Clip(frames, fps=10)."
             )
         object.__setattr__(self, "frames", [*self.frames])
 
@@ -67,7 +74,7 @@ class Clip:
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
         """The frames at `indices` as RGB images; raises `ImageError`."""
-        return [to_rgb(self.frames[index]) for index in indices]
+        return collected(to_rgb(self.frames[index]) for index in indices)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,21 @@ class Shown:
 
 Picture = Image.Image | Shown
 """What a model sees: an RGB image, or the frames of a clip."""
+
+
+def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
+    """All of `frames`; raises `VideoError` as soon as they have more than `MOST_SHOWN_PIXELS`."""
+    taken: list[Image.Image] = []
+    pixels = 0
+    for frame in frames:
+        pixels += frame.width * frame.height
+        if pixels > MOST_SHOWN_PIXELS:
+            raise VideoError(
+                f"the frames shown of the video have more than {MOST_SHOWN_PIXELS} pixels together; the first "
+                f"{len(taken) + 1} have {pixels}. Scale it down, or export with a smaller --max-frames."
+            )
+        taken.append(frame)
+    return taken
 
 
 def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:

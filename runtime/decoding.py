@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from sinkprune.contract.errors import BundleError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
 from sinkprune.runtime.backends import Tensor
@@ -44,12 +45,12 @@ def prefill(
 ) -> Prefill:
     """The first pass over all rows of a prompt, with the selects of the schedule's plan between the segments.
 
-    `norms` [G,N] are the picture's, for plans that keep shares of N: they read N off them.
+    `norms` [G,N] are the picture's, for plans that keep shares of N: they read N off them. Raises `BundleError` where
+    the prompt has other visual rows than the schedule says.
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
-    if schedule.rows != len(rows.visual):
-        raise ValueError(f"the schedule has {schedule.rows} visual rows and the prompt {len(rows.visual)}")
+    _check_rows("the sanitizer", len(rows.visual), schedule.rows)
     text = rows.length - len(rows.visual)
     with clock.measure("prefill"):
         cos, sin = chain.rotary.tables(rows.positions.rows)
@@ -89,14 +90,26 @@ def prefill(
     return result
 
 
-def surviving_rows(chain: Chain, result: Prefill) -> dict[int, Array]:
-    """After each pruning layer: the rows of the prefill's input that survived so far, ascending."""
+def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:
+    """After each pruning layer: the rows of the prefill's input that survived so far, ascending.
+
+    Raises `BundleError` where a graph kept others than the schedule says: nothing told of the answer would be true.
+    """
     rows = np.arange(result.tokens_per_layer[0])
-    survivors = {}
+    text, survivors = len(rows) - schedule.rows, {}
     for layer, keep in result.keep_index.items():
         rows = rows[chain.backend.numpy(keep)]
+        _check_rows(f"the select behind layer {layer}", len(rows) - text, sum(schedule.kept_after(layer)))
         survivors[layer] = rows
     return survivors
+
+
+def _check_rows(graph: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise BundleError(
+            f"{graph} kept {found} visual tokens, the bundle says {expected}. Its graphs and its manifest do not "
+            "belong together: export it again."
+        )
 
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:

@@ -41,29 +41,40 @@ class Encoded:
 def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: Stopwatch) -> Encoded:
     """Vision, the plan's sanitizer, and the projector where there is one, on the `inputs` of the graph `vision`.
 
-    Raises `NumericsError` if norms or salience are not finite.
+    Raises `NumericsError` if tokens, norms or salience are not finite, before anything is chosen by them.
     """
     backend = chain.backend
     with clock.measure("vision"):
         features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
-    kept_index = None
+    # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
+    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
+    _check_finite("norms or salience", host_norms, host_salience)
+    if chain.projector is None:
+        # Elsewhere norms are the tokens' own; here layers follow that may still overflow.
+        _check_finite("tokens", backend.numpy(tokens))
+    sanitized = None
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
         with clock.measure("sanitizer"):
             sanitized = sanitizer({"tokens": tokens, "norms": norms, "salience": salience})
-        tokens, kept_index = sanitized["kept_tokens"], backend.numpy(sanitized["kept_index"])
+        tokens = sanitized["kept_tokens"]
     if chain.projector is not None:
         with clock.measure("projector"):
             tokens = chain.projector({"tokens": tokens})["embeddings"]
-    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
-    if not (np.isfinite(host_norms).all() and np.isfinite(host_salience).all()):
-        raise NumericsError(
-            "the vision tower gave norms or salience that are not finite, so no token can be chosen by them. If the "
-            "bundle is fp16, its values may exceed that type; export it with --precision fp32."
-        )
-    if kept_index is None:
+    if sanitized is None:
         kept_index = np.broadcast_to(np.arange(host_norms.shape[1]), host_norms.shape)
+    else:
+        kept_index = backend.numpy(sanitized["kept_index"])
     # Frames that were sanitised as one are one group from here on.
     groups = len(kept_index)
     return Encoded(tokens, norms, kept_index, host_norms.reshape(groups, -1), host_salience.reshape(groups, -1))
+
+
+def _check_finite(what: str, *arrays: Array) -> None:
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise NumericsError(
+            f"the vision tower gave {what} that are not finite, so no token can be chosen by them. If the bundle is "
+            "fp16, its values may exceed that type; export it with --precision fp32. If it is not, the checkpoint's "
+            "weights or its image processor's settings are damaged."
+        )

@@ -4,46 +4,59 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.untrusted import MissingError, UnreadableError, open_regular, read_all
+from sinkprune.runtime.jpeg_scans import count_scans
 
-# Pillow reports damaged files by all of these.
-_DAMAGE = (OSError, SyntaxError, ValueError, EOFError)
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""What an image file may be. Pillow knows more: some start other programs, others fail in ways of their own."""
+MOST_PIXELS = 1 << 26
+"""The most pixels an image file may have: 8192x8192. It takes less than 1 GB to decode."""
+MOST_WEBP_PIXELS = 3 << 24
+"""The most pixels a WebP file may have: 8192x6144. Its decoder holds each of them four times."""
+MOST_BYTES = 1 << 29
+"""The most bytes an image file may have: those of `MOST_PIXELS` of 64 bits."""
+MOST_SCANS = 100
+"""The most scans a JPEG file may have: ten times what encoders write. Each goes over all pixels again."""
+
+_GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
+# Pixels of a picture with alpha that are made opaque at a time.
+_STRIP = 1 << 20
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """The RGB image in a file, turned as its EXIF data says; raises `ImageError`."""
-    file = Path(path)
-    if file.is_dir():
-        raise ImageError(
-            f"image '{file}' is a folder, expected a file. Give a JPEG, PNG, WebP, BMP, GIF or TIFF file."
-        )
-    if not file.is_file():
-        raise ImageError(f"image '{file}': found no such file. Give a JPEG, PNG, WebP, BMP, GIF or TIFF file.")
-    if file.stat().st_size == 0:
-        raise ImageError(f"image '{file}' is empty (0 bytes). Give a complete image file.")
+    """The RGB image in a file, turned as its EXIF data says.
+
+    Raises `ImageError` for what is no regular file, none of `FORMATS`, damaged, or has more than `MOST_PIXELS`.
+    """
     try:
-        with warnings.catch_warnings():
-            # Pillow warns of large images and of untidy EXIF data; neither is the user's concern here.
-            warnings.simplefilter("ignore")
-            with Image.open(file) as image:
-                return to_rgb(image)
-    except UnidentifiedImageError as error:
-        raise ImageError(
-            f"'{file}' is not an image Pillow can read ({file.stat().st_size} bytes). "
-            "Give a JPEG, PNG, WebP, BMP, GIF or TIFF file."
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"image '{file}' is too large: {error}. Scale it down first.") from error
-    except ImageError as error:
-        raise ImageError(f"'{file}': {error}") from error
-    except _DAMAGE as error:
-        raise ImageError(f"image '{file}' is damaged or truncated: {error}. Give a complete image file.") from error
+        file = open_regular(path)
+    except MissingError as error:
+        raise ImageError(f"image '{path}': found no such file. {_GIVE}") from error
+    except UnreadableError as error:
+        raise ImageError(f"image '{path}' {error}. {_GIVE}") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise ImageError(f"image '{path}' is empty (0 bytes). Give a complete image file.")
+        if size > MOST_BYTES:
+            raise ImageError(
+                f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
+            )
+        try:
+            return _decoded(file)
+        except UnidentifiedImageError as error:
+            raise ImageError(f"'{path}' is not an image Pillow can read ({size} bytes). {_GIVE}") from error
+        except ImageError as error:
+            raise ImageError(f"'{path}': {error}") from error
 
 
 def to_rgb(image: Image.Image | Array) -> Image.Image:
@@ -57,15 +70,78 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
             f"the image is a {type(image).__name__}, expected a Pillow image, a uint8 [height,width,3] array or the "
             "name of a file."
         )
-    try:
+    with _damage_as_error():
         turned = ImageOps.exif_transpose(image)
-        has_alpha = "A" in turned.getbands() or turned.info.get("transparency") is not None
-        return _on_white(turned) if has_alpha else turned.convert("RGB")
-    except _DAMAGE as error:
-        raise ImageError(f"the image is damaged or truncated: {error}. Give a complete image.") from error
+        return turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(turned)
 
 
-def _on_white(image: Image.Image) -> Image.Image:
-    """Transparency over white, as the image processors of transformers show it to a model."""
-    opaque = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", opaque.size, (255, 255, 255, 255)), opaque).convert("RGB")
+def _decoded(file: BinaryIO) -> Image.Image:
+    """The image in an open file; raises `ImageError`, and `UnidentifiedImageError` for none of our formats."""
+    with warnings.catch_warnings(), _damage_as_error():
+        # Pillow warns of large images and of untidy EXIF data; neither is the user's concern here.
+        warnings.simplefilter("ignore")
+        with Image.open(file, formats=FORMATS) as image:
+            _check_size(image)
+            if image.format in ("JPEG", "MPO"):
+                _check_scans(file)
+            image.load()
+            ImageOps.exif_transpose(image, in_place=True)
+            # A WebP's pixels stand there once more.
+            image.fp = None
+            return _opaque(image)
+
+
+def _check_size(image: Image.Image) -> None:
+    most = MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS
+    if image.width * image.height > most:
+        raise ImageError(
+            f"the image is too large: it has {image.width}x{image.height} pixels, expected at most {most} in all. "
+            "Scale it down first."
+        )
+
+
+def _check_scans(file: BinaryIO) -> None:
+    """Refuse a JPEG of more scans than `MOST_SCANS`; the position in the file is left as it was."""
+    place = file.tell()
+    scans = count_scans(read_all(file, MOST_BYTES))
+    file.seek(place)
+    if scans > MOST_SCANS:
+        raise ImageError(f"the image has {scans} scans, expected at most {MOST_SCANS}. Give one that is saved anew.")
+
+
+@contextmanager
+def _damage_as_error() -> Iterator[None]:
+    """Whatever Pillow raises over bytes and pixels, as an `ImageError`."""
+    try:
+        yield
+    except (ImageError, UnidentifiedImageError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise ImageError(
+            f"the image is too large: it has more than {MOST_PIXELS} pixels. Scale it down first."
+        ) from error
+    except MemoryError as error:
+        raise ImageError("there is not enough memory for the image. Scale it down first.") from error
+    except Exception as error:
+        # Its readers raise what their arithmetic happens to stumble over: struct.error, IndexError, KeyError ...
+        reason = str(error) or type(error).__name__
+        raise ImageError(
+            f"the image is damaged or truncated: {reason.rstrip('.')}. Give a complete image file."
+        ) from error
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """A copy in RGB: transparency over white, as the image processors of transformers show it to a model."""
+    if not _has_alpha(image):
+        return image.convert("RGB")
+    opaque, rows = Image.new("RGB", image.size), max(1, _STRIP // max(1, image.width))
+    # Strip by strip, because three more copies of a large picture are gigabytes.
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        opaque.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return opaque

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.contract.arguments import check_callable, check_path, check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import PromptError, PruningError, UsageError
@@ -92,8 +93,17 @@ class Pipeline:
         the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
         the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle
         that was read already was compared by `read_bundle`. `during` is entered with the name of each part that takes
-        its time. Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError`.
+        its time. Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError`, and `TypeError` for what is
+        of another type than stands here.
         """
+        if not isinstance(bundle, Bundle):
+            check_path("bundle", bundle)
+        for name, path in (("engines", engines), ("signed_by", signed_by)):
+            if path is not None:
+                check_path(name, path)
+        check_type("check_sums", check_sums, (bool, np.bool_), "True or False")
+        for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
+            check_callable(name, function)
         key = Path(signed_by) if signed_by is not None else None
         opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle, Trust(sha256, key))
         if opened.trust != ANY and not check_sums:
@@ -122,6 +132,8 @@ class Pipeline:
         **options: Any,
     ) -> Answer:
         """The whole answer; takes what `stream` takes. `on_text` is given each piece of text as it comes."""
+        if on_text is not None:
+            check_callable("on_text", on_text)
         pieces = self.stream(image, prompt, observer=observer, **options)
         while True:
             try:
@@ -147,9 +159,10 @@ class Pipeline:
         image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
         `min_new_tokens`, `temperature`, `top_p`, `seed`.
 
-        Raises `UsageError` and `PromptError` at once; and when the first piece is asked for `ImageError`,
-        `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
+        Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when
+        the first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
         """
+        check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(new_request(image, prompt, **options), observer)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Generator[str, None, Answer]:
@@ -249,7 +262,7 @@ class Pipeline:
         rows: PromptRows,
         result: Prefill,
     ) -> tuple[Kept, ...]:
-        survivors, kept = surviving_rows(self.chain, result), []
+        survivors, kept = surviving_rows(self.chain, planned, result), []
         for number, (layout, own, picture) in enumerate(zip(layouts, encoded, planned.pictures, strict=True)):
             visual = rows.visual[rows.picture == number]
             after_stage = {layer: np.intersect1d(left, visual) - visual[0] for layer, left in survivors.items()}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import io
+import os
+import shutil
+import sys
+import tempfile
 from typing import Any
 
 from sinkprune.contract.errors import UsageError
@@ -23,7 +28,14 @@ _PARTS = {
 
 
 def import_matplotlib() -> Any:
-    """matplotlib's Figure class, drawing without a screen; raises `UsageError` if it is not installed."""
+    """matplotlib's Figure class, drawing without a screen; raises `UsageError` if it is not installed.
+
+    Its list of fonts would lie in the home directory, which may be read-only and is not ours: it goes to a folder
+    that this process removes at its end, unless MPLCONFIGDIR names another or matplotlib was imported before.
+    """
+    if "matplotlib" not in sys.modules and "MPLCONFIGDIR" not in os.environ:
+        folder = os.environ["MPLCONFIGDIR"] = tempfile.mkdtemp(prefix="matplotlib-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -8,14 +8,18 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.errors import UsageError
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.contract.precision import DTYPES
+from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.peak_memory import PeakMemory
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.pipeline import Pipeline
+
+# Answers are kept until the report is made.
+REPEAT = WholeNumber("--repeat", 1, 100_000)
+WARMUP = WholeNumber("--warmup", 0, 100_000)
 
 
 def profile(
@@ -33,11 +37,9 @@ def profile(
     """Run every budget `repeat` times, one after the other in each round, after `warmup` rounds that do not count.
 
     The unpruned engines are always among them. Every answer is exactly `new_tokens` long: stop tokens are ignored.
-    `on_run` is told of each run before it starts.
+    `on_run` is told of each run before it starts. Raises `UsageError`, and what `Pipeline.generate` raises.
     """
-    for option, count, least in (("--repeat", repeat, 1), ("--warmup", warmup, 0)):
-        if count < least:
-            raise UsageError(f"{option} is {count}, expected at least {least}.")
+    repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
     answers: dict[str, list[Answer]] = {name: [] for name in names}
     memory = {name: PeakMemory() for name in names}

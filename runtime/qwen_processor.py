@@ -54,7 +54,8 @@ class QwenProcessor:
         else:
             frames = [np.asarray(picture.resize(size, Image.Resampling(settings["resample"])))]
         frames += frames[-1:] * (grid.t * together - len(frames))
-        values = pixel_values(np.stack(frames), settings)
+        # One by one, because on the way they are of 64 bits.
+        values = np.stack([pixel_values(frame, settings) for frame in frames])
         blocks = values.reshape(grid.t, together, grid.h // merge, merge, patch, grid.w // merge, merge, patch, 3)
         return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.patches, -1)
 

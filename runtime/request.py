@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.arguments import check_type
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.errors import PromptError, UsageError
+from sinkprune.contract.errors import ImageError, PromptError, UsageError
+from sinkprune.contract.ranges import WholeNumber, shown
+from sinkprune.runtime.clip import Clip, Shown
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.sampling import Sampler
+from sinkprune.runtime.video_file import VideoFile
+
+# No model has so many positions; what a bundle's has is checked with the prompt.
+MAX_NEW_TOKENS = WholeNumber("max new tokens", 1, 10**7)
+MIN_NEW_TOKENS = WholeNumber("min new tokens", 0, 10**7)
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is asked, and how. Raises `PromptError` and `UsageError` for what no bundle could answer.
+    """What is asked, and how. Raises `ImageError`, `PromptError` and `UsageError` for what no bundle
+    could answer.
 
     `new_request` makes one of what users write: one picture or a list, a question or the texts around the pictures.
     """
@@ -38,10 +50,18 @@ class Request:
     """The same seed samples the same answer; None samples anew each time."""
 
     def __post_init__(self) -> None:
-        for name, count, least in (("max", self.max_new_tokens, 1), ("min", self.min_new_tokens, 0)):
-            if not isinstance(count, Integral) or count < least:
-                raise UsageError(f"{name} new tokens is {count}, expected a whole number of at least {least}.")
+        for name in ("pictures", "texts"):
+            check_type(name, getattr(self, name), (tuple, list), "a tuple, or what new_request takes")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, example in (("budget", "retain-64"), ("method", "sinkpruner")):
+            if not isinstance(getattr(self, name), str):
+                raise UsageError(f"{name} is {shown(getattr(self, name))}, expected a name, as in '{example}'.")
+        for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
+            # numpy's small whole numbers overflow where they are added to others.
+            object.__setattr__(self, name, count.check(getattr(self, name)))
         self.new_sampler()
+        for picture in self.pictures:
+            _check_picture(picture)
         check_texts(self.texts, len(self.pictures))
 
     def new_sampler(self) -> Sampler:
@@ -55,11 +75,19 @@ def new_request(
     """The request about one picture or a list of them; `options` are the fields of `Request` behind `texts`.
 
     A `prompt` of one text stands behind the pictures; a list of texts stands around them: one before each picture and
-    one behind the last. Raises `PromptError`, `UsageError`, and `TypeError` for an unknown option.
+    one behind the last. Raises `ImageError`, `PromptError`, `UsageError`, and `TypeError` for an unknown option.
     """
     sources = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (*[""] * len(sources), prompt)
     return Request(sources, texts, **options)  # type: ignore[arg-type]
+
+
+def _check_picture(picture: object) -> None:
+    if not isinstance(picture, (str, os.PathLike, Image.Image, np.ndarray, Clip, VideoFile, Shown)):
+        raise ImageError(
+            f"the image is a {type(picture).__name__}, expected a Pillow image, a uint8 [height,width,3] array, the "
+            "name of a file, a Clip or a VideoFile, or a list of these."
+        )
 
 
 def check_texts(texts: Sequence[object], pictures: int) -> None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+import math
+import sys
 
 import numpy as np
 
-from sinkprune.contract.errors import NumericsError, UsageError
+from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.ranges import RealNumber, WholeNumber
+
+TEMPERATURE = RealNumber("temperature", 0.0, sys.float_info.max, "0 (greedy) or a larger finite number")
+TOP_P = RealNumber("top-p", math.nextafter(0.0, 1.0), 1.0, "more than 0 and at most 1")
+# As many bits as numpy's generator keeps of one
+SEED = WholeNumber("seed", 0, 2**128 - 1)
 
 
 class Sampler:
     """`temperature` 0 is greedy; ties go to the lower token id. The same seed gives the same tokens."""
 
     def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int | None = None) -> None:
-        if not _is_real(temperature) or not temperature >= 0.0:
-            raise UsageError(f"temperature is {temperature}, expected 0 (greedy) or more.")
-        if not _is_real(top_p) or not 0.0 < top_p <= 1.0:
-            raise UsageError(f"top-p is {top_p}, expected more than 0 and at most 1.")
-        if seed is not None and not (isinstance(seed, Integral) and seed >= 0):
-            raise UsageError(f"seed is {seed}, expected 0 or more.")
-        self._temperature, self._top_p = temperature, top_p
+        """Raises `UsageError` for what is not of `TEMPERATURE`, `TOP_P` or `SEED`."""
+        self._temperature, self._top_p = TEMPERATURE.check(temperature), TOP_P.check(top_p)
+        seed = None if seed is None else SEED.check(seed)
         self._generator = np.random.default_rng(seed)
 
     def __call__(self, logits: Array) -> int:
@@ -43,8 +46,3 @@ class Sampler:
         nucleus = order[before < self._top_p]
         weights = probabilities[nucleus] / probabilities[nucleus].sum()
         return int(self._generator.choice(nucleus, p=weights))
-
-
-def _is_real(value: object) -> bool:
-    """Whether `value` is a number: numpy's are, and mypy does not know that floats are."""
-    return isinstance(value, Real)

@@ -28,6 +28,13 @@ _ENTRY_POINTS = {
 }
 
 
+def own_process(command: str, *arguments: object) -> list[str]:
+    """The words that run a command in a process of its own, as its installed script does."""
+    name = command.removeprefix("sinkprune-")
+    program = f"import sys; from sinkprune.entry_points import {name}; sys.exit({name}())"
+    return [sys.executable, "-c", program, *map(str, arguments)]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a command left behind."""

@@ -38,6 +38,8 @@ NEXT_SHAPES = {
     "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
 }
 
+# Tests that import ONNX Runtime themselves report to nobody either.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 # A core to each worker of pytest-xdist: programs of many threads that share cores wait for each other.
 worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
 if worker is not None:

@@ -12,6 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import tomllib
+
+from sinkprune import entry_points
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "sinkprune"
@@ -39,8 +42,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain embedding grid_boxes images peak_memory pixel_values plot prompt "
-        "rotary sampling stopwatch tensorrt_library torchvision_resize",
+        "__init__ answer answer_text block_chain embedding grid_boxes images jpeg_scans onnxruntime_library "
+        "peak_memory pixel_values plot prompt rotary sampling stopwatch tensorrt_library torchvision_resize",
         "device",
         "backends",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
@@ -336,6 +339,40 @@ def test_importing_the_light_folders_loads_nothing_heavy(tmp_path: Path) -> None
     loaded = {name.split(".")[0] for name in result.stdout.split()}
     assert {"sinkprune", "numpy"} <= loaded
     assert not loaded & (HEAVY | ENGINE_LIBRARIES)
+
+
+def test_onnxruntime_is_imported_in_one_place() -> None:
+    # There its telemetry is switched off first.
+    files = [*source_files(), *(ROOT / "benchmarks").rglob("*.py")]
+    found = [
+        path.relative_to(ROOT)
+        for path in files
+        for imported in imports(path.read_text(encoding="utf-8"), PACKAGE)
+        if imported.module.split(".")[0] == "onnxruntime"
+    ]
+    assert found == [Path("runtime/onnxruntime_library.py")]
+
+
+def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
+    # Until they are under way, Ctrl-C would end in a traceback.
+    program = (
+        "import sys; before = set(sys.modules); import sinkprune.entry_points; print(*set(sys.modules) - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    assert {name for name in loaded if name.startswith(PACKAGE)} == {
+        *("sinkprune", "sinkprune.contract", "sinkprune.contract.command", "sinkprune.contract.errors"),
+        "sinkprune.entry_points",
+    }
+    assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, PACKAGE}
+
+
+def test_every_command_starts_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert len(scripts) == 6
+    for name, place in scripts.items():
+        assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
+        assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))
 
 
 def test_the_public_names_are_loaded_when_they_are_used(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
@@ -14,12 +15,15 @@ from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
+from sinkprune.contract.files import check_apart
+from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
     check_report_options,
     load_pipeline,
+    report_outputs,
     status,
     write_report,
 )
@@ -46,17 +50,18 @@ def _calibrate(arguments: Sequence[str] | None) -> None:
     add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
     add_report_options(parser, "the histogram of the norms")
     options = parser.parse_args(arguments)
-    check_report_options(options)
+    check_report_options(options, [Path(options.task)])
     bundle = read_bundle(options.bundle, trusted_bundle(options))
     with status("checking the task"):
         by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
         items = [next(items) for _, items in by_picture]
+    check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
     pipeline = load_pipeline(options, bundle)
     console = Console(stderr=True)
     shown = track(items, "looking", console=console, transient=True, disable=not console.is_terminal)
     report = measure_norms(pipeline, (item.load_image() for item in shown))
     write_report(options, report, plot_norms)
-    sys.stdout.write(_text(report))
+    sys.stdout.write(escaped(_text(report), keep="\n"))
 
 
 def _text(report: NormReport) -> str:

@@ -18,18 +18,22 @@ from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
-from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files import Output, check_apart, write_whole
+from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
     check_report_options,
     load_pipeline,
+    plain,
+    report_outputs,
     status,
     write_report,
 )
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:
@@ -55,19 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    check_report_options(options)
-    if options.answers:
-        check_writable(options.answers, (".jsonl",))
-        if options.answers.absolute() == Path(options.task).absolute():
-            raise UsageError(f"--answers '{options.answers}' is the task itself; give it another name.")
-    if options.max_new_tokens < 1 or (options.limit is not None and options.limit < 1):
-        raise UsageError(
-            f"--max-new-tokens is {options.max_new_tokens} and --limit {options.limit}, expected at least 1."
-        )
+    answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
+    check_report_options(options, [Path(options.task)], *answers)
     bundle = read_bundle(options.bundle, trusted_bundle(options))
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
         items = load_task(options.task, options.limit)
+    outputs = [path for path, _ in (*report_outputs(options), *answers)]
+    check_apart(outputs, (Path(item.picture) for item in items))
     if options.blind:
         items = [blinded(item) for item in items]
     pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
@@ -98,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--methods", default="", help="comma-separated (default: all of the bundle)")
     add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
     add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
-    add("--limit", type=int, metavar="N", help="the first N questions only")
+    add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
     add(
         "--plant-outliers",
         action="store_true",
         help="turn 1 %% of each picture's background tokens into high-norm, salient outliers behind the vision tower",
     )
-    add("--max-new-tokens", type=int, default=8, help="longest answer (default: 8)")
+    add("--max-new-tokens", type=MAX_NEW_TOKENS, default=8, help="longest answer (default: 8)")
     add_report_options(parser, "accuracy against visual tokens")
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
@@ -119,13 +118,13 @@ def _ask(
     pipeline: Pipeline, items: Sequence[Item], combinations: Sequence[Combination], max_new_tokens: int
 ) -> list[Reply]:
     console = Console(stderr=True)
-    columns = [TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn()]
+    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("warming up", total=len(items) * (1 + len(combinations)))
 
         def show(pair: Combination) -> None:
-            progress.update(task, advance=1, description=" ".join(dict.fromkeys(pair)))
+            progress.update(task, advance=1, description=escaped(" ".join(dict.fromkeys(pair))))
 
         return ask(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 
@@ -141,8 +140,8 @@ def _print_tables(result: EvaluationReport) -> None:
     blind = ", every picture replaced by a grey one" if result.blind else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
-        f"{result.model}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
-        f"{result.task}, {result.questions} questions{blind}{planted}; "
+        f"{escaped(result.model)}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
+        f"{escaped(result.task)}, {result.questions} questions{blind}{planted}; "
         "accuracy in % ± half its 95 % interval (of none's)",
         markup=False,
     )
@@ -156,7 +155,7 @@ def _print_tables(result: EvaluationReport) -> None:
     console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
     kinds = _table("kind", "questions", "accuracy")
     for kind, part in none.by_kind.items():
-        kinds.add_row(kind, str(part.count), _accuracy(part.accuracy, part.ci95))
+        kinds.add_row(plain(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
     console.print(kinds)
 
 
@@ -167,7 +166,9 @@ def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) ->
     table = _table("method", *budgets)
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
-        table.add_row(method, *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets))
+        table.add_row(
+            plain(method), *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets)
+        )
     return table
 
 
@@ -175,7 +176,7 @@ def _table(first: str, *others: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(first, no_wrap=True)
     for heading in others:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(plain(heading), justify="right", no_wrap=True)
     return table
 
 

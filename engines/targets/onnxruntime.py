@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import platform
 from pathlib import Path
-from typing import Any
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Realisation, Target
-from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
@@ -33,15 +33,8 @@ class OnnxRuntimeBuilder:
 
     def __init__(self) -> None:
         """Raises `BackendError` if onnxruntime is missing."""
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise BackendError(
-                "target 'onnxruntime' needs onnxruntime, which is not installed. Install it with: pip install "
-                "'sinkprune[cpu]'"
-            ) from error
-        self._ort: Any = onnxruntime
-        self.library_version: str = onnxruntime.__version__
+        self._ort = import_onnxruntime(self.target)
+        self.library_version: str = self._ort.__version__
         self.plugins: dict[str, str] = {}
         self.flags = {
             "provider": _PROVIDER,
@@ -72,7 +65,8 @@ class OnnxRuntimeBuilder:
         options.add_session_config_entry(f"{entry}_min_size_in_bytes", _EXTERNAL_BYTES)
         with job.model.by_path() as path:
             try:
-                self._ort.InferenceSession(path, options, providers=[_PROVIDER])
+                # It would try the same again, and say so on stdout.
+                self._ort.InferenceSession(path, options, providers=[_PROVIDER], enable_fallback=0)
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
                 raise EnginesError(f"onnxruntime cannot optimise graph '{job.model.graph}': {error}") from error

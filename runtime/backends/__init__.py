@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.ranges import WholeNumber, shown
 from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
 from sinkprune.runtime.backends.models import Model
 
@@ -14,6 +16,8 @@ Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
 
 BACKENDS = tuple(TARGETS)
+THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
+"""CPU threads to compute with: up to four times this machine's cores."""
 
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 
@@ -66,8 +70,9 @@ def load_backend(name: str, threads: int | None = None, built: BuiltEngines | No
 
     `threads` is for CPU work (default: all cores). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
-    if name not in BACKENDS:
-        raise BackendError(f"unknown backend '{name}'; known backends: {', '.join(BACKENDS)}.")
+    if not isinstance(name, str) or name not in BACKENDS:
+        raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
+    threads = None if threads is None else THREADS.check(threads)
     if built is not None:
         built.check_backend(name)
     if name in _PROVIDERS:

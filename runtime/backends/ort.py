@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -31,10 +32,7 @@ class OrtBackend(Backend):
     """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
 
     def __init__(self, name: str, provider: str, threads: int | None) -> None:
-        most = 4 * (os.cpu_count() or 1)
-        if threads is not None and not 1 <= threads <= most:
-            raise UsageError(f"threads is {threads}, expected 1 to {most}, four times this machine's cores.")
-        ort = _import_onnxruntime(name)
+        ort = import_onnxruntime(name)
         if provider not in ort.get_available_providers():
             raise BackendError(
                 f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
@@ -54,13 +52,17 @@ class OrtBackend(Backend):
         options.add_session_config_entry("session.force_spinning_stop", "1")
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
-        options.log_severity_level = 3
+        # What it has to say comes as an exception; its log is not for the terminal.
+        options.log_severity_level = 4
         held = self._hold_small_weights(model, options)
         # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
         source = model.by_path() if model.weights else nullcontext(model.onnx)
         with source as path_or_bytes:
             try:
-                session = self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider])
+                # It would try the same again, and say so on stdout.
+                session = self._ort.InferenceSession(
+                    path_or_bytes, options, providers=[self._provider], enable_fallback=0
+                )
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
                 raise BackendError(
@@ -159,14 +161,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _import_onnxruntime(name: str) -> Any:
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise BackendError(
-            f"backend '{name}' needs onnxruntime, which is not installed. "
-            "Install it with: pip install 'sinkprune[cpu]', or 'sinkprune[cuda]' for an NVIDIA GPU."
-        ) from error
-    return onnxruntime

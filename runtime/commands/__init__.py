@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
+from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files import Output, check_outputs, write_whole
 from sinkprune.contract.schema import to_json
+from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_trust_options, trusted_bundle
-from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.backends import BACKENDS, THREADS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
@@ -56,7 +58,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
-    add("--threads", type=int, help="CPU threads (default: all cores)")
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)
     add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
     add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
@@ -106,13 +108,30 @@ def add_report_options(parser: argparse.ArgumentParser, drawn: str) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
-def check_report_options(options: argparse.Namespace) -> None:
-    """Refuse files that could not be written later; raises `OutputError`, and `UsageError` without matplotlib."""
-    if options.json:
-        check_writable(options.json, (".json",))
+def check_report_options(options: argparse.Namespace, read: Iterable[Path], *others: Output) -> None:
+    """Refuse reports, and `others` a command writes, that could not be written later or are among files it reads.
+
+    Raises `OutputError`, and `UsageError` without matplotlib.
+    """
+    check_outputs([*report_outputs(options), *others], read, bundle_folders(options))
     if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
         import_matplotlib()
+
+
+def report_outputs(options: argparse.Namespace) -> list[Output]:
+    """The reports that were asked for, each with the endings it may have."""
+    reports = ((options.json, (".json",)), (options.plot, PLOT_SUFFIXES))
+    return [(path, suffixes) for path, suffixes in reports if path]
+
+
+def bundle_folders(options: argparse.Namespace) -> list[Path]:
+    """The folders that `load_pipeline` reads: the bundle's, and the engines' where they are given."""
+    return [folder for folder in (options.bundle, options.engines) if folder]
+
+
+def picture_files(options: argparse.Namespace) -> list[Path]:
+    """The files that `read_pictures` reads."""
+    return list(options.image or options.video)
 
 
 def write_report(options: argparse.Namespace, report: R, plot: Callable[[R, str], bytes]) -> None:
@@ -130,8 +149,13 @@ def status(text: str) -> Iterator[None]:
     if not console.is_terminal:
         yield
         return
-    with console.status(text):
+    with console.status(plain(text)):
         yield
+
+
+def plain(text: str) -> Text:
+    """Text of a stranger for rich's tables: neither markup nor control characters have a meaning in it."""
+    return Text(escaped(text))
 
 
 def write_line(text: str) -> None:

@@ -11,18 +11,22 @@ from rich.table import Table
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.report import BudgetReport, Report, Spread
+from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.commands import (
     add_report_options,
     check_report_options,
     load_pipeline,
     new_parser,
     open_bundle,
+    picture_files,
+    plain,
     prompt_pieces,
     read_pictures,
     write_report,
 )
 from sinkprune.runtime.plot import plot_report
-from sinkprune.runtime.profile import profile
+from sinkprune.runtime.profile import REPEAT, WARMUP, profile
+from sinkprune.runtime.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:
@@ -49,13 +53,13 @@ def _profile(arguments: Sequence[str] | None) -> None:
     )
     add = parser.add_argument
     add("--budgets", help="comma-separated, none included (default: all of the bundle)")
-    add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
-    add("--repeat", type=int, default=5, help="measured rounds (default: 5)")
-    add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
+    add("--new-tokens", type=MAX_NEW_TOKENS, default=16, help="length of every answer (default: 16)")
+    add("--repeat", type=REPEAT, default=5, help="measured rounds (default: 5)")
+    add("--warmup", type=WARMUP, default=1, help="rounds before them that do not count (default: 1)")
     add_report_options(parser, "where the time goes")
     options = parser.parse_args(arguments)
 
-    check_report_options(options)
+    check_report_options(options, picture_files(options))
     prompt = prompt_pieces(options.prompt)
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
@@ -64,7 +68,12 @@ def _profile(arguments: Sequence[str] | None) -> None:
     pipeline = load_pipeline(options, bundle)
 
     console = Console(stderr=True)
-    columns = [TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    columns = [
+        TextColumn("{task.description:<12}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    ]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         runs = len({UNPRUNED, *budgets}) * (options.warmup + options.repeat)
         task = progress.add_task("measuring", total=runs)
@@ -77,7 +86,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             new_tokens=options.new_tokens,
             repeat=options.repeat,
             warmup=options.warmup,
-            on_run=lambda name: progress.update(task, advance=1, description=name),
+            on_run=lambda name: progress.update(task, advance=1, description=escaped(name)),
         )
     write_report(options, report, plot_report)
     # Last, because whoever reads it may stop reading, as `head` does.
@@ -87,7 +96,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
 def _print_table(report: Report) -> None:
     console = Console(width=_TABLE_WIDTH, soft_wrap=True)
     console.print(
-        f"{report.model}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
+        f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
         f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; milliseconds, median (p95) of "
         f"{report.repeat} interleaved runs",
         highlight=False,
@@ -100,7 +109,7 @@ def _print_table(report: Report) -> None:
     for name, budget in report.budgets.items():
         ms = budget.ms
         table.add_row(
-            name,
+            plain(name),
             f"{budget.visual_tokens}>{budget.kept_after_sanitizer}>{budget.tokens_per_layer[-1]}",
             f"{100 * budget.mean_visual_tokens / budget.visual_tokens:.1f}",
             _with_p95(ms["ttft"]),
@@ -115,7 +124,7 @@ def _print_table(report: Report) -> None:
         )
     console.print(table)
     for name, budget in report.budgets.items():
-        console.print(f"{name}: {_rates(budget)}", highlight=False)
+        console.print(plain(f"{name}: {_rates(budget)}"))
 
 
 def _rates(budget: BudgetReport) -> str:

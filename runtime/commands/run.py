@@ -13,19 +13,24 @@ from PIL import Image
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
+    bundle_folders,
     load_pipeline,
     new_parser,
     open_bundle,
+    picture_files,
     prompt_pieces,
     read_pictures,
     write_line,
 )
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.request import MAX_NEW_TOKENS
+from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
 examples:
@@ -45,18 +50,16 @@ def _run(arguments: Sequence[str] | None) -> None:
     parser = new_parser("sinkprune-run", "Ask a bundle about an image.", _EXAMPLES)
     add = parser.add_argument
     add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
-    add("--max-new-tokens", type=int, default=128, help="longest answer (default: 128)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-p", type=float, default=1.0, help="sample from the likeliest tokens only (default: 1)")
-    add("--seed", type=int, help="makes sampling repeatable")
+    add("--max-new-tokens", type=MAX_NEW_TOKENS, default=128, help="longest answer (default: 128)")
+    add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
+    add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
+    add("--seed", type=SEED, help="makes sampling repeatable")
     add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
     add("--json", action="store_true", help="print the answer and its figures as JSON")
     options = parser.parse_args(arguments)
 
     if options.overlay:
-        check_writable(options.overlay, PICTURE_SUFFIXES)
-        if options.overlay.absolute() in [path.absolute() for path in options.image or options.video]:
-            raise UsageError(f"--overlay '{options.overlay}' is the image itself; give it another name.")
+        check_outputs([(options.overlay, PICTURE_SUFFIXES)], picture_files(options), bundle_folders(options))
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     prompt = prompt_pieces(options.prompt)
@@ -92,7 +95,8 @@ def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
 
 
 def _write_piece(text: str) -> None:
-    sys.stdout.write(text)
+    # A program that reads the answer gets it as it is.
+    sys.stdout.write(escaped(text, keep="\n\t") if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

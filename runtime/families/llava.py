@@ -8,11 +8,12 @@ from PIL import Image
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import Array
+from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import ViTTower
 from sinkprune.runtime.clip import Picture, Shown, Video
 from sinkprune.runtime.families import Seen
 from sinkprune.runtime.grid_boxes import grid_boxes
+from sinkprune.runtime.pixel_values import check_settings
 from sinkprune.runtime.square_processor import Size, SquareProcessor
 
 
@@ -24,6 +25,7 @@ class Llava:
     def __init__(self, manifest: Manifest) -> None:
         self._tower = manifest.tower(ViTTower)
         self._side = self._tower.image_size // self._tower.patch_size
+        check_settings(manifest.processor, DTYPES[manifest.precision])
         self._processor = SquareProcessor(manifest.processor)
         d, width = self._tower.hidden_size, manifest.language_model.hidden_size
         self._projector_flops = 2 * (d * width + width**2)

@@ -7,11 +7,12 @@ import numpy as np
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.precision import Array
+from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
 from sinkprune.runtime.clip import Picture, Shown, Video, shown
 from sinkprune.runtime.families import Seen
 from sinkprune.runtime.grid_boxes import grid_boxes
+from sinkprune.runtime.pixel_values import check_settings
 from sinkprune.runtime.qwen_processor import Grid, QwenProcessor
 from sinkprune.runtime.rotary import Rotary
 from sinkprune.runtime.window_index import Windows, window_index
@@ -27,6 +28,7 @@ class Qwen25VL:
     def __init__(self, manifest: Manifest) -> None:
         self._tower, self._width = manifest.tower(QwenTower), manifest.language_model.hidden_size
         self._most_tokens = manifest.most_visual_tokens
+        check_settings(manifest.processor, DTYPES[manifest.precision])
         self._processor = QwenProcessor(manifest.processor)
         self._video = manifest.processor.get("video")
         self._windowed_blocks = self._tower.num_blocks - len(self._tower.full_attention_blocks)

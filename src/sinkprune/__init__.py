@@ -9,9 +9,12 @@ Importing this loads neither torch nor an engine library; what it names is loade
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+# As `typing` has it, which takes as long to import as all that a command needs before it heeds Ctrl-C.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from sinkprune.runtime.clip import Clip
     from sinkprune.runtime.pipeline import Pipeline
     from sinkprune.runtime.video_file import VideoFile

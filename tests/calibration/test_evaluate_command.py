@@ -107,14 +107,20 @@ def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, t
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "x.txt"), ".txt", ".json")
     assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
     assert_refused(run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "x.json"), ".json", ".jsonl")
-    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", task), "is the task itself")
+    around = task.parent / ".." / task.parent.name
+    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", around / task.name), "itself, which is read")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "itself, which is read")
+    assert_refused(run("sinkprune-calibrate", *arguments, "--plot", around / "coffee.png"), "itself, which is read")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--json", bundle("gqa-112") / "x.json"), "lies in")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_arguments_are_refused(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     small = bundle("gqa-112")
-    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--limit", 0), "--limit 0", "at least 1")
-    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--max-new-tokens", 0), "is 0", "at least 1")
+    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--limit", 0), "--limit is 0", "from 1")
+    assert_refused(
+        run("sinkprune-evaluate", small, "--task", task, "--max-new-tokens", 0), "max new tokens is 0", "from 1"
+    )
     assert_refused(run("sinkprune-evaluate", small, "--task", task, "--budgets", "retain-9"), "retain-9", "retain-64")
     assert_refused(run("sinkprune-evaluate", small, "--task", task, "--methods", "tome"), "tome", "sinkpruner")
     assert_refused(run("sinkprune-evaluate", small, "--task", "pope"), "unknown task 'pope'", "scenes")
@@ -148,3 +154,16 @@ def test_what_goes_wrong_on_the_way_leaves_nothing(bundle: Bundles, task: Path, 
 def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         run("sinkprune-evaluate", "--help")
+
+
+def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    """Neither rich's markup nor a terminal's escape sequences have a meaning in a stranger's words."""
+    lines = [json.loads(line) for line in task.read_text().splitlines()]
+    for line, kind in zip(lines, ("[red]x", "[/]", "\x1b[2Jy", "[link=file:///]z"), strict=True):
+        line |= {"kind": kind, "image": str(task.parent / line["image"])}
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", tmp_path / "kinds.jsonl", "--budgets", "none")
+    assert outcome.code == 0, outcome.stderr
+    for shown in ("[red]x ", "[/] ", "\\x1b[2Jy ", "[link=file:///]z "):
+        assert shown in outcome.stdout
+    assert "\x1b" not in outcome.stdout

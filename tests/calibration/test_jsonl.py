@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.tasks import blinded, load_task
+from sinkprune.calibration.tasks import TASK_BYTES, blinded, load_task
 from sinkprune.contract.errors import TaskError
 
 GOOD = {"image": "red.png", "question": "Is it red?", "answer": "yes"}
@@ -75,7 +76,7 @@ def test_a_choice_is_named_by_letter_text_or_number(folder: Path, answer: Any, l
         ({**GOOD, "image": "half.png"}, "damaged or truncated"),
         ({**GOOD, "image": 3}, "'image' is 3"),
         ({**GOOD, "question": " "}, "'question' is ' '"),
-        ({**GOOD, "question": "\ud83d"}, "half a character"),
+        ({**GOOD, "question": "\ud83d"}, "half of a surrogate pair"),
         ({**GOOD, "kind": ""}, "'kind' is ''"),
         ({**GOOD, "id": True}, "'id' is True"),
         ({**GOOD, "id": "1"}, "line 1 too"),
@@ -111,9 +112,9 @@ def test_a_bad_line_is_refused_with_file_and_number(folder: Path, line: Any, sai
 def test_files_that_are_no_task_are_refused(folder: Path) -> None:
     with pytest.raises(TaskError, match="is empty"):
         load_task(write(folder, b"", b" "))
-    with pytest.raises(TaskError, match="cannot be read: No such file"):
+    with pytest.raises(TaskError, match="is missing"):
         load_task(str(folder / "gone.jsonl"))
-    with pytest.raises(TaskError, match="cannot be read: Is a directory"):
+    with pytest.raises(TaskError, match="is a folder"):
         (folder / "folder.jsonl").mkdir()
         load_task(str(folder / "folder.jsonl"))
     with pytest.raises(TaskError, match=r"unknown task 'pope'.*scenes"):
@@ -145,3 +146,16 @@ def test_scenes_are_the_test_set_picture_by_picture() -> None:
     for (picture, question), item in drawn.values():
         assert item.question == question
         assert item.load_image().tobytes() == picture.convert("RGB").tobytes()
+
+
+def test_what_is_no_regular_file_or_too_large_is_no_task(folder: Path) -> None:
+    os.mkfifo(folder / "fifo.jsonl")
+    with pytest.raises(TaskError, match=r"fifo\.jsonl' is a FIFO, expected a regular file"):
+        load_task(str(folder / "fifo.jsonl"))
+    os.mkfifo(folder / "fifo.png")
+    with pytest.raises(TaskError, match=r"line 1: image '.*fifo\.png' is a FIFO"):
+        load_task(write(folder, {**GOOD, "image": "fifo.png"}))
+    path = write(folder, GOOD)
+    os.truncate(path, TASK_BYTES + 1)
+    with pytest.raises(TaskError, match=f"has {TASK_BYTES + 1} bytes, expected at most {TASK_BYTES}"):
+        load_task(path)

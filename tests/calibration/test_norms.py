@@ -8,6 +8,7 @@ import pytest
 from sinkprune.calibration.evaluation.outliers import plant_outliers
 from sinkprune.calibration.norms import OUTLIER, summarise
 from sinkprune.calibration.plots import plot_norms
+from sinkprune.contract.errors import NumericsError
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.normal(size=(3, 200, 16)).astype(np.float32) + 0.5
@@ -84,3 +85,19 @@ def test_pictures_may_differ_in_their_number_of_tokens() -> None:
 
 def test_the_report_can_be_drawn() -> None:
     assert plot_norms(summarise("tower", 3, NORMS, SALIENCE), ".png").startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+@pytest.mark.parametrize("which", ["norms", "salience"])
+def test_what_cannot_be_compared_is_refused(which: str, value: float) -> None:
+    given = {"norms": [*NORMS], "salience": [*SALIENCE]}
+    given[which][1] = np.full_like(given[which][1], value)
+    with pytest.raises(NumericsError, match=f"{which} are not finite, or nothing but zeros"):
+        summarise("tower", 3, given["norms"], given["salience"])
+
+
+def test_groups_of_one_token_have_no_correlation() -> None:
+    one = [np.ones(1, np.float32)]
+    assert summarise("tower", 1, one, one).norm_salience_correlation == 0
+    mixed = summarise("tower", 2, [*one, NORMS[0]], [*one, NORMS[0]])
+    assert mixed.norm_salience_correlation == pytest.approx(1)

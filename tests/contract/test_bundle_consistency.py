@@ -81,6 +81,9 @@ def test_a_bundle_that_lacks_a_weight_graph_is_refused(graph: str, copied: Path)
     [
         ("language_model.hidden_size", 128, "graph 'projector'"),
         ("language_model.num_layers", 9, "graph 'decoder_3'"),
+        ("projector", None, "holds the graph 'projector', which nothing runs"),
+        ("projector", "", "lacks the graph ''"),
+        ("plans.sinkpruner.retain-64.sanitizer", "", "lacks the graph ''"),
         ("language_model.num_layers", 4096, "key_8"),
         ("language_model.num_heads", 8, "query float32[1, 4, 'S', 16], expected query float32[1, 8, None, 16]"),
         (

@@ -159,7 +159,10 @@ def test_what_is_no_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -
         (["--target", "onnxruntime", "--sm", "87"], "--sm is for target tensorrt-rtx"),
         (["--target", "tensorrt", "--sm", "87"], "target tensorrt builds for the GPU of this machine"),
         (["--target", "onnxruntime", "--max-prompt", "1000"], "exceed the model's 1024 positions"),
-        (["--target", "onnxruntime", "--max-new-tokens", "0"], "--max-new-tokens is 0, expected at least 1"),
+        (
+            ["--target", "onnxruntime", "--max-new-tokens", "0"],
+            "--max-new-tokens is 0, expected a whole number from 1",
+        ),
         (["--target", "onnxruntime", "--max-images", "3"], "exported for up to 1 in a prompt"),
     ],
 )

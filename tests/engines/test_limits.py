@@ -49,7 +49,7 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
 @pytest.mark.parametrize(
     ("prompt", "new", "images", "said"),
     [
-        (0, None, None, "--max-prompt is 0, expected at least 1"),
+        (0, None, None, "--max-prompt is 0, expected a whole number from 1"),
         (None, -1, None, "--max-new-tokens is -1"),
         (None, None, 0, "--max-images is 0"),
         (None, None, 2, "exported for up to 1 in a prompt.* --max-images 2"),

@@ -231,16 +231,21 @@ def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
 
 
 @pytest.mark.parametrize(
-    ("name", "force", "said"), [("bundle.json", False, "--force"), ("thesis.tex", True, "not a bundle")]
+    ("name", "content", "force", "said"),
+    [
+        ("bundle.json", '{"format_version": 3, "sinkprune_version": "0", "files": {}}', False, "--force"),
+        ("bundle.json", "{}", True, "not a bundle"),
+        ("thesis.tex", "{}", True, "not a bundle"),
+    ],
 )
 def test_what_appears_during_an_export_is_not_replaced(
-    name: str, force: bool, said: str, checkpoint: Checkpoints, tmp_path: Path
+    name: str, content: str, force: bool, said: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     request, output = ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",)), tmp_path / "out"
 
     def appear(what: str, weights: int) -> None:
         output.mkdir(exist_ok=True)
-        (output / name).write_text("{}")
+        (output / name).write_text(content)
 
     with pytest.raises(BundleError, match=said):
         export_bundle(request, output, force=force, progress=appear)
@@ -273,7 +278,7 @@ def test_interrupted_export_leaves_nothing(number: signal.Signals, tmp_path: Pat
     command = [BIN / "sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.*.partial/graphs/weights/*.bin")):
+    while not list(tmp_path.glob(".out.*.partial/new/graphs/weights/*.bin")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     os.kill(process.pid, number)

@@ -18,10 +18,11 @@ from sinkprune import Pipeline
 from sinkprune.contract.budgets import OPTIONS, prune_layers
 from sinkprune.contract.families import parse_budget
 from sinkprune.contract.plans import Plan
+from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.decoding import Prefill, decode_one_token, surviving_rows
-from steps import tower_output, watched
+from steps import layout_of, tower_output, watched
 
 Array = np.ndarray[Any, Any]
 
@@ -131,7 +132,8 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     result, rows = run_prefill(pipe, photo, budget)
     text = rows - COUNTS[name][budget][0]
     assert rows == len(sequence.rows)
-    survivors = surviving_rows(pipe.chain, result)
+    planned = schedule(pipe.bundle.manifest, "sinkpruner", budget, [layout_of(pipe.family, photo.size)])
+    survivors = surviving_rows(pipe.chain, planned, result)
     assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
     logits = [pipe.backend.numpy(result.logits)[0]]
     assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3

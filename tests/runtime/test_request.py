@@ -34,10 +34,10 @@ def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
         ({"top_p": 2.0}, "top-p is 2"),
         ({"seed": -3}, "seed is -3"),
         ({"seed": 1.5}, "seed is 1.5"),
-        ({"temperature": "warm"}, "temperature is warm"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"temperature": None}, "temperature is None"),
-        ({"top_p": "most"}, "top-p is most"),
-        ({"min_new_tokens": "a"}, "min new tokens is a"),
+        ({"top_p": "most"}, "top-p is 'most'"),
+        ({"min_new_tokens": "a"}, "min new tokens is 'a'"),
         ({"min_new_tokens": -1}, "min new tokens is -1"),
     ],
 )

@@ -1,0 +1,30 @@
+"""ONNX Runtime as a Python library: imported here only, without its telemetry."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sinkprune.contract.errors import BackendError
+
+# Read once, when the library is loaded.
+_TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
+
+
+def import_onnxruntime(name: str) -> Any:
+    """The library, for the backend or target `name`; raises `BackendError`.
+
+    From 1.29 on, importing it writes an identifier and a database to the home directory and sends to its vendor what
+    is run. A robot must not, so this is switched off, whatever the environment says. Where somebody else imported it
+    before us, what was written then stays; nothing more is reported.
+    """
+    os.environ[_TELEMETRY_OFF] = "1"
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError(
+            f"'{name}' needs onnxruntime, which is not installed. "
+            "Install it with: pip install 'sinkprune[cpu]', or 'sinkprune[cuda]' for an NVIDIA GPU."
+        ) from error
+    onnxruntime.disable_telemetry_events()
+    return onnxruntime
