@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sinkprune.contract.budgets import Budget
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.folders import check_replaceable, replacing
 from sinkprune.contract.manifest import (
     BUNDLE,
@@ -28,6 +29,7 @@ from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.contract.signature import Sign
+from sinkprune.contract.system_memory import available_bytes
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
@@ -70,7 +72,9 @@ def export_bundle(
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
         weight_graphs = partial(_weight_graphs, source, precision, dialect, progress)
-        needed = parameters_of(family, weight_graphs([range(1)])) * precision.numpy.itemsize + _SMALL_FILES_BYTES
+        shallow = list(weight_graphs([range(1)]))
+        _check_memory(family, shallow, precision)
+        needed = parameters_of(family, shallow) * precision.numpy.itemsize + _SMALL_FILES_BYTES
         with replacing(output, BUNDLE, needed, "export with --precision fp16", force=force) as root:
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
@@ -111,6 +115,20 @@ def parameters_of(family: Family, shallow: Iterable[WeightedGraph]) -> int:
     lm, counts = family.language_model, {graph.name: graph.parameters for graph in shallow}
     rows = lm.vocab_size + len(family.extra_rows)
     return sum(counts.values()) + (lm.num_layers - 1) * counts["decoder_0"] + rows * lm.hidden_size
+
+
+def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> None:
+    """Refuse a model whose largest tensor does not fit the memory that is free; raises `CheckpointError`."""
+    lm = family.language_model
+    largest = max(lm.vocab_size * lm.hidden_size, *(graph.largest for graph in shallow))
+    # As it is read, and as it is written.
+    needed, free = 2 * largest * precision.numpy.itemsize, available_bytes()
+    if 0 < free < needed:
+        raise CheckpointError(
+            f"no memory for the largest tensor: it has {largest} values, for which {needed / 1e9:.1f} GB are needed; "
+            f"{free / 1e9:.1f} GB are free. Free memory, or export on a larger machine"
+            f"{' or with --precision fp16' if precision.name == 'fp32' else ''}."
+        )
 
 
 def _weight_graphs(
@@ -156,10 +174,14 @@ def _save_plans(
 def _save_embedding(path: Path, family: Family, precision: Precision, read: ReadTensor) -> None:
     """Write the embedding table, and the rows beside it."""
     lm = family.language_model
-    arrays = {"weight": read(family.embedding, [lm.vocab_size, lm.hidden_size])}
-    arrays |= {name: read(stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
+    shapes = {"weight": (family.embedding, [lm.vocab_size, lm.hidden_size])}
+    shapes |= {name: (stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
+    arrays = {
+        name: np.ascontiguousarray(precision.converted(stored, read(stored, shape)))
+        for name, (stored, shape) in shapes.items()
+    }
     path.parent.mkdir()
-    save_file({name: np.ascontiguousarray(array, precision.numpy) for name, array in arrays.items()}, path)
+    save_file(arrays, path)
     # safetensors writes through a private temporary file
     path.chmod(0o644)
 

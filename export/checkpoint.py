@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,17 @@ import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from sinkprune.contract import untrusted
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.untrusted import MissingError, UnreadableError
+from sinkprune.export.config_fields import Word, read_fields
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_HEADER_BYTES = 32 << 20
+"""The most a shard's header may have: a hundred times what any has."""
+_SHARDS = 1000
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 # Checkpoints saved by transformers before and after 4.52 nest the same modules differently.
@@ -37,37 +45,73 @@ def locate(source: str) -> Path:
     folder = Path(source)
     if folder.is_dir():
         return folder
-    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
         raise CheckpointError(
             f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, a hub name "
             "such as llava-hf/llava-1.5-7b-hf, or a preset with --random-weights."
         )
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(source, allow_patterns=_FILES))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:
+        # Its own kinds, the system's and those of the HTTP library below, which differs from version to version.
+        remedy = "Check the name and the network, or give a local folder."
+        if isinstance(error, GatedRepoError):
+            remedy = "Ask for access on the model's page, then log in with `hf auth login`."
+        elif isinstance(error, RepositoryNotFoundError):
+            remedy = "Check the name; for a private model log in with `hf auth login`."
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            remedy = "Free space, or have HF_HOME name a folder with room that you may write to."
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise CheckpointError(
-            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason} "
-            "Check the name and the network, or give a local folder."
+            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason} {remedy}"
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; raises `CheckpointError`."""
+def holds(folder: Path, name: str) -> bool:
+    """Whether the checkpoint folder has something of that name, be it a link that leads nowhere."""
+    return os.path.lexists(folder / name)
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Where the file `name` of a checkpoint folder lies; the one place that follows links.
+
+    A link may lead elsewhere in the folder or, in a hub cache, from a snapshot to its blobs. Any other could have a
+    stranger's archive put files of this machine into the bundle: raises `CheckpointError`. Whether the file exists is
+    not looked at.
+    """
+    root = Path(os.path.realpath(folder))
+    # CACHE/models--OWNER--NAME/snapshots/REVISION; blobs may be links to those that all models share.
+    repository = root.parents[1] if root.parent.name == "snapshots" else None
+    blobs = [repository / "blobs", repository.parent / "blobs"] if repository else []
+    place = Path(os.path.realpath(folder / name))
+    if not any(place.is_relative_to(allowed) for allowed in (root, *blobs)):
+        raise CheckpointError(
+            f"'{folder / name}' is a link that leads out of the checkpoint folder, to '{place}'. Links are followed "
+            "within a checkpoint and within a hub cache only. Put the file itself in its place."
+        )
+    return place
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of a checkpoint folder; raises `CheckpointError`."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"'{path}' is missing. Give a checkpoint folder in Hugging Face format, downloaded completely."
-        ) from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"'{path}' cannot be read as JSON: {error}. Download it again.") from error
+        data = untrusted.read_json(file_of(folder, name), follow_links=False)
+    except UnreadableError as error:
+        raise _refused(folder / name, error) from error
     if not isinstance(data, dict):
-        raise CheckpointError(f"'{path}' holds {type(data).__name__}, expected a JSON object.")
+        raise CheckpointError(f"'{folder / name}' holds {type(data).__name__}, expected a JSON object.")
     return data
+
+
+def _refused(path: Path, error: UnreadableError) -> CheckpointError:
+    if isinstance(error, MissingError):
+        return CheckpointError(
+            f"'{path}' {error}. Give a checkpoint folder in Hugging Face format, downloaded completely."
+        )
+    return CheckpointError(f"'{path}' {error}. Download it again.")
 
 
 def config_sha256(config: Mapping[str, Any]) -> str:
@@ -85,9 +129,21 @@ class SafetensorsWeights:
         self._folder = folder
         self._stack = ExitStack()
         self._owners: dict[str, tuple[Any, str]] = {}
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self) -> None:
         for shard in self._shards():
             handle = self._open(shard)
             for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+                if _canonical(name) in self._owners:
+                    raise CheckpointError(
+                        f"checkpoint '{self._folder}': shard '{shard}' holds tensor '{name}', which has been there "
+                        "before, under this name or another version's. Expected one of each; download it again."
+                    )
                 self._owners[_canonical(name)] = (handle, name)
 
     def close(self) -> None:
@@ -116,32 +172,63 @@ class SafetensorsWeights:
                 f"checkpoint '{self._folder}': tensor '{stored}' is {found.get_dtype()}, expected F32, F16 or BF16. "
                 "Give the unquantised checkpoint."
             )
-        return handle.get_tensor(stored)
+        array: Array = handle.get_tensor(stored)
+        return array
 
-    def _shards(self) -> list[Path]:
-        if (self._folder / _INDEX).exists():
-            weight_map = read_json(self._folder / _INDEX).get("weight_map", {})
-            return [self._folder / name for name in sorted(set(weight_map.values()))]
-        if (self._folder / _SINGLE).exists():
-            return [self._folder / _SINGLE]
+    def _shards(self) -> list[str]:
+        if holds(self._folder, _INDEX):
+            return _shards_of(read_json(self._folder, _INDEX), f"'{self._folder / _INDEX}'")
+        if holds(self._folder, _SINGLE):
+            return [_SINGLE]
         raise CheckpointError(
             f"checkpoint '{self._folder}': found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert "
             "others with transformers' save_pretrained."
         )
 
-    def _open(self, shard: Path) -> Any:
+    def _open(self, shard: str) -> Any:
+        path = file_of(self._folder, shard)
         try:
-            return self._stack.enter_context(safe_open(shard, framework="np"))
-        except FileNotFoundError as error:
+            _check_header(path)
+            return self._stack.enter_context(safe_open(path, framework="np"))
+        except MissingError as error:
             raise CheckpointError(
-                f"checkpoint '{self._folder}': shard '{shard.name}' is missing, though {_INDEX} names it. "
+                f"checkpoint '{self._folder}': shard '{shard}' is missing, though {_INDEX} names it. "
                 "Download it again."
             ) from error
+        except UnreadableError as error:
+            raise _refused(self._folder / shard, error) from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"checkpoint '{self._folder}': shard '{shard.name}' is damaged ({error}). It has "
-                f"{shard.stat().st_size} bytes; download it again."
+                f"checkpoint '{self._folder}': shard '{shard}' is damaged ({error}). It has {path.stat().st_size} "
+                "bytes; download it again."
             ) from error
+
+
+def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
+    """The shards that an index names; raises `CheckpointError` for what is no file's name within the folder."""
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(
+            f"{where}: weight_map is no object of tensors and their shards, expected one. Download it again."
+        )
+    names = set(read_fields(places, dict.fromkeys(places, Word()), f"{where}: shard of ").values())
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{where} names the shard {name!r}, expected a .safetensors file within the folder. "
+                "Download it again."
+            )
+    if len(names) > _SHARDS:
+        raise CheckpointError(f"{where} names {len(names)} shards, expected at most {_SHARDS}. Download it again.")
+    return sorted(names)
+
+
+def _check_header(path: Path) -> None:
+    """Refuse what is no regular file, and a header that would take gigabytes to read; raises `UnreadableError`."""
+    with closing(untrusted.open_regular(path, follow_links=False)) as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > _HEADER_BYTES:
+        raise UnreadableError(f"has a header of {size} bytes, expected at most {_HEADER_BYTES}")
 
 
 class RandomWeights:

@@ -7,9 +7,10 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
@@ -19,6 +20,11 @@ from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.presets import PRESETS
 
+if TYPE_CHECKING:
+    from sinkprune.export.planning import Unreachable
+
+_PACKAGES = {"huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "transformers"}
+"""What the extra `export` installs, by the names that are imported."""
 _EXAMPLES = """\
 examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
@@ -46,28 +52,28 @@ def _export(arguments: Sequence[str] | None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # What is asked of the hub is a checkpoint; who asks is nobody's business.
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    try:
-        from sinkprune.export.bundle_writer import export_bundle
-        from sinkprune.export.planning import Unreachable
-        from sinkprune.export.source import ExportRequest
-    except ImportError as error:
-        raise SinkpruneError(
-            f"exporting needs the package '{error.name}', which is not installed. "
-            "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
-        ) from error
     from sinkprune.contract.manifest import BUNDLE
     from sinkprune.contract.signature import read_private_key
-    from sinkprune.export.progress import shown_progress
 
-    request = ExportRequest(
-        **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
-    )
-    sign = read_private_key(options.sign) if options.sign else None
     unreachable: list[Unreachable] = []
-    with shown_progress() as progress:
-        manifest = export_bundle(
-            request, options.output, force=options.force, sign=sign, progress=progress, left_out=unreachable.append
+    with _packages_told_of():
+        from sinkprune.export.bundle_writer import export_bundle
+        from sinkprune.export.progress import shown_progress
+        from sinkprune.export.source import ExportRequest
+
+        request = ExportRequest(
+            **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
         )
+        sign = read_private_key(options.sign) if options.sign else None
+        with shown_progress() as progress:
+            manifest = export_bundle(
+                request,
+                options.output,
+                force=options.force,
+                sign=sign,
+                progress=progress,
+                left_out=unreachable.append,
+            )
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
     size = sum(spec.size for spec in manifest.files.values())
@@ -90,6 +96,21 @@ def _export(arguments: Sequence[str] | None) -> None:
             f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n"
             f"sha256 {BUNDLE.sha256(manifest)}\n"
         )
+
+
+@contextmanager
+def _packages_told_of() -> Iterator[None]:
+    """Says which package of the extra `export` is missing, whenever it is first asked for."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _PACKAGES:
+            raise
+        raise SinkpruneError(
+            f"exporting needs the package '{package}', which is not installed. "
+            "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
+        ) from error
 
 
 def _size(count: int) -> str:

@@ -18,7 +18,6 @@ import onnx_ir as ir
 from onnx_ir.external_data import convert_tensors_to_external
 from onnxscript import GraphBuilder
 
-from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
@@ -92,6 +91,11 @@ class WeightedGraph(Graph):
         """How many weights it has."""
         return sum(weight.size for weight in self._weights.values())
 
+    @property
+    def largest(self) -> int:
+        """How many values its largest weight has."""
+        return max((weight.size for weight in self._weights.values()), default=0)
+
     def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False) -> ir.Value:
         """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer.
 
@@ -100,7 +104,7 @@ class WeightedGraph(Graph):
         stored = [shape[0], prod(shape[1:])] if flat else list(shape)
 
         def read() -> ir.Tensor[Any]:
-            array = self._converted(name, shape).reshape(stored)
+            array = self.precision.converted(name, self._read(name, shape)).reshape(stored)
             return ir.Tensor(array.T if transposed else array)
 
         laid_out = ir.Shape(stored[::-1] if transposed else stored)
@@ -123,18 +127,6 @@ class WeightedGraph(Graph):
         for value, tensor in zip(self._weights, written, strict=True):
             value.const_value = tensor
         return super().save(root, file)
-
-    def _converted(self, name: str, shape: Sequence[int]) -> Array:
-        """The tensor in the bundle's precision, which must hold it."""
-        array = self._read(name, shape)
-        with np.errstate(over="ignore"):
-            converted: Array = array.astype(self.precision.numpy)
-        if not np.isfinite(converted).all():
-            raise CheckpointError(
-                f"tensor '{name}' holds values that are not finite in {self.precision.name} (largest magnitude "
-                f"{np.abs(array.astype(np.float32)).max():.3g}). Export with --precision fp32, or check the download."
-            )
-        return converted
 
 
 def _spec(value: ir.Value) -> TensorSpec:

@@ -9,15 +9,21 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName
-from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, locate, read_json
+from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, holds, locate, read_json
+from sinkprune.export.config_fields import read_fields
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.text import Text, read_text, small_text
 
+_IMAGES, _FRAMES = 10_000, 1_000_000
+_SINGLE = "preprocessor_config.json"
+_NESTED = "processor_config.json"
+_VIDEO = "video_preprocessor_config.json"
+
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export. Raises `UsageError` for counts that make no sense."""
+    """What to export. Raises `UsageError` for counts and names that make no sense."""
 
     source: str
     """A local folder, a hub name, or with `random_weights` a config.json, a folder holding one, or a preset."""
@@ -39,10 +45,16 @@ class ExportRequest:
     """The most frames that are taken of a clip; 0 where there is no video."""
 
     def __post_init__(self) -> None:
-        if self.max_images < 1:
-            raise UsageError(f"--max-images is {self.max_images}, expected at least 1.")
-        if self.max_frames < 0:
-            raise UsageError(f"--max-frames is {self.max_frames}, expected 0 for no video, or how many.")
+        if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
+            raise UsageError(
+                f"the checkpoint's name {self.source!r} is not UTF-8, as a bundle that names it must be. Rename it."
+            )
+        if not 1 <= self.max_images <= _IMAGES:
+            raise UsageError(f"--max-images is {self.max_images}, expected at least 1 and at most {_IMAGES}.")
+        if not 0 <= self.max_frames <= _FRAMES:
+            raise UsageError(
+                f"--max-frames is {self.max_frames}, expected 0 for no video, or how many, at most {_FRAMES}."
+            )
 
 
 @dataclass(frozen=True)
@@ -70,17 +82,24 @@ def open_source(request: ExportRequest) -> Source:
             "checkpoint folder or hub name."
         )
     folder = locate(request.source)
-    config = read_json(folder / "config.json")
+    config = read_json(folder, "config.json")
     family = read_family(request.source, config, request.salience)
-    nested = folder / "processor_config.json"
-    single = folder / "preprocessor_config.json"
-    settings = read_json(single if single.exists() or not nested.exists() else nested)
-    video = folder / "video_preprocessor_config.json"
-    settings |= {"video_processor": read_json(video)} if video.exists() else {}
-    processor = _processor(family, settings, request)
+    processor = _processor(family, _processor_settings(request.source, folder, family), request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
     return Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+
+
+def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:
+    """What the checkpoint says of its image processor, and of its video processor where the family has one."""
+    nested = holds(folder, _NESTED) and not holds(folder, _SINGLE)
+    tables = {_NESTED if nested else _SINGLE: family.processor_fields}
+    tables |= {_VIDEO: family.video_fields} if family.video_fields and holds(folder, _VIDEO) else {}
+    image, *video = [
+        read_fields(read_json(folder, name), fields, f"checkpoint '{source}': {name}: ")
+        for name, fields in tables.items()
+    ]
+    return {**image, **({"video_processor": video[0]} if video else {})}
 
 
 def _processor(family: Family, settings: Mapping[str, Any], request: ExportRequest) -> dict[str, Any]:
@@ -102,10 +121,11 @@ def _random_config(source: str) -> dict[str, Any]:
     if source in PRESETS:
         return PRESETS[source]
     path = Path(source)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file():
+    # The very file that is given may be a link: it is the user's own.
+    given = path.resolve()
+    folder, name = (path, "config.json") if path.is_dir() else (given.parent, given.name)
+    if not holds(folder, name):
         raise CheckpointError(
             f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."
         )
-    return read_json(path)
+    return read_json(folder, name)

@@ -55,7 +55,7 @@ def _chat_template(folder: Path) -> str | None:
         return jinja.read_text(encoding="utf-8")
     for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
         if (folder / name).exists():
-            template = read_json(folder / name).get("chat_template")
+            template = read_json(folder, name).get("chat_template")
             if isinstance(template, str):
                 return template
     return None
@@ -63,8 +63,8 @@ def _chat_template(folder: Path) -> str | None:
 
 def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
     """End-of-sequence ids: generation_config.json's, else the tokenizer's."""
-    path = folder / "generation_config.json"
-    stop = read_json(path).get("eos_token_id") if path.exists() else None
+    name = "generation_config.json"
+    stop = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
     stop = eos if stop is None else stop
     if stop is None:
         return ()

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Which of our folders each folder may import, itself aside."""
 LAYERS: dict[str, tuple[str, ...]] = {
     "export": (
-        "__init__ precision dialects presets progress",
+        "__init__ precision dialects presets progress config_fields",
         "graph",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",

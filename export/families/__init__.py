@@ -13,6 +13,7 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.towers import Tower
+from sinkprune.export.config_fields import Kind, Listed, Word, or_null, read_fields
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.text import SpecialTokens
@@ -21,6 +22,7 @@ SalienceBlock = Literal["penultimate", "last"]
 """The block of a tower without a CLS token whose attention is the salience."""
 WriteGraph = Callable[[WeightedGraph], None]
 """Writes one weight graph into an empty one."""
+_KNOWN_BY: dict[str, Kind] = {"model_type": or_null(Word()), "architectures": or_null(Listed(Word(), 0, 100))}
 
 
 class Family(Protocol):
@@ -42,6 +44,10 @@ class Family(Protocol):
     """Learned rows [d] of the LLM's input that stand in no table: their names in the bundle and in the checkpoint."""
     groups_are_frames: bool
     """Whether the groups of a picture are the frames of a clip."""
+    processor_fields: Mapping[str, Kind]
+    """What is read of preprocessor_config.json, or of processor_config.json in its place."""
+    video_fields: Mapping[str, Kind] = {}
+    """What is read of video_preprocessor_config.json."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -55,7 +61,7 @@ class Family(Protocol):
         """
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The image processor's settings from preprocessor_config.json, checked; raises `CheckpointError`.
+        """The image processor's settings, given those of `processor_fields`; raises `CheckpointError`.
 
         With `max_frames` among them, families that take video add `video`, from the settings `video_processor`.
         """
@@ -72,10 +78,11 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
 
     `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
     """
-    model_type = config.get("model_type")
+    known = read_fields(config, _KNOWN_BY, f"checkpoint '{source}': config.json: ")
+    model_type = known.get("model_type")
     rows = {row.model_type: row for row in FAMILIES.values()}
     if model_type not in rows:
-        found = ", ".join(config.get("architectures") or [str(model_type)])
+        found = ", ".join(known.get("architectures") or [str(model_type)])
         supported = ", ".join(row.architecture for row in rows.values())
         raise CheckpointError(
             f"checkpoint '{source}' is a {found}, which is not supported; supported architectures: {supported}."

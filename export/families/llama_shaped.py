@@ -5,11 +5,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
+from sinkprune.export.config_fields import (
+    Either,
+    Flag,
+    Kind,
+    Listed,
+    Null,
+    Number,
+    Section,
+    Whole,
+    Word,
+    or_null,
+    read_fields,
+)
 from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.llama import Llama, build_head, build_segment
 
@@ -17,6 +31,73 @@ Setting = tuple[str, Any, Sequence[Any]]
 """A setting's name, what was found, and what is supported."""
 Expectation = tuple[str, bool, Any]
 """What is expected, whether it holds, and what was found."""
+
+COUNT = Whole(1, 1024)
+"""Heads of a layer, blocks of a tower; the most published is 128."""
+SIZE = Whole(1, 1 << 17)
+"""A width of hidden states; the largest published is 16384."""
+INNER_SIZE = Whole(1, 1 << 20)
+"""A width within an MLP; the largest published is 106496."""
+TOKEN = Whole(0, (1 << 19) - 1)
+"""A token's id; the largest published vocabulary has 262208."""
+SIDE = Whole(1, 16384)
+"""Pixels along a side of a picture."""
+EPSILON = Number(1e-20, 0.1)
+"""What a norm adds, so that it never divides by zero."""
+THETA = Number(1, 1e12)
+"""The base of rotary positions; the largest published is 5e8."""
+NOT_QUANTISED = Null("nothing there, because quantised checkpoints are not read yet")
+
+_ROPE = Section(
+    {
+        "rope_type": Word(),
+        "type": Word(),
+        "rope_theta": THETA,
+        "mrope_section": Listed(Whole(1, 1 << 12), 3, 3),
+        "factor": Number(1, 1e6),
+        "partial_rotary_factor": Number(1, 1),
+    }
+)
+TEXT_FIELDS: dict[str, Kind] = {
+    "model_type": Word(),
+    "vocab_size": Whole(1, TOKEN.most + 1),
+    "hidden_size": SIZE,
+    "intermediate_size": INNER_SIZE,
+    "num_hidden_layers": Whole(1, 10_000),
+    "num_attention_heads": COUNT,
+    "num_key_value_heads": or_null(COUNT),
+    "head_dim": or_null(Whole(1, 1 << 13)),
+    "max_position_embeddings": Whole(1, 1 << 30),
+    "rms_norm_eps": EPSILON,
+    "hidden_act": Word(),
+    "attention_bias": Flag(),
+    "mlp_bias": Flag(),
+    "use_sliding_window": or_null(Flag()),
+    "sliding_window": or_null(Whole(1, 1 << 30)),
+    "max_window_layers": or_null(Whole(0, 10_000)),
+    "rope_theta": THETA,
+    "rope_scaling": or_null(_ROPE),
+    "rope_parameters": or_null(_ROPE),
+    "partial_rotary_factor": or_null(Number(1, 1)),
+    "eos_token_id": Either((TOKEN, Listed(TOKEN, 0, 100), Null())),
+    "tie_word_embeddings": Flag(),
+    "quantization_config": NOT_QUANTISED,
+}
+"""What is read of a decoder's configuration."""
+_COLOURS = 3
+PIXEL_FIELDS: dict[str, Kind] = {
+    "image_processor_type": or_null(Word()),
+    "do_convert_rgb": or_null(Flag()),
+    "do_resize": or_null(Flag()),
+    # Pillow's filters
+    "resample": or_null(Whole(0, 5)),
+    "do_rescale": or_null(Flag()),
+    "rescale_factor": or_null(Number(1e-6, 1000)),
+    "do_normalize": or_null(Flag()),
+    "image_mean": or_null(Listed(Number(-1000, 1000), _COLOURS, _COLOURS)),
+    "image_std": or_null(Listed(Number(1e-6, 1000), _COLOURS, _COLOURS)),
+}
+"""What is read of every image processor's settings."""
 
 CLIP_PIXELS: dict[str, Any] = {
     "do_rescale": True,
@@ -37,15 +118,28 @@ class LlamaShaped(Family):
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = None
     extra_rows: Mapping[str, str] = {}
+    vision_fields: Mapping[str, Kind]
+    """What is read of the tower's configuration."""
+    own_fields: Mapping[str, Kind]
+    """What is read of the configuration beside its sections for tower and decoder."""
 
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         self._source = source
+        fields = {
+            "model_type": Word(),
+            "tie_word_embeddings": Flag(),
+            "quantization_config": NOT_QUANTISED,
+            **self.own_fields,
+            "vision_config": or_null(Section(self.vision_fields)),
+            "text_config": or_null(Section(TEXT_FIELDS)),
+        }
+        known = read_fields(config, fields, f"checkpoint '{source}': config.json: ")
         kind = self._config_class()
         try:
-            self._config: Any = kind.from_dict(dict(config))
+            self._config: Any = kind.from_dict(known)
         except Exception as error:
             # transformers checks configurations by many kinds of errors.
-            reason = " ".join(str(error).split()).removesuffix(".")
+            reason = shorten(str(error), 300, placeholder=" ...").removesuffix(".")
             raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
         text = self._config.text_config
         rope = (text.rope_parameters or {}).get("rope_type", "default")
@@ -53,7 +147,6 @@ class LlamaShaped(Family):
             *self._settings(),
             ("text_config.hidden_act", text.hidden_act, ("silu",)),
             ("text_config.rope_parameters.rope_type", rope, ("default",)),
-            ("quantization_config", getattr(self._config, "quantization_config", None), (None,)),
         ]
         self._check_settings(settings)
         self.image_token: int = self._config.image_token_id
@@ -101,6 +194,15 @@ class LlamaShaped(Family):
                 raise CheckpointError(
                     f"checkpoint '{self._source}': expected that {expectation}; found {found}. Mend config.json."
                 )
+
+    def _special_tokens(self, texts: dict[int, str], count: int) -> dict[int, str]:
+        """`texts` by id, which are `count` different ids of the vocabulary; raises `CheckpointError`."""
+        if len(texts) < count or not all(0 <= token < self.language_model.vocab_size for token in texts):
+            raise CheckpointError(
+                f"checkpoint '{self._source}': the special tokens of config.json have the ids {sorted(texts)}, "
+                f"expected {count} different ones below {self.language_model.vocab_size}. Mend the ids of tokens."
+            )
+        return texts
 
     def _check_shapes(self, text: Any) -> None:
         """Refuse decoder shapes that no weights can have; raises `CheckpointError`."""

@@ -7,12 +7,30 @@ from functools import partial
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
+from sinkprune.export.config_fields import Either, Flag, Kind, Listed, Null, Section, Whole, Word, or_null
 from sinkprune.export.families import WriteGraph
-from sinkprune.export.families.llama_shaped import CLIP_PIXELS, LlamaShaped, Setting, read_language_model
+from sinkprune.export.families.llama_shaped import (
+    CLIP_PIXELS,
+    COUNT,
+    EPSILON,
+    INNER_SIZE,
+    PIXEL_FIELDS,
+    SIDE,
+    SIZE,
+    TOKEN,
+    LlamaShaped,
+    Setting,
+    read_language_model,
+)
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.llama import Llama
 from sinkprune.export.text import SpecialTokens
 from sinkprune.export.vit import ACTIVATIONS, ViT, activation, build_vision
+
+# 128 x 128; published towers have 576.
+_MOST_PATCHES = 16384
+_PINPOINTS = or_null(Listed(Listed(SIDE, 2, 2), 0, 1000))
+_SHAPE = Either((SIDE, Section({"shortest_edge": SIDE, "height": SIDE, "width": SIDE}), Null()))
 
 
 class Llava(LlamaShaped):
@@ -24,6 +42,37 @@ class Llava(LlamaShaped):
     groups_are_frames = False
     decoders: Sequence[str] = ("llama",)
     processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
+    own_fields: Mapping[str, Kind] = {
+        "image_token_index": TOKEN,
+        "image_token_id": TOKEN,
+        "projector_hidden_act": Word(),
+        "vision_feature_select_strategy": Word(),
+        "vision_feature_layer": Whole(-COUNT.most, COUNT.most),
+        "multimodal_projector_bias": Flag(),
+        "image_grid_pinpoints": _PINPOINTS,
+    }
+    vision_fields: Mapping[str, Kind] = {
+        "model_type": Word(),
+        "hidden_size": SIZE,
+        "intermediate_size": INNER_SIZE,
+        "num_hidden_layers": COUNT,
+        "num_attention_heads": COUNT,
+        "num_channels": Whole(3, 3),
+        "image_size": SIDE,
+        "patch_size": SIDE,
+        "layer_norm_eps": EPSILON,
+        "hidden_act": Word(),
+    }
+    _processor_fields: Mapping[str, Kind] = {
+        **PIXEL_FIELDS,
+        "size": _SHAPE,
+        "do_center_crop": or_null(Flag()),
+        "crop_size": _SHAPE,
+        "do_pad": or_null(Flag()),
+        "image_grid_pinpoints": _PINPOINTS,
+    }
+    # processor_config.json nests what preprocessor_config.json holds at the top
+    processor_fields: Mapping[str, Kind] = {**_processor_fields, "image_processor": Section(_processor_fields)}
     chat_template = (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
@@ -38,11 +87,6 @@ class Llava(LlamaShaped):
             raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         super().__init__(source, config)
         vision, layer = self._config.vision_config, self._config.vision_feature_layer
-        if not isinstance(layer, int):
-            raise CheckpointError(
-                f"checkpoint '{source}': vision_feature_layer is {layer}, expected one layer. Features joined from "
-                "several layers are not supported yet."
-            )
         # Hidden state 0 is the embedding, i the output of block i-1.
         blocks = layer if layer >= 0 else vision.num_hidden_layers + 1 + layer
         if not 1 <= blocks <= vision.num_hidden_layers:
@@ -50,23 +94,31 @@ class Llava(LlamaShaped):
                 f"checkpoint '{source}': vision_feature_layer {layer} is none of the tower's "
                 f"{vision.num_hidden_layers} blocks."
             )
+        size, patch = vision.image_size, vision.patch_size
+        patches = (size // patch) ** 2
+        self._check(
+            [
+                ("image_size is a multiple of patch_size", size % patch == 0, f"{size} and {patch}"),
+                (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
+            ]
+        )
         self.vision = ViT(
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
             num_heads=vision.num_attention_heads,
             num_blocks=blocks,
-            image_size=vision.image_size,
-            patch_size=vision.patch_size,
+            image_size=size,
+            patch_size=patch,
             layer_norm_eps=vision.layer_norm_eps,
             activation=vision.hidden_act,
-            tokens=(vision.image_size // vision.patch_size) ** 2,
+            tokens=patches,
         )
         self.visual_width = self.vision.hidden_size
 
     @property
     def special_tokens(self) -> SpecialTokens:
         texts = {0: "<unk>", 1: "<s>", 2: "</s>", self.image_token: "<image>"}
-        return SpecialTokens(texts, bos="<s>", eos="</s>", unknown="<unk>")
+        return SpecialTokens(self._special_tokens(texts, 4), bos="<s>", eos="</s>", unknown="<unk>")
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int:
         return self.vision.tokens
@@ -98,12 +150,18 @@ class Llava(LlamaShaped):
         return {**own, **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        # processor_config.json nests what preprocessor_config.json holds at the top
         settings = settings.get("image_processor", settings)
-        known = {key: settings.get(key, value) for key, value in self.default_processor.items()}
+        # A flag of null is false; anything else of null is left out.
+        given = {key: value for key, value in settings.items() if value is not None or key.startswith("do_")}
+        known = {key: given.get(key, value) for key, value in self.default_processor.items()}
         size, crop = known["size"], known["crop_size"]
         known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
         known["crop_size"] = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
+        if known["size"].keys() not in ({"shortest_edge"}, {"height", "width"}):
+            raise CheckpointError(
+                f"checkpoint '{self._source}': its image processor has the size {known['size']}, expected a "
+                "shortest_edge, or a height and a width. Mend preprocessor_config.json."
+            )
         kind = str(known["image_processor_type"])
         if not kind.startswith(tuple(self.processors)):
             raise CheckpointError(

@@ -9,8 +9,22 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.export.config_fields import Flag, Kind, Listed, Number, Section, Whole, Word, or_null
 from sinkprune.export.families import WriteGraph
-from sinkprune.export.families.llama_shaped import CLIP_PIXELS, LlamaShaped, Setting, head_dim, read_language_model
+from sinkprune.export.families.llama_shaped import (
+    CLIP_PIXELS,
+    COUNT,
+    INNER_SIZE,
+    PIXEL_FIELDS,
+    SIZE,
+    TEXT_FIELDS,
+    THETA,
+    TOKEN,
+    LlamaShaped,
+    Setting,
+    head_dim,
+    read_language_model,
+)
 from sinkprune.export.llama import Llama
 from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.qwen2_5_vision import QwenVision, build_vision
@@ -28,6 +42,37 @@ _PROCESSOR = {
     **CLIP_PIXELS,
     **_PATCHES,
 }
+# 16384 x 16384
+_PIXELS = Whole(0, 1 << 28)
+_PATCH = Whole(1, 256)
+_FRAMES = Whole(1, 1 << 20)
+_PROCESSOR_FIELDS: dict[str, Kind] = {
+    **PIXEL_FIELDS,
+    "size": or_null(Section({"shortest_edge": or_null(_PIXELS), "longest_edge": or_null(_PIXELS)})),
+    "min_pixels": or_null(_PIXELS),
+    "max_pixels": or_null(_PIXELS),
+    "patch_size": or_null(_PATCH),
+    "temporal_patch_size": or_null(_PATCH),
+    "merge_size": or_null(_PATCH),
+    # Of clips, for which a checkpoint may have no settings of their own.
+    "cap_pixels_per_frame": or_null(Flag()),
+    "fps": or_null(Number(0.001, 1000)),
+    "min_frames": or_null(_FRAMES),
+    "max_frames": or_null(_FRAMES),
+}
+VISION_FIELDS: dict[str, Kind] = {
+    "model_type": Word(),
+    "depth": COUNT,
+    "num_heads": COUNT,
+    "hidden_size": SIZE,
+    "hidden_act": Word(),
+    "in_channels": Whole(3, 3),
+    "in_chans": Whole(3, 3),
+    "patch_size": _PATCH,
+    "spatial_merge_size": _PATCH,
+    "temporal_patch_size": _PATCH,
+    "rope_parameters": or_null(Section({"rope_type": Word(), "rope_theta": THETA})),
+}
 
 
 class Qwen25VL(LlamaShaped):
@@ -37,6 +82,29 @@ class Qwen25VL(LlamaShaped):
     tower: type[QwenVision] = QwenVision
     groups_are_frames = True
     activation = "silu"
+    own_fields: Mapping[str, Kind] = {
+        # Published checkpoints have the decoder's settings at the top.
+        **{name: kind for name, kind in TEXT_FIELDS.items() if name != "model_type"},
+        "image_token_id": TOKEN,
+        "video_token_id": TOKEN,
+        "vision_start_token_id": TOKEN,
+        "vision_end_token_id": TOKEN,
+    }
+    vision_fields: Mapping[str, Kind] = {
+        **VISION_FIELDS,
+        "intermediate_size": INNER_SIZE,
+        "out_hidden_size": SIZE,
+        "window_size": Whole(1, 1024),
+        "fullatt_block_indexes": Listed(Whole(0, COUNT.most), 0, COUNT.most),
+        "tokens_per_second": Whole(1, 1000),
+    }
+    # processor_config.json nests what preprocessor_config.json holds at the top
+    processor_fields: Mapping[str, Kind] = {
+        **_PROCESSOR_FIELDS,
+        "image_processor": Section(_PROCESSOR_FIELDS),
+        "video_processor": Section(_PROCESSOR_FIELDS),
+    }
+    video_fields: Mapping[str, Kind] = _PROCESSOR_FIELDS
     width_behind_merger = "out_hidden_size"
     """The name of the setting."""
     chat_template = (
@@ -71,7 +139,8 @@ class Qwen25VL(LlamaShaped):
     def special_tokens(self) -> SpecialTokens:
         # Those that the chat template writes; im_start stands before im_end.
         config, eos = self._config, self._config.text_config.eos_token_id
-        end = eos[0] if isinstance(eos, list) else eos
+        # -1, which is refused below, where there is none
+        end = next(iter(eos), -1) if isinstance(eos, list) else -1 if eos is None else eos
         texts = {
             end - 1: "<|im_start|>",
             end: "<|im_end|>",
@@ -80,20 +149,14 @@ class Qwen25VL(LlamaShaped):
             config.image_token_id: "<|image_pad|>",
             config.video_token_id: "<|video_pad|>",
         }
-        if len(texts) < 6 or not all(0 <= token < self.language_model.vocab_size for token in texts):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': the special tokens of config.json have the ids {sorted(texts)}, "
-                f"expected six different ones below {self.language_model.vocab_size}. Mend eos_token_id and the rest."
-            )
-        return SpecialTokens(texts, bos="", eos="<|im_end|>")
+        return SpecialTokens(self._special_tokens(texts, 6), bos="", eos="<|im_end|>")
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> dict[str, WriteGraph]:
         return {"vision": partial(build_vision, vision=self.vision), **super().graphs(segments, held)}
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        # processor_config.json nests what preprocessor_config.json holds at the top
         settings = {**settings.get("image_processor", {}), **settings}
-        size = settings.get("size") or {}
+        size = {key: pixels for key, pixels in (settings.get("size") or {}).items() if pixels is not None}
         known = dict(_PROCESSOR)
         known["min_pixels"] = size.get("shortest_edge", known["min_pixels"])
         known["max_pixels"] = size.get("longest_edge", known["max_pixels"])
@@ -157,8 +220,9 @@ class Qwen25VL(LlamaShaped):
                 f"--max-frames is {frames}, expected at least {together}: the model sees so many frames at once."
             )
         size, each = given.get("size") or {}, self._pixels_each
-        most = min(given.get("max_pixels") or size.get("longest_edge", 768 * each), image["max_pixels"])
-        least = min(given.get("min_pixels") or size.get("shortest_edge", 128 * each), most)
+        most = min(given.get("max_pixels") or size.get("longest_edge") or 768 * each, image["max_pixels"])
+        least = min(given.get("min_pixels") or size.get("shortest_edge") or 128 * each, most)
+        self._check([(f"a frame of a clip may have the {each} pixels of a token", each <= most, most)])
         limits = {"min_pixels": least, "max_pixels": most}
         return {
             **limits,

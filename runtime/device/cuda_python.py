@@ -14,8 +14,8 @@ import numpy as np
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.system_memory import available_bytes
 from sinkprune.runtime.device import Address, Device, out_of_memory
-from sinkprune.runtime.device.system_memory import available_bytes
 
 # A kernel that wants more shared memory than this must say so first.
 _DEFAULT_SHARED_BYTES = 48 << 10

@@ -1,0 +1,234 @@
+"""Fields of a checkpoint's JSON files: every one, of every family, by values that it cannot have."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkprune.contract.errors import CheckpointError, SinkpruneError
+from sinkprune.export.config_fields import Either, Flag, Listed, Null, Number, Section, Whole, Word, read_fields
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.families import read_family
+from sinkprune.export.planning import parse_budgets, plan_graphs
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.presets import PRESETS
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.source import ExportRequest, open_source
+
+Checkpoints = Callable[[str], Path]
+Place = tuple[str | int, ...]
+
+WRONG = [None, True, -1, 0, 1, 10**8, 10**18, 10**30, -0.5, 1e300, "", "x", "1", [], [1], {}, {"a": 1}]
+SECONDS, BYTES = 2, 300 << 20
+
+
+def places(value: Any, place: Place = ()) -> Iterator[Place]:
+    """Where every value of a JSON document stands, the document's own place aside; two of each list."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, part in parts:
+        yield (*place, key)
+        yield from places(part, (*place, key))
+
+
+def changed(document: Any, place: Place, value: Any) -> Any:
+    """A copy of the document that has `value` at `place`."""
+    copy = json.loads(json.dumps(document))
+    inner = copy
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    return copy
+
+
+def opened(request: ExportRequest) -> PlanFacts:
+    """What planning is told of a checkpoint that is opened."""
+    source = open_source(request)
+    with closing(source.weights):
+        family, groups = source.family, source.family.groups_of(source.processor)
+        tokens, joined = family.tokens_of(source.processor), family.groups_are_frames and groups > 1
+        fp16, trt = PRECISIONS["fp16"], DIALECTS["opset20"]
+        return PlanFacts(family.language_model, tokens, family.visual_width, fp16, trt, groups, 1, joined)
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize(("family", "like"), [("llava", "next-mistral"), ("qwen2.5-vl", "qwen2-vl")])
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_no_value_of_any_field_does_harm(
+    name: str, family: str, like: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    tried: set[tuple[Place, str]] = set()
+    planned: set[PlanFacts] = set()
+    shapes = {"llava": "gqa-112", "qwen2.5-vl": "qwen"}
+    # What two families read alike is tried with one of them.
+    for shape in (shapes[family], like):
+        folder = Path(shutil.copytree(checkpoint(shape), tmp_path / shape))
+        document, frames = json.loads((folder / name).read_text()), 8 * (family == "qwen2.5-vl")
+        request = ExportRequest(str(folder), random_weights=name == "config.json", max_frames=frames)
+        planned.add(opened(request))
+        for place in places(document):
+            for value in WRONG:
+                key = (place, json.dumps(value))
+                if key in tried:
+                    continue
+                tried.add(key)
+                (folder / name).write_text(json.dumps(changed(document, place, value)))
+                start, before = time.process_time(), peak()
+                try:
+                    facts = opened(request)
+                    if facts not in planned:
+                        planned.add(facts)
+                        budgets = parse_budgets(family, None)
+                        plan_graphs(facts, ["sinkpruner"], budgets, lambda plan: None)
+                except SinkpruneError as error:
+                    assert len(str(error)) < 1000
+                assert time.process_time() - start < SECONDS, key
+                assert peak() - before < BYTES, key
+    assert len(tried) > 200
+
+
+TEXT = "text_config"
+VISION = "vision_config"
+
+
+@pytest.mark.parametrize(
+    ("preset", "place", "value", "said"),
+    [
+        ("llava-1.1b", ("model_type",), ["llava"], r'model_type is \["llava"\], expected a name'),
+        ("llava-1.1b", (TEXT,), [], r"text_config is \[\], expected an object or null"),
+        ("llava-1.1b", (TEXT, "num_attention_heads"), 0, "num_attention_heads is 0, expected a whole number from 1"),
+        ("llava-1.1b", (TEXT, "num_key_value_heads"), True, "num_key_value_heads is true, expected a whole"),
+        ("llava-1.1b", (TEXT, "hidden_size"), "64", 'hidden_size is "64"'),
+        ("llava-1.1b", (TEXT, "hidden_size"), 64.0, "hidden_size is 64.0"),
+        ("llava-1.1b", (TEXT, "vocab_size"), 10**8, "vocab_size is 100000000, expected .* to 524288"),
+        ("llava-1.1b", (TEXT, "num_hidden_layers"), 10**9, "num_hidden_layers is 1000000000, expected .* to 10000"),
+        ("llava-1.1b", (TEXT, "rope_theta"), 0, "rope_theta is 0, expected a number from 1"),
+        ("llava-1.1b", (TEXT, "rope_theta"), "1e4", 'rope_theta is "1e4"'),
+        ("llava-1.1b", (TEXT, "rope_scaling"), {"rope_type": "magic"}, "rope_type is 'magic', expected default"),
+        ("llava-1.1b", (TEXT, "rope_scaling"), {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("llava-1.1b", (TEXT, "rms_norm_eps"), -1, "rms_norm_eps is -1, expected a number from 1e-20"),
+        ("llava-1.1b", ("image_token_index",), -1, "image_token_index is -1, expected a whole number from 0"),
+        ("llava-1.1b", ("image_token_index",), 32064, "the image token is in the vocabulary"),
+        ("llava-1.1b", ("vision_feature_layer",), True, "vision_feature_layer is true"),
+        ("llava-1.1b", ("tie_word_embeddings",), "no", 'tie_word_embeddings is "no", expected true or false'),
+        ("llava-1.1b", ("quantization_config",), {"bits": 4}, "quantization_config .* quantised checkpoints are not"),
+        ("llava-1.1b", (VISION, "patch_size"), 0, "vision_config.patch_size is 0"),
+        ("llava-1.1b", (VISION, "patch_size"), 337, "image_size is a multiple of patch_size; found 336 and 337"),
+        ("llava-1.1b", (VISION, "patch_size"), 1, "at most 16384 patches; found 112896"),
+        (
+            "llava-1.1b",
+            (VISION, "num_attention_heads"),
+            15,
+            r"not a multiple of the number of attention heads \(15\)",
+        ),
+        ("llava-1.1b", (VISION, "num_channels"), 4, "num_channels is 4, expected a whole number from 3 to 3"),
+        (
+            "llava-next-7b",
+            ("image_grid_pinpoints",),
+            [[336]],
+            r"image_grid_pinpoints\[0\] is \[336\], expected a list",
+        ),
+        ("llava-next-7b", ("image_grid_pinpoints",), [["a", 1]], r"image_grid_pinpoints\[0\]\[0\] is \"a\""),
+        (
+            "qwen2.5-vl-3b",
+            (TEXT, "rope_parameters", "mrope_section"),
+            16,
+            "mrope_section is 16, expected a list of 3",
+        ),
+        (
+            "qwen2.5-vl-3b",
+            (TEXT, "rope_parameters", "mrope_section"),
+            [64],
+            r"mrope_section is \[64\], expected a li",
+        ),
+        ("qwen2.5-vl-3b", (TEXT, "eos_token_id"), [1.5], r"eos_token_id\[0\] is 1.5"),
+        ("qwen2.5-vl-3b", (VISION, "fullatt_block_indexes"), 7, "fullatt_block_indexes is 7, expected a list"),
+        ("qwen2.5-vl-3b", (VISION, "tokens_per_second"), 0, "tokens_per_second is 0"),
+        ("qwen2-vl-7b", (VISION, "mlp_ratio"), 0, "mlp_ratio is 0, expected a whole number from 1 to 64"),
+    ],
+)
+def test_a_field_of_the_configuration_is_named(preset: str, place: Place, value: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        read_family("given", changed(PRESETS[preset], place, value))
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "said"),
+    [
+        ("gqa-112", {"rescale_factor": 0}, "rescale_factor is 0, expected a number from 1e-06 to 1000"),
+        ("gqa-112", {"rescale_factor": 1e300}, r"rescale_factor is 1e\+300"),
+        ("gqa-112", {"rescale_factor": "1/255"}, 'rescale_factor is "1/255"'),
+        ("gqa-112", {"image_mean": [0.5, 0.5]}, r"image_mean is \[0.5, 0.5\], expected a list of 3"),
+        ("gqa-112", {"image_std": [0.5, 0, 0.5]}, r"image_std\[1\] is 0, expected a number from 1e-06"),
+        ("gqa-112", {"size": {"longest_edge": 112}}, "has the size {}, expected a shortest_edge"),
+        ("gqa-112", {"size": {"shortest_edge": 1, "height": 1}}, "expected a shortest_edge, or a height and a width"),
+        ("gqa-112", {"crop_size": [112, 112]}, r"crop_size is \[112, 112\]"),
+        ("gqa-112", {"resample": 9}, "resample is 9, expected a whole number from 0 to 5"),
+        ("qwen", {"min_pixels": 500, "max_pixels": 400}, "500 to 400 pixels"),
+        ("qwen", {"max_pixels": 10**12}, "max_pixels is 1000000000000, expected .* to 268435456"),
+        ("qwen", {"fps": 0}, "fps is 0, expected a number from 0.001"),
+    ],
+)
+def test_a_field_of_the_image_processor_is_named_with_its_file(
+    shape: str, settings: dict[str, Any], said: str, checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(checkpoint(shape), tmp_path / "checkpoint"))
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(CheckpointError, match=said) as raised:
+        open_source(ExportRequest(str(folder)))
+    assert "pixels" in said or "preprocessor_config.json" in str(raised.value)
+
+
+def test_settings_of_clips_are_named_with_their_file(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen"), tmp_path / "checkpoint"))
+    request = ExportRequest(str(folder), max_frames=8)
+    for settings, said in (
+        ({"fps": "two"}, 'video_preprocessor_config.json: fps is "two"'),
+        ({"max_pixels": 100}, "a frame of a clip may have the 784 pixels of a token; found 100"),
+    ):
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+        with pytest.raises(CheckpointError, match=said):
+            open_source(request)
+
+
+def test_special_tokens_that_are_one_are_refused() -> None:
+    for token, preset in ((2, "llava-1.1b"), (151645, "qwen2.5-vl-3b")):
+        name = "image_token_index" if preset == "llava-1.1b" else "image_token_id"
+        with pytest.raises(CheckpointError, match=r"special tokens .* different ones"):
+            read_family("given", {**PRESETS[preset], name: token}).special_tokens  # noqa: B018
+    for none in (None, []):
+        config = changed(PRESETS["qwen2.5-vl-3b"], (TEXT, "eos_token_id"), none)
+        with pytest.raises(CheckpointError, match="special tokens"):
+            read_family("given", config).special_tokens  # noqa: B018
+
+
+def test_what_a_table_does_not_name_is_left_out() -> None:
+    fields = {
+        "count": Whole(1, 3),
+        "share": Number(0, 1),
+        "on": Flag(),
+        "inner": Section({"name": Word()}),
+        "rows": Listed(Either((Whole(0, 1), Null())), 0, 2),
+    }
+    data = {"count": 3, "share": 1, "on": False, "inner": {"name": "a", "b": 1}, "rows": [None, 1]}
+    assert read_fields({**data, "bomb": 10**30}, fields, "file: ") == {**data, "inner": {"name": "a"}}
+    assert read_fields({}, fields, "file: ") == {}
+    with pytest.raises(CheckpointError, match=r"file: inner.name is \"\", expected a name"):
+        read_fields({"inner": {"name": ""}}, fields, "file: ")
+    with pytest.raises(CheckpointError, match=r"file: rows is \[0, 0, 0\], expected a list of 0 to 2, each a whole"):
+        read_fields({"rows": [0, 0, 0]}, fields, "file: ")
+    with pytest.raises(CheckpointError, match=r"count is 9{60}\.\.\., expected"):
+        read_fields({"count": 10**99 - 1}, fields, "file: ")
+    with pytest.raises(CheckpointError, match="share is NaN"):
+        read_fields({"share": float("nan")}, fields, "file: ")
