@@ -21,11 +21,11 @@ class Bounds:
     most: float
 
 
-Size = typing.Annotated[int, Bounds(1, 1 << 24)]
+Size = typing.Annotated[int, Bounds(1, 1 << 30)]
 """How many elements, tokens or rows something has along one axis."""
 Count = typing.Annotated[int, Bounds(0, 1 << 30)]
 """How many of something there are, possibly none; also an index or an id."""
-Few = typing.Annotated[int, Bounds(1, 4096)]
+Few = typing.Annotated[int, Bounds(1, 1 << 14)]
 """How many layers, heads, blocks or images there are: few."""
 
 

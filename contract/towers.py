@@ -7,7 +7,7 @@ from typing import Annotated
 
 from sinkprune.contract.schema import Bounds, Count, Few, Size
 
-Side = Annotated[int, Bounds(1, 8192)]
+Side = Annotated[int, Bounds(1, 1 << 14)]
 """How many pixels, patches or frames something has along one side."""
 
 

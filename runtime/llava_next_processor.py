@@ -11,6 +11,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.image_settings import TileSettings, check_image_settings
 from sinkprune.runtime.square_processor import SquareProcessor
 
 Size = tuple[int, int]
@@ -32,6 +33,8 @@ class LlavaNextProcessor:
     """Cuts images into squares of `side` pixels, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any], side: int) -> None:
+        """Raises `SchemaError` for settings that are malformed."""
+        check_image_settings(TileSettings, settings)
         self._settings, self._side = settings, side
         self._square = SquareProcessor(settings)
 

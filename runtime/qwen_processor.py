@@ -12,6 +12,7 @@ from PIL import Image
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.clip import ClipSize, Shown
+from sinkprune.runtime.image_settings import PatchSettings, check_image_settings
 from sinkprune.runtime.pixel_values import pixel_values
 from sinkprune.runtime.torchvision_resize import TorchvisionResize
 
@@ -38,6 +39,8 @@ class QwenProcessor:
     """Resizes pictures to whole patches and takes them apart, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises `SchemaError` for settings that are malformed."""
+        check_image_settings(PatchSettings, settings)
         self._settings = settings
 
     def __call__(self, picture: Image.Image | Shown) -> Array:

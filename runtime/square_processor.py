@@ -10,6 +10,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.image_settings import SquareSettings, check_image_settings
 from sinkprune.runtime.pixel_values import pixel_values
 
 # An image this large after resizing is a panorama whose crop shows next to nothing of it.
@@ -23,6 +24,8 @@ class SquareProcessor:
     """Resizes, pads and crops images to one size, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises `SchemaError` for settings that are malformed."""
+        check_image_settings(SquareSettings, settings)
         self._settings = settings
 
     def __call__(self, image: Image.Image) -> Array:

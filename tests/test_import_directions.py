@@ -42,8 +42,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain embedding grid_boxes images jpeg_scans onnxruntime_library "
-        "peak_memory pixel_values plot prompt rotary sampling stopwatch tensorrt_library torchvision_resize",
+        "__init__ answer answer_text block_chain embedding grid_boxes image_settings images jpeg_scans "
+        "onnxruntime_library peak_memory pixel_values plot prompt rotary sampling stopwatch tensorrt_library "
+        "torchvision_resize",
         "device",
         "backends",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",

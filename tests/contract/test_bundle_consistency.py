@@ -134,11 +134,18 @@ def test_a_plan_cannot_run_another_plans_graphs(copied: Path) -> None:
         ("processor.crop_size", {"height": 112, "width": 126}),
         ("processor.image_mean", [0.5, 0.5]),
         ("processor.rescale_factor", "x"),
+        ("processor.rescale_factor", 1e300),
+        ("processor.rescale_factor", True),
+        ("processor.image_std", [0, 1, 1]),
+        ("processor.image_mean", [1e300, 0, 0]),
+        ("processor.do_pad", "../x"),
+        ("processor.do_rescale", None),
+        ("processor.crop_size", {"height": 10**8, "width": 10**8}),
     ],
 )
 def test_the_image_side_must_fit_the_vision_graph(place: str, value: Any, copied: Path) -> None:
     tamper(copied, tuple(place.split(".")), value)
-    with pytest.raises(BundleError, match=r"`vision`.*`processor`|\$\.vision"):
+    with pytest.raises(BundleError, match=r"`processor`|\$\.vision"):
         Pipeline.load(copied)
 
 

@@ -77,9 +77,12 @@ def test_unpruned_rows_are_those_that_transformers_packs(family: LlavaNext, size
     assert len(layout.unpruned_rows) <= len(family.largest()["image"].unpruned_rows)
 
 
+@settings(deadline=None)
 @given(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), st.permutations(PINPOINTS))
-def test_the_canvas_is_the_one_transformers_chooses(size: tuple[int, int], pinpoints: list[list[int]]) -> None:
-    canvas = LlavaNextProcessor({"image_grid_pinpoints": pinpoints}, SIDE).canvas(size)
+def test_the_canvas_is_the_one_transformers_chooses(
+    manifest: Manifest, size: tuple[int, int], pinpoints: list[list[int]]
+) -> None:
+    canvas = LlavaNextProcessor({**manifest.processor, "image_grid_pinpoints": pinpoints}, SIDE).canvas(size)
     assert (canvas.height, canvas.width) == tuple(select_best_resolution((size[1], size[0]), pinpoints))
 
 
