@@ -9,16 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, Queue
 
-from fuzz.cases import Case
+from fuzz.cases import Case, JsonEdit
 from fuzz.subjects import Subjects
 from fuzz.trial import try_case
 from fuzz.verdict import Fault
 from fuzz.workers import Worker
 
+_CLEAR = "\r\x1b[K" if sys.stdout.isatty() else ""
 _MESSAGE = re.compile(r": .*? \[(?=File)", re.DOTALL)
 _QUOTED, _NUMBER = re.compile(r"'[^']*'"), re.compile(r"0x[0-9a-f]+|-?[0-9]+(\.[0-9]+)?")
 
@@ -44,6 +45,12 @@ class Campaign:
     seconds_by_kind: dict[str, float] = field(default_factory=dict)
     tried_by_kind: dict[str, int] = field(default_factory=dict)
 
+    def count(self, kind: str, seconds: float) -> None:
+        """One more case of `kind` was tried, in so many seconds."""
+        self.tried += 1
+        self.tried_by_kind[kind] = self.tried_by_kind.get(kind, 0) + 1
+        self.seconds_by_kind[kind] = self.seconds_by_kind.get(kind, 0.0) + seconds
+
     def line(self) -> str:
         seconds = time.monotonic() - self.started
         failed = sum(failure.count for failure in self.failures.values())
@@ -58,44 +65,36 @@ def run_campaign(
 ) -> Campaign:
     """Try `cases` until there are no more, `seconds` are over or Ctrl-C is pressed; `save_to` gets what fails."""
     campaign, lock, end = Campaign(), threading.Lock(), threading.Event()
-    problems: Queue[BaseException] = Queue()
 
     def work(worker: Worker) -> None:
-        try:
-            while not end.is_set():
-                with lock:
-                    kind, case = next(cases, (None, None))
-                if kind is None or case is None:
-                    return
-                began = time.monotonic()
-                faults = try_case(case, subjects, worker)
-                with lock:
-                    _count(campaign, kind, time.monotonic() - began)
-                    for fault in faults:
-                        _note(campaign, kind, case, fault, save_to)
-        except BaseException as error:
-            problems.put(error)
-            end.set()
+        while not end.is_set():
+            with lock:
+                kind, case = next(cases, (None, None))
+            if kind is None or case is None:
+                return
+            began = time.monotonic()
+            faults = try_case(case, subjects, worker)
+            with lock:
+                campaign.count(kind, time.monotonic() - began)
+                for fault in faults:
+                    _note(campaign, kind, case, fault, save_to)
 
-    threads = [threading.Thread(target=work, args=[worker], daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
-    try:
-        while any(thread.is_alive() for thread in threads):
-            if time.monotonic() - campaign.started > seconds:
-                break
-            _show(campaign)
-            time.sleep(0.2)
-    except KeyboardInterrupt:
-        pass
-    end.set()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(workers)) as pool:
+        working = {pool.submit(work, worker) for worker in workers}
+        try:
+            while working and time.monotonic() - campaign.started < seconds:
+                done, working = wait(working, timeout=0.2, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                _show(campaign)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            end.set()
+        for future in working:
+            future.result()
     _show(campaign)
-    try:
-        raise problems.get_nowait()
-    except Empty:
-        return campaign
+    return campaign
 
 
 def signature(fault: Fault) -> str:
@@ -105,23 +104,17 @@ def signature(fault: Fault) -> str:
     return f"{fault.kind}: {_NUMBER.sub('#', words)[:160]}"
 
 
-def _count(campaign: Campaign, kind: str, seconds: float) -> None:
-    campaign.tried += 1
-    campaign.tried_by_kind[kind] = campaign.tried_by_kind.get(kind, 0) + 1
-    campaign.seconds_by_kind[kind] = campaign.seconds_by_kind.get(kind, 0.0) + seconds
-
-
 def _note(campaign: Campaign, kind: str, case: Case, fault: Fault, save_to: Path | None) -> None:
     # Of what changed an answer, each field is a cause of its own.
-    place = json.dumps(case.json(), sort_keys=True)[:200] if fault.kind == "answer" else ""
-    cause = signature(fault) + place
+    fields = [change.path for change in case.changes if isinstance(change, JsonEdit)]
+    cause = f"answer: {fields}" if fault.kind == "answer" else signature(fault)
     if cause in campaign.failures:
         campaign.failures[cause].count += 1
         return
     campaign.failures[cause] = Failure(kind, case, fault)
     if save_to is not None:
         path = save_case(case, fault, save_to)
-        sys.stdout.write(f"\r\x1b[K{fault.kind}: {fault.detail[:300]}\n    python -m fuzz.replay {path}\n")
+        sys.stdout.write(f"{_CLEAR}{fault.kind}: {fault.detail[:300]}\n    python -m fuzz.replay {path}\n")
 
 
 def save_case(case: Case, fault: Fault, folder: Path) -> Path:
@@ -137,5 +130,5 @@ def save_case(case: Case, fault: Fault, folder: Path) -> Path:
 
 def _show(campaign: Campaign) -> None:
     if sys.stdout.isatty():
-        sys.stdout.write(f"\r\x1b[K{campaign.line()}")
+        sys.stdout.write(f"{_CLEAR}{campaign.line()}")
         sys.stdout.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,6 +37,12 @@ def places(document: Any, before: Place = ()) -> Iterator[Place]:
         keys = list(range(min(len(document), _LISTED))) if isinstance(document, list) else []
     for key in keys:
         yield from places(document[key], (*before, key))
+
+
+@cache
+def edits_of(path: Path, file: str) -> list[JsonEdit]:
+    """All `json_edits` of a file that never changes; in cases it is called `file`."""
+    return json_edits(file, document_of(path))
 
 
 def json_edits(file: str, document: Any) -> list[JsonEdit]:

@@ -10,7 +10,7 @@ from random import Random
 
 from fuzz import looping, media, templates
 from fuzz.cases import SPECIAL_FILES, Case, Change, Content, SpecialFile, case_of
-from fuzz.mutations import crossed, document_of, json_edits, wrong_bytes
+from fuzz.mutations import crossed, document_of, edits_of, wrong_bytes
 from fuzz.subjects import Subjects
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -63,7 +63,7 @@ def tensors(subjects: Subjects, random: Random) -> Iterator[Case]:
         name, file = random.choice(files)
         path = subjects.folder(name) / file
         if random.random() < 0.5:
-            yield Case(name, (random.choice(json_edits(file, document_of(path))),))
+            yield Case(name, (random.choice(edits_of(path, file)),))
         else:
             # The header stands in front; behind it there are only numbers.
             data, front = path.read_bytes(), 4096
@@ -82,8 +82,8 @@ def texts(subjects: Subjects, random: Random) -> Iterator[Case]:
                 data = (subjects.folder(name) / tokenizer).read_bytes()
                 yield Case(name, (Content(tokenizer, wrong_bytes(data, random)),))
             case 1:
-                document = document_of(subjects.folder(name) / tokenizer)
-                yield Case(name, (random.choice(json_edits(tokenizer, document)),))
+                edits = edits_of(subjects.folder(name) / tokenizer, tokenizer)
+                yield Case(name, (random.choice(edits),))
             case 2:
                 data = (subjects.folder(name) / "bundle/weights/chat_template.jinja").read_bytes()
                 yield Case(name, (Content(template, wrong_bytes(data, random)),))
@@ -157,7 +157,7 @@ def endless(subjects: Subjects, seed: int, kinds: Iterable[str] = SOURCES) -> It
 
 def _json_cases(subjects: Subjects, files: list[tuple[str, str]], random: Random) -> Iterator[Case]:
     documents = {place: document_of(subjects.folder(place[0]) / place[1]) for place in files}
-    edits = {place: json_edits(place[1], document) for place, document in documents.items()}
+    edits = {place: edits_of(subjects.folder(place[0]) / place[1], place[1]) for place in files}
     every = list(chain.from_iterable(((place[0], edit) for edit in edits[place]) for place in files))
     random.shuffle(every)
     for name, edit in every:
