@@ -11,7 +11,7 @@ from fuzz.child import Call
 from fuzz.verdict import Fault, faults_of, files_of
 from fuzz.workers import Outcome, Worker
 
-SECONDS = 2.0
+SECONDS, SECONDS_OF_A_HANG = 20.0, 2.0
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,8 @@ def place(tmp_path: Path) -> Path:
 
 def called(worker: Worker, place: Path, planted: str, *arguments: str, honest: Outcome | None = None) -> Outcome:
     most = honest.address_space + (3 << 29) if honest and honest.address_space else None
-    call = Call(f"fuzz.planted:{planted}", arguments, str(place), str(place / "home"), SECONDS, most)
-    return worker(call)
+    seconds = SECONDS_OF_A_HANG if planted == "hangs" else SECONDS
+    return worker(Call(f"fuzz.planted:{planted}", arguments, str(place), str(place / "home"), seconds, most))
 
 
 def faults(worker: Worker, place: Path, planted: str, *arguments: str) -> list[Fault]:
