@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest test-slow test-harness clean
+.PHONY: demo test lint types pytest test-slow test-harness fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -24,6 +24,10 @@ pytest: .venv/.dev
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow
+
+# Wrong inputs until Ctrl-C, or for as many seconds: SECONDS=1200 make fuzz. SEED=1 repeats a run.
+fuzz: .venv/.dev
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED))
 
 # lmms-eval asks for some fifty packages, CUDA builds among them; these are what it needs to run a task.
 HARNESS := accelerate datasets dill evaluate fsspec jsonlines loguru multiprocess numexpr pandas \

@@ -1,0 +1,99 @@
+"""ONNX graphs of the bundle's own interface that compute much, or say what is not so."""
+
+from __future__ import annotations
+
+from random import Random
+
+import onnx
+from onnx import ModelProto, TensorProto, helper
+
+_LONG = 2**62
+KINDS = ("loop", "growing loop", "if", "other name", "other type", "other rank", "huge constant", "external", "deep")
+
+
+def strange(data: bytes, kind: str, random: Random) -> bytes:
+    """The ONNX graph `data`, made strange in one of `KINDS`."""
+    model = onnx.load_model_from_string(data)
+    graph = model.graph
+    match kind:
+        case "loop" | "growing loop":
+            _append_loop(model, growing=kind == "growing loop")
+        case "if":
+            _append_if(model)
+        case "other name":
+            random.choice([*graph.input, *graph.output]).name = "other"
+        case "other type":
+            value = random.choice([*graph.input, *graph.output])
+            value.type.tensor_type.elem_type = random.choice(
+                (TensorProto.STRING, TensorProto.INT8, TensorProto.DOUBLE)
+            )
+        case "other rank":
+            value = random.choice([*graph.input, *graph.output])
+            value.type.tensor_type.shape.dim.add().dim_value = random.choice((-1, 0, 1, 10**12))
+        case "huge constant":
+            shape = helper.make_tensor("shape", TensorProto.INT64, [2], [10**5, 10**5])
+            graph.initializer.append(shape)
+            graph.node.append(helper.make_node("ConstantOfShape", ["shape"], ["huge"]))
+            graph.node.append(helper.make_node("ReduceSum", ["huge"], ["sum"]))
+            graph.output.append(helper.make_tensor_value_info("sum", TensorProto.FLOAT, None))
+        case "external":
+            tensor = graph.initializer.add()
+            tensor.name, tensor.data_type, tensor.data_location = "stolen", TensorProto.FLOAT, TensorProto.EXTERNAL
+            tensor.dims.append(4)
+            place = random.choice(("/etc/passwd", "../../../../etc/passwd", "/dev/zero", "", "missing.bin", "."))
+            for key, value in (("location", place), ("offset", "0"), ("length", "16")):
+                entry = tensor.external_data.add()
+                entry.key, entry.value = key, value
+            graph.node.append(helper.make_node("Identity", ["stolen"], ["shown"]))
+        case "deep":
+            last = graph.output[0].name
+            for number in range(3000):
+                graph.node.append(helper.make_node("Identity", [last], [f"deep{number}"]))
+                last = f"deep{number}"
+        case other:
+            raise ValueError(f"kind '{other}', expected one of {', '.join(KINDS)}")
+    return model.SerializeToString()
+
+
+def _append_loop(model: ModelProto, *, growing: bool) -> None:
+    """A Loop without end before the first output: all of it must be waited for."""
+    graph = model.graph
+    output = graph.output[0].name
+    for node in graph.node:
+        for place, name in enumerate(node.output):
+            node.output[place] = f"{output}_before" if name == output else name
+    grow, turn = helper.make_node("Concat", ["x", "x"], ["y"], axis=0), helper.make_node("Neg", ["x"], ["y"])
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["go"], ["go_on"]), grow if growing else turn],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("go", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, None),
+        ],
+        [
+            helper.make_tensor_value_info("go_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("y", TensorProto.FLOAT, None),
+        ],
+    )
+    graph.initializer.append(helper.make_tensor("times", TensorProto.INT64, [], [_LONG]))
+    graph.initializer.append(helper.make_tensor("forever", TensorProto.BOOL, [], [True]))
+    graph.node.append(helper.make_node("Loop", ["times", "forever", f"{output}_before"], [output], body=body))
+
+
+def _append_if(model: ModelProto) -> None:
+    """An If whose branches give other shapes than the output has."""
+    graph = model.graph
+    output = graph.output[0].name
+    for node in graph.node:
+        for place, name in enumerate(node.output):
+            node.output[place] = f"{output}_before" if name == output else name
+
+    def branch(name: str, shape: list[int]) -> onnx.GraphProto:
+        value = helper.make_tensor("v", TensorProto.FLOAT, shape, [0.5])
+        node = helper.make_node("Constant", [], [name], value=value)
+        return helper.make_graph([node], name, [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)])
+
+    graph.initializer.append(helper.make_tensor("which", TensorProto.BOOL, [], [False]))
+    branches = {"then_branch": branch("a", [1]), "else_branch": branch("b", [1, 1])}
+    graph.node.append(helper.make_node("If", ["which"], [output], **branches))

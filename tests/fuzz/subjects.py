@@ -1,0 +1,198 @@
+"""What is attacked: small bundles, engines, checkpoints, a photo and a clip, and the commands that read them.
+
+A subject's name is its task and its family, as in `run:llava`. Its files lie in `bundle/`, `engines/` and
+`checkpoint/`, `photo.jpg` and `clip.mp4` of the folder in which its commands work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+from safetensors import safe_open
+
+from checkpoints import Shape, make_checkpoint
+from commands import run
+from fuzz.child import Call
+from fuzz.verdict import MEMORY_BYTES, answer_of
+from fuzz.workers import Outcome, Worker
+from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from qwen_checkpoints import QwenShape, make_qwen_checkpoint
+from video_files import write_video
+
+PHOTOS = Path(__file__).parents[2] / "demo" / "photos"
+SECONDS = 10.0
+"""No call may take longer."""
+_ADDRESSES = MEMORY_BYTES + (1 << 29)
+"""Address space above the honest input's: reserved is more than used, and use is what is judged."""
+_RUN = "sinkprune.runtime.commands.run:main"
+_EXPORT = "sinkprune.export.command:main"
+_COMPILE = "sinkprune.engines.command:main"
+_BUILD = ("--target", "onnxruntime", "--max-prompt", "128", "--max-new-tokens", "16")
+_BUDGETS = {"llava": "retain-64", "llava_next": "retain-160", "qwen2_vl": "prune-80", "qwen2_5_vl": "prune-80"}
+FAMILIES = tuple(_BUDGETS)
+_VIDEO = ("qwen2_vl", "qwen2_5_vl")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a subject."""
+
+    function: str
+    arguments: tuple[str, ...]
+    output: str | None = None
+    """What it writes into the folder when it is done."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Files to change, and the commands that read them one after the other, as long as they are done."""
+
+    name: str
+    parts: tuple[str, ...]
+    """The files and folders of the family's that its commands are given."""
+    steps: tuple[Step, ...]
+
+
+class Subjects:
+    """Every subject, made in a folder once, and what its commands make of honest input."""
+
+    def __init__(self, folder: Path, families: Sequence[str] = FAMILIES) -> None:
+        self._folder = folder
+        for family in families:
+            _make_family(folder / family, family)
+        made = [subject for family in families for subject in _subjects_of(family, folder / family)]
+        self._subjects = {subject.name: subject for subject in made}
+        self._honest: dict[str, list[Outcome]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._subjects)
+
+    def __getitem__(self, name: str) -> Subject:
+        return self._subjects[name]
+
+    def folder(self, name: str) -> Path:
+        """The unchanged files of the subject `name`; nobody may write there."""
+        return self._folder / name.partition(":")[2]
+
+    def copy(self, name: str, target: Path) -> None:
+        """Lay the files of the subject `name` into the folder `target`."""
+        for part in self[name].parts:
+            source = self.folder(name) / part
+            if source.is_dir():
+                shutil.copytree(source, target / part, copy_function=shutil.copyfile)
+            else:
+                shutil.copyfile(source, target / part)
+
+    def honest(self, name: str, worker: Worker, place: Path) -> list[Outcome]:
+        """What each command of the subject `name` makes of its files as they are; found out in `place` once."""
+        if name not in self._honest:
+            self.copy(name, place)
+            outcomes = []
+            for step in self[name].steps:
+                outcome = worker(call_of(step, place, None))
+                if outcome.code != 0 or outcome.timed_out:
+                    raise RuntimeError(f"{name} without a change ended with {outcome}")
+                outcomes.append(outcome)
+            assert answer_of(outcomes[-1]) is not None
+            self._honest[name] = outcomes
+        return self._honest[name]
+
+
+def call_of(step: Step, place: Path, honest: Outcome | None) -> Call:
+    """The call of `step` in the folder `place`, bounded by what `honest` took."""
+    most = honest.address_space + _ADDRESSES if honest and honest.address_space else None
+    return Call(step.function, step.arguments, str(place), str(place / "home"), SECONDS, most)
+
+
+def _subjects_of(family: str, made: Path) -> list[Subject]:
+    asked = ("--prompt", "What?", "--budget", _BUDGETS[family], "--max-new-tokens", "4", "--threads", "1", "--json")
+    export = ("checkpoint", "-o", "out", "--budgets", _BUDGETS[family], "--json")
+
+    def ask(bundle: str, *more: str) -> Step:
+        shown = () if "--video" in more else ("--image", "photo.jpg")
+        return Step(_RUN, (bundle, *shown, *more, *asked))
+
+    subjects = [
+        Subject(f"run:{family}", ("bundle", "photo.jpg"), (ask("bundle"),)),
+        Subject(f"export:{family}", ("checkpoint", "photo.jpg"), (Step(_EXPORT, export, "out"), ask("out"))),
+        Subject(f"engines:{family}", ("bundle", "engines", "photo.jpg"), (ask("bundle", "--engines", "engines"),)),
+    ]
+    build = Step(_COMPILE, ("bundle", "-o", "built", *_BUILD), "built")
+    built = ask("bundle", "--engines", "built")
+    bundle_sum, engines_sum = _sha256(made / "bundle/bundle.json"), _sha256(made / "engines/engines.json")
+    sums = ("--sha256", bundle_sum, "--engines-sha256", engines_sum)
+    pinned = ask("bundle", "--engines", "engines", *sums)
+    subjects.append(Subject(f"pinned:{family}", ("bundle", "engines", "photo.jpg"), (pinned,)))
+    subjects.append(Subject(f"build:{family}", ("bundle", "photo.jpg"), (build, built)))
+    if family in _VIDEO:
+        video = ask("bundle", "--video", "clip.mp4")
+        subjects.append(Subject(f"video:{family}", ("bundle", "clip.mp4"), (video,)))
+    return subjects
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@contextmanager
+def silent_libraries() -> Iterator[None]:
+    """What libraries write to stderr by themselves goes nowhere while the block runs."""
+    usual, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(usual, 2)
+        os.close(usual)
+        os.close(nowhere)
+
+
+def _make_family(folder: Path, family: str) -> None:
+    checkpoint = folder / "checkpoint"
+    checkpoint.mkdir(parents=True)
+    frames = ("--max-frames", 4) if family in _VIDEO else ()
+    with silent_libraries():
+        _make_checkpoint(checkpoint, family)
+        exported = run(
+            "sinkprune-export", checkpoint, "-o", folder / "bundle", "--budgets", _BUDGETS[family], *frames
+        )
+        built = run("sinkprune-build", folder / "bundle", "-o", folder / "engines", *_BUILD)
+    assert (exported.code, built.code) == (0, 0), (exported, built)
+    photo = Image.open(PHOTOS / "coffee.jpg").resize((160, 112))
+    photo.save(folder / "photo.jpg")
+    write_video(folder / "clip.mp4", [photo.rotate(turn) for turn in (0, 5, 10, 15)])
+
+
+def _make_checkpoint(checkpoint: Path, family: str) -> None:
+    """A checkpoint; of the files that its settings, template and weights may lie in, each family has other ones."""
+    if family == "llava":
+        make_checkpoint(checkpoint, Shape(image_size=112, num_kv_heads=2, num_layers=4))
+    elif family == "llava_next":
+        make_llava_next_checkpoint(checkpoint, NextShape(num_layers=4))
+    else:
+        make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=4, max_pixels=28 * 28 * 64))
+    if family == "llava_next":
+        settings, template = checkpoint / "preprocessor_config.json", checkpoint / "chat_template.jinja"
+        nested = {"image_processor": json.loads(settings.read_bytes())}
+        (checkpoint / "processor_config.json").write_text(json.dumps(nested), encoding="utf-8")
+        in_json = {"chat_template": template.read_text(encoding="utf-8")}
+        (checkpoint / "chat_template.json").write_text(json.dumps(in_json), encoding="utf-8")
+        settings.unlink()
+        template.unlink()
+    if family in _VIDEO:
+        shutil.copyfile(checkpoint / "preprocessor_config.json", checkpoint / "video_preprocessor_config.json")
+    if family == "qwen2_vl":
+        shard = checkpoint / "model-00001-of-00001.safetensors"
+        (checkpoint / "model.safetensors").rename(shard)
+        with safe_open(shard, framework="np") as file:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), shard.name)}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")

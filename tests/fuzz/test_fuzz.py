@@ -1,0 +1,51 @@
+"""Some hundreds of wrong inputs, always the same ones, and all that were found before; `make fuzz` has no end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+
+from fuzz.cases import Case, case_of
+from fuzz.sources import SOURCES, corpus, endless
+from fuzz.subjects import FAMILIES, Subjects
+from fuzz.trial import try_case
+from fuzz.workers import Worker
+
+SEED = 11
+TRIED = 290
+"""Ten turns of every kind."""
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
+    return Subjects(tmp_path_factory.mktemp("fuzz") / "subjects", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in corpus()])
+def test_what_was_found_before(case: Case, subjects: Subjects, worker: Worker) -> None:
+    assert try_case(case, subjects, worker) == []
+
+
+def test_wrong_inputs_are_taken_or_refused(subjects: Subjects, worker: Worker) -> None:
+    tried = list(islice(endless(subjects, SEED), TRIED))
+    assert {kind for kind, _ in tried} == SOURCES.keys()
+    failed = [(case.json(), faults) for _, case in tried if (faults := try_case(case, subjects, worker))]
+    assert not failed
+
+
+def test_a_case_is_the_same_after_it_was_written_and_read(subjects: Subjects) -> None:
+    for _, case in islice(endless(subjects, SEED), 60):
+        assert case_of(case.json()) == case
+
+
+def test_the_same_seed_makes_the_same_cases(subjects: Subjects) -> None:
+    once, again = (list(islice(endless(subjects, SEED), 60)) for _ in range(2))
+    assert once == again

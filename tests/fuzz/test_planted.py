@@ -1,0 +1,86 @@
+"""The fuzzer finds a planted fault of each kind, and none where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fuzz.child import Call
+from fuzz.verdict import Fault, faults_of, files_of
+from fuzz.workers import Outcome, Worker
+
+SECONDS, SECONDS_OF_A_HANG = 20.0, 2.0
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker(("fuzz.planted",)) as worker:
+        yield worker
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    place = tmp_path / "place"
+    (place / "home").mkdir(parents=True)
+    (place / "input.txt").write_text("as it was", encoding="utf-8")
+    return place
+
+
+def called(worker: Worker, place: Path, planted: str, *arguments: str, honest: Outcome | None = None) -> Outcome:
+    most = honest.address_space + (3 << 29) if honest and honest.address_space else None
+    seconds = SECONDS_OF_A_HANG if planted == "hangs" else SECONDS
+    return worker(Call(f"fuzz.planted:{planted}", arguments, str(place), str(place / "home"), seconds, most))
+
+
+def faults(worker: Worker, place: Path, planted: str, *arguments: str) -> list[Fault]:
+    honest, before = called(worker, place, "well"), files_of(place)
+    outcome = called(worker, place, planted, *arguments, honest=honest)
+    return faults_of(outcome, honest, before, files_of(place), None, same_answer=True)
+
+
+@pytest.mark.parametrize("planted", ["well", "refuses"])
+def test_what_is_well_has_no_fault(planted: str, worker: Worker, place: Path) -> None:
+    assert faults(worker, place, planted) == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "kind", "said"),
+    [
+        ("raises", "traceback", "heads"),
+        ("chatters", "noise", "a library's warning"),
+        ("paints", "control characters", "red"),
+        ("hangs", "hang", "planted.py"),
+        ("aborts", "abort", "signal 6"),
+        ("devours", "memory", ""),
+        ("devours_and_says_so", "memory", "out of memory"),
+        ("another_answer", "answer", "[1, 3]"),
+        ("litters", "stray file", "out.partial"),
+        ("overwrites", "stray file", "input.txt"),
+        ("starts_a_program", "escape", "program"),
+        ("runs_foreign_code", "escape", "evil.py"),
+    ],
+)
+def test_a_planted_fault_is_found(planted: str, kind: str, said: str, worker: Worker, place: Path) -> None:
+    found = faults(worker, place, planted)
+    assert kind in [fault.kind for fault in found]
+    assert any(said in fault.detail for fault in found)
+
+
+def test_what_is_written_elsewhere_is_found(worker: Worker, place: Path, tmp_path: Path) -> None:
+    (found,) = faults(worker, place, "litters_elsewhere", str(tmp_path / "stray.txt"))
+    assert found.kind == "escape"
+    assert "stray.txt" in found.detail
+
+
+def test_a_worker_goes_on_after_an_abort_and_a_hang(worker: Worker, place: Path) -> None:
+    for planted in ("aborts", "hangs"):
+        called(worker, place, planted)
+    assert called(worker, place, "well").code == 0
+
+
+def test_output_of_a_finished_command_is_no_stray(worker: Worker, place: Path) -> None:
+    honest = called(worker, place, "well")
+    after = {**files_of(place), "out": (-1, 0), "out/bundle.json": (3, 3)}
+    assert faults_of(honest, honest, files_of(place), after, "out", same_answer=True) == []

@@ -1,0 +1,76 @@
+"""Trying one case: lay out, change, call, judge, clear away."""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fuzz.cases import Case, JsonEdit
+from fuzz.mutations import document_of, value_at
+from fuzz.subjects import Subjects, call_of
+from fuzz.verdict import Fault, faults_of, files_of
+from fuzz.workers import Worker
+
+MAY_CHANGE_ANSWERS = (
+    *("language_model.rope_*", "processor.*", "vision.*", "budgets.*"),
+    *("tokens.stop*", "tokens.bos", "tokens.eos"),
+)
+"""Fields of manifests, as patterns, that may change answers where the bundle was not pinned with its sha256."""
+
+_MANIFESTS = ("bundle/bundle.json", "engines/engines.json")
+
+
+def try_case(case: Case, subjects: Subjects, worker: Worker) -> list[Fault]:
+    """The faults of `case`, none where it is taken or refused as it should be."""
+    with _place() as folder:
+        honest = subjects.honest(case.subject, worker, folder)
+    with _place() as folder:
+        subjects.copy(case.subject, folder)
+        case.apply(folder)
+        for step, usual in zip(subjects[case.subject].steps, honest, strict=True):
+            before = files_of(folder)
+            outcome = worker(call_of(step, folder, usual))
+            same = keeps_answers(case, subjects)
+            faults = faults_of(outcome, usual, before, files_of(folder), step.output, same_answer=same)
+            if faults or outcome.code != 0:
+                return faults
+    return []
+
+
+def keeps_answers(case: Case, subjects: Subjects) -> bool:
+    """Whether the case must be refused or answered as if nothing had been changed."""
+    if case.subject.startswith("pinned:"):
+        return True
+    edits = [change for change in case.changes if isinstance(change, JsonEdit)]
+    if len(edits) != len(case.changes) or not all(edit.file in _MANIFESTS for edit in edits):
+        return False
+    return not all(_may_change(edit, document_of(subjects.folder(case.subject) / edit.file)) for edit in edits)
+
+
+def _may_change(edit: JsonEdit, document: Any) -> bool:
+    """Whether the field is one that may change answers, and the value of the kind that belongs there."""
+    field = ".".join(map(str, edit.path))
+    if not any(fnmatch.fnmatchcase(field, pattern) for pattern in MAY_CHANGE_ANSWERS):
+        return False
+    if edit.delete:
+        # A list may be shorter, an object lacks a field.
+        return isinstance(edit.path[-1], int)
+    usual = value_at(document, edit.path)
+    number = type(usual) in (int, float) and type(edit.value) in (int, float)
+    return number or type(usual) is type(edit.value)
+
+
+class _place(tempfile.TemporaryDirectory[str]):
+    """A folder for one case, with an empty home folder in it."""
+
+    def __enter__(self) -> Path:
+        folder = Path(super().__enter__()).resolve()
+        (folder / "home").mkdir()
+        return folder
+
+    def __exit__(self, *error: object) -> None:
+        shutil.rmtree(self.name, ignore_errors=True)
+        super().__exit__(*error)

@@ -1,0 +1,120 @@
+"""What is wrong with an outcome: what any input whatever may bring about, and what none may."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuzz.workers import Outcome
+
+MEMORY_BYTES = 1 << 30
+"""As much more than the honest input may an input take."""
+_OUT_OF_MEMORY = re.compile(
+    r"MemoryError|bad_alloc|(out of|not enough|allocate|too little) (\w+ )*(memory|address)", re.IGNORECASE
+)
+_OURS = re.compile(r"tests/fuzz/(child|worker)\.py|<frozen")
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+_MESSAGE_CHARACTERS = 3000
+"""Longer messages repeat the input instead of naming what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, and in which words: `kind` is one of a few, `detail` is for people."""
+
+    kind: str
+    detail: str
+
+
+Files = Mapping[str, tuple[int, int]]
+"""Size and time of every file below a folder, by its path relative to it."""
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """All that lies below `folder`, links not followed."""
+    found = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        # The times of folders change with what lies in them.
+        found[str(path.relative_to(folder))] = (-1, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
+    return found
+
+
+def faults_of(
+    outcome: Outcome, honest: Outcome, before: Files, after: Files, output: str | None, *, same_answer: bool
+) -> list[Fault]:
+    """Everything wrong with `outcome`; none for an input that was taken or refused as it should be.
+
+    `honest` is what the command makes of the input without a change, `output` what it may write into its folder when
+    it is done, and `same_answer` says that the change must not change the answer.
+    """
+    if outcome.timed_out:
+        return [Fault("hang", f"not done after {outcome.seconds:.1f} s; {_last_line(outcome.stderr)}")]
+    faults = [*_end(outcome), *_memory(outcome, honest), *_files(outcome, before, after, output)]
+    faults += [Fault("escape", what) for what in outcome.seen]
+    if same_answer and outcome.code == 0 and answer_of(outcome) != answer_of(honest):
+        faults.append(Fault("answer", f"{answer_of(outcome)}, honestly {answer_of(honest)}"))
+    return faults
+
+
+def answer_of(outcome: Outcome) -> Any:
+    """What a command answered, times aside; None where it printed no JSON."""
+    try:
+        answer = json.loads(outcome.stdout)
+    except ValueError:
+        return None
+    return {key: answer.get(key) for key in ("token_ids", "text", "tokens_per_layer")}
+
+
+def _end(outcome: Outcome) -> list[Fault]:
+    text = outcome.stderr
+    if outcome.code < 0:
+        return [Fault("abort", f"signal {-outcome.code}; {_last_line(text)}")]
+    if "Traceback" in text or outcome.code not in (0, 2):
+        return [Fault("traceback", f"exit code {outcome.code}; {_last_line(text)}")]
+    faults = []
+    if "panicked" in text:
+        faults.append(Fault("panic", _last_line(text)))
+    lines = [line for line in text.splitlines() if not line.startswith("left out: ")]
+    good = len(lines) == 1 and lines[0].startswith("error: ") if outcome.code == 2 else not lines
+    if not good:
+        faults.append(Fault("noise", repr(text[:300])))
+    if _CONTROL.search(text):
+        faults.append(Fault("control characters", repr(text[:300])))
+    if len(text) > _MESSAGE_CHARACTERS:
+        faults.append(Fault("long message", f"{len(text)} characters: {text[:100]}"))
+    return faults
+
+
+def _memory(outcome: Outcome, honest: Outcome) -> list[Fault]:
+    more = outcome.peak_bytes - honest.peak_bytes
+    if more > MEMORY_BYTES:
+        return [Fault("memory", f"{more >> 20} MB more than the honest input")]
+    # More was asked for than the process was allowed.
+    if _OUT_OF_MEMORY.search(outcome.stderr):
+        return [Fault("memory", _last_line(outcome.stderr))]
+    return []
+
+
+def _files(outcome: Outcome, before: Files, after: Files, output: str | None) -> list[Fault]:
+    allowed = output if outcome.code == 0 else None
+    changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
+    strays = sorted(name for name in changed if allowed is None or name.split("/")[0] != allowed)
+    return [Fault("stray file", ", ".join(strays[:5]))] if strays else []
+
+
+def _last_line(text: str) -> str:
+    """What was said last, and of a traceback or a dump of the stack where that was."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return "nothing said"
+    places = [line for line in lines if line.startswith("File ") and not _OURS.search(line)]
+    # A dump of the stack names the innermost call first, a traceback last.
+    dumped = "most recent call first" in text
+    places = places[:3] if dumped else places[-1:]
+    said = [line for line in lines if not line.startswith(("File ", "Extension modules"))]
+    return " ".join([said[-1][:300] if said else "", *(f"[{place}]" for place in places)])
