@@ -15,8 +15,8 @@ from fuzz.verdict import Fault, faults_of, files_of
 from fuzz.workers import Worker
 
 MAY_CHANGE_ANSWERS = (
-    *("language_model.rope_*", "processor.*", "vision.*", "budgets.*"),
-    *("tokens.stop*", "tokens.bos", "tokens.eos"),
+    *("language_model.rope_theta", "vision.rope_theta", "processor.rescale_factor", "processor.resample"),
+    *("processor.image_mean.*", "processor.image_std.*", "processor.size.*", "processor.image_grid_pinpoints.*"),
 )
 """Fields of manifests, as patterns, that may change answers where the bundle was not pinned with its sha256."""
 
