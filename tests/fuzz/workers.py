@@ -59,7 +59,8 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, **single, "PYTHONPATH": search},
+            # As sinkprune-export sets it before its first import of transformers, which reads it once
+            env={**os.environ, **single, "PYTHONPATH": search, "TRANSFORMERS_VERBOSITY": "error"},
             text=True,
             # Ctrl-C is for the one who started this.
             start_new_session=True,
