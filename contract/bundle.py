@@ -52,6 +52,12 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
         raise BundleError(
             f"'{path}' is of family '{manifest.family}', expected one of: {', '.join(FAMILIES)}. Upgrade sinkprune."
         )
+    lm = manifest.language_model
+    if lm.rope_sections and sum(lm.rope_sections) != lm.head_dim // 2:
+        raise BundleError(
+            f"'{path}' has the rope_sections {list(lm.rope_sections)}, expected numbers that add up to "
+            f"{lm.head_dim // 2}, half of head_dim. Export the bundle again."
+        )
     decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
     selections = [graph for _, plan in plans for graph in plan.graphs]

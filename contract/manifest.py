@@ -11,7 +11,7 @@ from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest_file import FileSpec, ManifestFile
 from sinkprune.contract.plans import Plan, find_plan
 from sinkprune.contract.precision import PrecisionName
-from sinkprune.contract.schema import Bounds, Count, Few, Size
+from sinkprune.contract.schema import Bounds, Count, Few, Size, Width
 from sinkprune.contract.towers import Tower
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ class GraphSpec:
 class LanguageModel:
     """Facts of the decoder. Sizes are in elements."""
 
-    hidden_size: Size
-    intermediate_size: Size
+    hidden_size: Width
+    intermediate_size: Width
     num_layers: Few
     num_heads: Few
     num_kv_heads: Few

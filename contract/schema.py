@@ -23,6 +23,8 @@ class Bounds:
 
 Size = typing.Annotated[int, Bounds(1, 1 << 30)]
 """How many elements, tokens or rows something has along one axis."""
+Width = typing.Annotated[int, Bounds(1, 1 << 20)]
+"""How many elements a state has."""
 Count = typing.Annotated[int, Bounds(0, 1 << 30)]
 """How many of something there are, possibly none; also an index or an id."""
 Few = typing.Annotated[int, Bounds(1, 1 << 14)]

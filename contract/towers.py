@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sinkprune.contract.schema import Bounds, Count, Few, Size
+from sinkprune.contract.schema import Bounds, Count, Few, Width
 
 Side = Annotated[int, Bounds(1, 1 << 14)]
 """How many pixels, patches or frames something has along one side."""
@@ -15,8 +15,8 @@ Side = Annotated[int, Bounds(1, 1 << 14)]
 class ViTTower:
     """CLIP's vision transformer up to its feature layer, on square crops of one size: LLaVA-1.5 and LLaVA-NeXT."""
 
-    hidden_size: Size
-    intermediate_size: Size
+    hidden_size: Width
+    intermediate_size: Width
     num_heads: Few
     num_blocks: Few
     """Blocks that are computed: up to and with the one whose output is the visual feature."""
@@ -26,7 +26,7 @@ class ViTTower:
     """Pixels along a side of a patch; a patch is a visual token."""
     layer_norm_eps: float
     activation: str
-    tokens: Size
+    tokens: Annotated[int, Bounds(1, 1 << 14)]
     """N, the visual tokens of a crop."""
 
 
@@ -34,13 +34,13 @@ class ViTTower:
 class QwenTower:
     """The vision tower of Qwen2-VL and Qwen2.5-VL: any resolution, `merge_size`**2 patches to a visual token."""
 
-    hidden_size: Size
-    intermediate_size: Size
+    hidden_size: Width
+    intermediate_size: Width
     num_heads: Few
     num_blocks: Few
     full_attention_blocks: tuple[Count, ...]
     """0-based; all others attend within windows."""
-    window_side: Count
+    window_side: Annotated[int, Bounds(0, 1 << 10)]
     """Merged tokens along a window's side; 0 where no block has windows."""
     patch_size: Side
     """Pixels along a side of a patch."""
@@ -49,7 +49,7 @@ class QwenTower:
     merge_size: Side
     """Patches along a side of a merged token."""
     rope_theta: Annotated[float, Bounds(1, 1e12)]
-    out_size: Size
+    out_size: Width
     """Width of the tokens it gives, which is the decoder's."""
     salience_block: Count
     """The 0-based block whose attention is the salience."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 from onnx import helper, numpy_helper
 
 from sinkprune.contract.engines_manifest import Realisation
@@ -27,7 +28,10 @@ _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
 
 def read_model(model: Model) -> onnx.ModelProto:
     """The ONNX model of a graph, its weights left on disk; raises `BackendError` if its file holds none."""
-    return onnx.load_model_from_string(model.onnx)
+    try:
+        return onnx.load_model_from_string(model.onnx)
+    except DecodeError as error:
+        raise EnginesError(f"'{model.file.path}' holds no ONNX model ({error}). Export the bundle again.") from error
 
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:

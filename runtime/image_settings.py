@@ -13,6 +13,8 @@ Scale = Annotated[float, Bounds(1e-6, 1e3)]
 """By what pixels are multiplied or divided."""
 Shift = Annotated[float, Bounds(-1e3, 1e3)]
 Pixels = Annotated[int, Bounds(1, 1 << 28)]
+LeastPixels = Annotated[int, Bounds(1, 1 << 24)]
+"""To how many pixels smaller pictures are enlarged."""
 Frames = Annotated[int, Bounds(1, 1_000_000)]
 Filter = Annotated[int, Bounds(0, 5)]
 """One of Pillow's filters (`PIL.Image.Resampling`)."""
@@ -57,7 +59,7 @@ class TileSettings(SquareSettings):
 class VideoSettings:
     """Which frames of a clip are shown, and how large."""
 
-    min_pixels: Pixels
+    min_pixels: LeastPixels
     max_pixels: Pixels
     most_tokens: Pixels
     fps: Annotated[float, Bounds(1e-3, 1e3)]
@@ -69,7 +71,7 @@ class VideoSettings:
 class PatchSettings(PixelSettings):
     """How an image of any size becomes patches."""
 
-    min_pixels: Pixels
+    min_pixels: LeastPixels
     max_pixels: Pixels
     patch_size: Side
     temporal_patch_size: Side

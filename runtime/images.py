@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -52,7 +52,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
                 f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
             )
         try:
-            return _decoded(file)
+            return _decoded(cast(BinaryIO, _Bounded(file, size)))
         except UnidentifiedImageError as error:
             raise ImageError(f"'{path}' is not an image Pillow can read ({size} bytes). {_GIVE}") from error
         except ImageError as error:
@@ -73,6 +73,19 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
     with _damage_as_error():
         turned = ImageOps.exif_transpose(image)
         return turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(turned)
+
+
+class _Bounded:
+    """An open file, of which no more is asked than it has: Python makes room for what is asked before it reads."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+        self.seek, self.tell, self.fileno = file.seek, file.tell, file.fileno
+
+    def read(self, count: int = -1) -> bytes:
+        """Up to `count` bytes, or all that are left."""
+        left = max(0, self._size - self._file.tell())
+        return self._file.read(left if count < 0 else min(count, left))
 
 
 def _decoded(file: BinaryIO) -> Image.Image:

@@ -28,3 +28,8 @@ def import_onnxruntime(name: str) -> Any:
         ) from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime
+
+
+def words(error: Exception) -> str:
+    """What onnxruntime said, in one line and without its full stop."""
+    return " ".join(str(error).split()).removesuffix(".")

@@ -16,7 +16,7 @@ from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, words
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
@@ -58,7 +58,8 @@ class OnnxRuntimeBuilder:
         options = self._ort.SessionOptions()
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.optimized_model_filepath = str(output)
-        options.log_severity_level = 3
+        # What it has to say comes as an exception; its log is not for the terminal.
+        options.log_severity_level = 4
         # The name stands in the model, and is looked up beside it.
         entry = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")
@@ -69,7 +70,9 @@ class OnnxRuntimeBuilder:
                 self._ort.InferenceSession(path, options, providers=[_PROVIDER], enable_fallback=0)
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
-                raise EnginesError(f"onnxruntime cannot optimise graph '{job.model.graph}': {error}") from error
+                raise EnginesError(
+                    f"onnxruntime cannot optimise graph '{job.model.graph}': {words(error)}"
+                ) from error
         # It inlines every function.
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(model), "function")
         return Built(optimisation_profiles={}, nodes=nodes, device_memory=None)

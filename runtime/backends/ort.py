@@ -16,7 +16,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, words
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -66,7 +66,7 @@ class OrtBackend(Backend):
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
                 raise BackendError(
-                    f"backend '{self.name}' cannot load '{model.file.path}': {_words(error)}"
+                    f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}"
                 ) from error
         if self._provider not in session.get_providers():
             raise BackendError(
@@ -133,7 +133,7 @@ class _OrtEngine:
             # onnxruntime has no common base class for its errors.
             shapes = ", ".join(f"{name} {inputs[name].shape()}" for name in self._inputs)
             raise BackendError(
-                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {_words(error)}. If memory ran out, end "
+                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end "
                 "other programs; if not, export the bundle again."
             ) from error
         return dict(zip(self._outputs, binding.get_outputs(), strict=True))
@@ -149,11 +149,6 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
         )
         for value in values
     ]
-
-
-def _words(error: Exception) -> str:
-    """What onnxruntime said, in one line and without its full stop."""
-    return " ".join(str(error).split()).removesuffix(".")
 
 
 def _cores() -> int:

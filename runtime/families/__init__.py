@@ -62,6 +62,12 @@ def load_family(manifest: Manifest) -> Family:
         inputs, layout = family.see(Image.new("RGB", (1, 1)))
         given = {name: list(array.shape) for name, array in inputs.items()}
         counts = {layout.tokens, len(layout.boxes) // layout.groups}
+        axes = 0 if layout.places is None else len(layout.places)
+        if axes != len(manifest.language_model.rope_sections):
+            raise BundleError(
+                f"the bundle's rope_sections are {list(manifest.language_model.rope_sections)}, expected {axes} of "
+                f"them in family '{manifest.family}'. Export it again."
+            )
     except BundleError:
         raise
     except Exception as error:

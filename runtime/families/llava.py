@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.errors import VideoError
+from sinkprune.contract.errors import BundleError, VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -25,6 +25,11 @@ class Llava:
     def __init__(self, manifest: Manifest) -> None:
         self._tower = manifest.tower(ViTTower)
         self._side = self._tower.image_size // self._tower.patch_size
+        if self._side**2 != self._tower.tokens:
+            raise BundleError(
+                f"the bundle's `vision` says {self._tower.tokens} tokens, but there are {self._side**2} patches of "
+                f"{self._tower.patch_size} pixels in a picture of {self._tower.image_size}. Export it again."
+            )
         check_settings(manifest.processor, DTYPES[manifest.precision])
         self._processor = SquareProcessor(manifest.processor)
         d, width = self._tower.hidden_size, manifest.language_model.hidden_size

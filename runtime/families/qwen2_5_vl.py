@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sinkprune.contract.errors import VideoError
+from sinkprune.contract.errors import BundleError, VideoError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -30,6 +30,12 @@ class Qwen25VL:
         self._most_tokens = manifest.most_visual_tokens
         check_settings(manifest.processor, DTYPES[manifest.precision])
         self._processor = QwenProcessor(manifest.processor)
+        for name in ("patch_size", "temporal_patch_size", "merge_size"):
+            if manifest.processor[name] != getattr(self._tower, name):
+                raise BundleError(
+                    f"the bundle's `processor` has the {name} {manifest.processor[name]}, its `vision` "
+                    f"{getattr(self._tower, name)}. Export it again."
+                )
         self._video = manifest.processor.get("video")
         self._windowed_blocks = self._tower.num_blocks - len(self._tower.full_attention_blocks)
         head = self._tower.hidden_size // self._tower.num_heads

@@ -145,7 +145,7 @@ def test_a_plan_cannot_run_another_plans_graphs(copied: Path) -> None:
 )
 def test_the_image_side_must_fit_the_vision_graph(place: str, value: Any, copied: Path) -> None:
     tamper(copied, tuple(place.split(".")), value)
-    with pytest.raises(BundleError, match=r"`processor`|\$\.vision"):
+    with pytest.raises(BundleError, match=r"`processor`|`vision`|\$\.vision"):
         Pipeline.load(copied)
 
 

@@ -19,6 +19,9 @@ _OUT_OF_MEMORY = re.compile(
 _OURS = re.compile(r"tests/fuzz/(child|worker)\.py|<frozen")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _MESSAGE_CHARACTERS = 3000
+# What sinkprune-export says of budgets, and what libtiff writes by itself of a damaged TIFF: Pillow cannot keep it
+# from that.
+_ALLOWED = re.compile(r"left out: |(ZIPDecode|LZWDecode|JPEGLib|Fax\w+|PackBitsDecode|TIFF\w*|tempfile\.tif): ")
 """Longer messages repeat the input instead of naming what is wrong with it."""
 
 
@@ -79,7 +82,7 @@ def _end(outcome: Outcome) -> list[Fault]:
     faults = []
     if "panicked" in text:
         faults.append(Fault("panic", _last_line(text)))
-    lines = [line for line in text.splitlines() if not line.startswith("left out: ")]
+    lines = [line for line in text.splitlines() if not _ALLOWED.match(line)]
     good = len(lines) == 1 and lines[0].startswith("error: ") if outcome.code == 2 else not lines
     if not good:
         faults.append(Fault("noise", repr(text[:300])))
