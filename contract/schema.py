@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from typing import Any, TypeVar
@@ -84,7 +85,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
 
 def _read_object(kind: Any, data: Any, where: str) -> Any:
     _expect(dict, data, where)
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     missing = [name for name in hints if name not in data]
     unknown = [name for name in data if name not in hints]
     if missing:
@@ -94,11 +95,17 @@ def _read_object(kind: Any, data: Any, where: str) -> Any:
     return kind(**{name: _read(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of the fields of a dataclass, with their bounds."""
+    return typing.get_type_hints(kind, include_extras=True)
+
+
 def _kind_of(kinds: list[Any], data: Any, where: str) -> Any:
     """The one of several dataclasses whose fields are nearest to those of `data`."""
     _expect(dict, data, where)
     # Of none's fields exactly: the nearest is read, which names the field that is missing or unknown.
-    return min(kinds, key=lambda kind: len(set(typing.get_type_hints(kind)) ^ set(data)))
+    return min(kinds, key=lambda kind: len(set(_hints(kind)) ^ set(data)))
 
 
 def _bounded(value: float, bounds: Bounds, where: str) -> float:

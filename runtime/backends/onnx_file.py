@@ -29,7 +29,13 @@ _SCHEMA = {
         "attribute_proto": (11, "Attribute*"),
         "overload": (13, "text"),
     },
-    "Node": {"op_type": (4, "text"), "attribute": (5, "Attribute*"), "domain": (7, "text"), "overload": (8, "text")},
+    "Node": {
+        "input": (1, "text*"),
+        "op_type": (4, "text"),
+        "attribute": (5, "Attribute*"),
+        "domain": (7, "text"),
+        "overload": (8, "text"),
+    },
     "Attribute": {
         "t": (5, "Tensor"),
         "g": (6, "Graph"),
@@ -64,6 +70,8 @@ class Weight(NamedTuple):
     """Where its bytes begin, counted in bytes."""
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    multiplied: bool
+    """Whether it is the matrix of a MatMul: engine libraries pack those anew when they load them."""
 
     @property
     def bytes(self) -> int:
@@ -90,10 +98,12 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
     for function in model.functions:
         _check_attributes(function.attribute_proto, f"{what}: a function of it")
     _check_inside(_parts(model.graph.sparse_initializer), f"{what}: a sparse tensor of it")
-    return [_weight(tensor, what) for tensor in model.graph.initializer if tensor.external_data]
+    matrices = {node.input[1] for node in model.graph.node if node.op_type == "MatMul" and len(node.input) > 1}
+    external = [tensor for tensor in model.graph.initializer if tensor.external_data]
+    return [_weight(tensor, tensor.name in matrices, what) for tensor in external]
 
 
-def _weight(tensor: Any, what: str) -> Weight:
+def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
     entries = [(entry.key, entry.value) for entry in tensor.external_data]
     told = dict(entries)
     offset, shape = told.get("offset", "0"), tuple(tensor.dims)
@@ -109,7 +119,7 @@ def _weight(tensor: Any, what: str) -> Weight:
             f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
             "which sinkprune never writes. Export the bundle again."
         )
-    return Weight(tensor.name, told["location"], int(offset), shape, np.dtype(_DTYPES[tensor.data_type]))
+    return Weight(tensor.name, told["location"], int(offset), shape, np.dtype(_DTYPES[tensor.data_type]), multiplied)
 
 
 def _check_functions(model: Any, what: str) -> None:

@@ -24,7 +24,7 @@ _DTYPES: dict[str, Any] = {
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
-_SMALL_BYTES = 4 << 20
+_SMALL_BYTES = 64 << 20
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -79,10 +79,11 @@ class OrtBackend(Backend):
     def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
         """Small weights in memory of our own, which must live as long as the session.
 
-        On a CPU onnxruntime maps weights from their file. It packs the large ones anew and lets go of the file; the
-        small ones it goes on reading there, and a file that is cut off would end the process.
+        On a CPU onnxruntime maps weights from their file. It packs matrices anew and lets go of the file; all else it
+        goes on reading there, and a file that is cut off would end the process.
         """
-        small = [weight for weight in model.weights if weight.bytes < _SMALL_BYTES and self._device == "cpu"]
+        mapped = [weight for weight in model.weights if self._device == "cpu" and not weight.multiplied]
+        small = [weight for weight in mapped if weight.bytes < _SMALL_BYTES]
         values = [self._ort.OrtValue.ortvalue_from_numpy(model.weight(weight)) for weight in small]
         options.add_external_initializers([weight.name for weight in small], values)
         return values
