@@ -81,6 +81,8 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise UnreadableError("has no vocabulary that gives each token a whole number")
     if vocab and not 0 <= min(vocab.values()) <= max(vocab.values()) < _IDS:
         raise UnreadableError(f"has a vocabulary with ids that are not between 0 and {_IDS}")
+    if len(set(vocab.values())) != len(vocab):
+        raise UnreadableError("has a vocabulary that gives two tokens one id")
     if max(map(len, vocab), default=0) > _LETTERS:
         raise UnreadableError(f"has a vocabulary with a token of more than {_LETTERS} letters")
     unknown = model.get("unk_token")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.ranges import shown
 
 
 @dataclass(frozen=True)
@@ -20,9 +21,11 @@ class Trust:
     """A file with the public key that its signature must fit; None where it need not be signed."""
 
     def __post_init__(self) -> None:
-        if self.sha256 is not None and not re.fullmatch("[0-9a-f]{64}", str(self.sha256)):
+        if self.sha256 is None:
+            return
+        if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise UsageError(
-                f"the sum is '{self.sha256}', expected a sha256 as sinkprune-export and sinkprune-build print it: 64 "
+                f"the sum is {shown(self.sha256)}, expected a sha256 as sinkprune-export and sinkprune-build print it: 64 "
                 "hexadecimal digits, the letters small."
             )
 
