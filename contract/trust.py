@@ -25,8 +25,8 @@ class Trust:
             return
         if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise UsageError(
-                f"the sum is {shown(self.sha256)}, expected a sha256 as sinkprune-export and sinkprune-build print it: "
-                "64 hexadecimal digits, the letters small."
+                f"the sum is {shown(self.sha256)}, expected a sha256 as sinkprune-export and sinkprune-build print "
+                "it: 64 hexadecimal digits, the letters small."
             )
 
 

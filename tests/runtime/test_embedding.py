@@ -1,0 +1,120 @@
+"""The embedding table: its rows as safetensors reads them, and nothing of a file that is damaged or another's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import EMBEDDING, Manifest
+from sinkprune.runtime.embedding import Embedding
+
+
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def opened(request: pytest.FixtureRequest, bundle: Callable[..., Path]) -> Bundle:
+    return read_bundle(bundle("gqa-112", request.param, ("retain-64",)))
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    return read_bundle(bundle("gqa-112")).manifest
+
+
+def shape(manifest: Manifest) -> tuple[int, int]:
+    return manifest.language_model.vocab_size, manifest.language_model.hidden_size
+
+
+def read(path: Path, manifest: Manifest) -> Embedding:
+    return Embedding(HeldFile(path, BundleError), manifest)
+
+
+def with_header(path: Path, header: Any, data: bytes, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def test_rows_are_those_of_the_table(opened: Bundle) -> None:
+    embedding = Embedding(opened.files[EMBEDDING], opened.manifest)
+    table = load_file(opened.file(EMBEDDING))["weight"]
+    ids = [0, 5, 5, len(table) - 1]
+    assert embedding(ids).dtype == table.dtype
+    assert np.array_equal(embedding(ids), table[ids])
+    assert embedding([]).shape == (0, table.shape[1])
+
+
+@pytest.mark.parametrize("token", [-1, 384, 10**9])
+def test_a_token_without_a_row_is_refused(token: int, opened: Bundle) -> None:
+    embedding = Embedding(opened.files[EMBEDDING], opened.manifest)
+    with pytest.raises(BundleError, match=f"gave the token {token}, the embedding table .* has 384 rows"):
+        embedding([0, token])
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.float64, ml_dtypes.bfloat16])
+def test_a_table_of_another_type_is_refused(dtype: Any, manifest: Manifest, tmp_path: Path) -> None:
+    save_file({"weight": np.zeros(shape(manifest), dtype)}, tmp_path / "table")
+    with pytest.raises(BundleError, match="its tensor 'weight' is not there, expected float32"):
+        read(tmp_path / "table", manifest)
+
+
+def test_a_table_of_another_shape_or_name_is_refused(manifest: Manifest, tmp_path: Path) -> None:
+    vocab, width = shape(manifest)
+    for name, size in (("weight", (vocab + 1, width)), ("weight", (width, vocab)), ("weights", (vocab, width))):
+        save_file({name: np.zeros(size, np.float32)}, tmp_path / "table")
+        with pytest.raises(BundleError, match="its tensor 'weight' is"):
+            read(tmp_path / "table", manifest)
+    save_file({"weight": np.zeros((vocab, width), np.float32)}, tmp_path / "table")
+    with pytest.raises(BundleError, match="its tensor 'image_newline' is not there"):
+        read(tmp_path / "table", manifest).named("image_newline")
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "said"),
+    [
+        (b"", 0, "is not JSON"),
+        (b"{}", 1 << 40, "its header would have"),
+        (b"{}", 100, "its header would have"),
+        (b"[]", None, "its header is malformed"),
+        ({"weight": 1}, None, "its header is malformed"),
+        ({"weight": {"dtype": "F32", "shape": [2, 2]}}, None, "its header is malformed"),
+        ({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0]}}, None, "its header is malformed"),
+        ({"weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 17]}}, None, "has 16 bytes, from 0 to 17"),
+        ({"weight": {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}}, None, "from 0 to 64 of 16"),
+        ({"weight": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}, None, "no whole numbers"),
+        ({"weight": {"dtype": "F32", "shape": [2, True], "data_offsets": [0, 8]}}, None, "no whole numbers"),
+        ({"weight": {"dtype": ["F32"], "shape": [2, 2], "data_offsets": [0, 16]}}, None, "its header is malformed"),
+    ],
+    ids=str,
+)
+def test_a_damaged_file_is_refused(
+    header: Any, length: int | None, said: str, manifest: Manifest, tmp_path: Path
+) -> None:
+    with pytest.raises(BundleError, match=said):
+        read(with_header(tmp_path / "table", header, bytes(16), length), manifest)
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_damage_is_refused_or_read(opened: Bundle, tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    original = opened.file(EMBEDDING).read_bytes()
+    path = tmp_path_factory.getbasetemp() / "damaged-table"
+    damaged = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, 120))
+        damaged[place : place + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
+    path.write_bytes(damaged[: data.draw(st.sampled_from([len(damaged), 5, 60, len(damaged) - 1]))])
+    try:
+        read(path, opened.manifest)([0, 1])
+    except BundleError as error:
+        assert str(path) in str(error)
