@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from sinkprune.contract.untrusted import UnreadableError, open_regular, read_all
+from sinkprune.contract.untrusted import UnreadableError, open_regular, pread, read_all
 
 _SMALL = 1 << 20
 _BLOCK = 1 << 22
@@ -53,6 +53,9 @@ class HeldFile:
                     weakref.finalize(self, os.close, self._descriptor)
         except UnreadableError as error:
             raise refusal(str(error)) from error
+        except OSError as error:
+            # The process has as many files open as it may.
+            raise refusal(f"cannot be held open: {error.strerror}") from error
 
     def read(self, limit: int) -> bytes:
         """All its bytes, of which there must be at most `limit`."""
@@ -65,7 +68,7 @@ class HeldFile:
         if self._bytes is not None:
             data = self._bytes[offset : offset + count]
         else:
-            data = os.pread(self._descriptor, count, offset)
+            data = pread(self._descriptor, count, offset)
             self._check_content()
         if len(data) != count:
             raise self._refusal(f"ends before byte {offset + count}")
@@ -78,11 +81,11 @@ class HeldFile:
             digest.update(self._bytes)
             on_bytes(self.size)
             return digest.hexdigest()
-        buffer = memoryview(bytearray(_BLOCK))
-        for offset in range(0, self.size, _BLOCK):
-            count = os.preadv(self._descriptor, [buffer], offset)
+        buffer, offset = memoryview(bytearray(_BLOCK)), 0
+        while count := os.preadv(self._descriptor, [buffer], offset):
             digest.update(buffer[:count])
             on_bytes(count)
+            offset += count
         self._check_content()
         return digest.hexdigest()
 

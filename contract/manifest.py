@@ -105,7 +105,7 @@ class Manifest:
     language_model: LanguageModel
     vision: Tower
     """Facts of the vision tower, which the runtime's family reads."""
-    most_visual_tokens: Size
+    most_visual_tokens: Width
     """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
     max_images: Few
     """The most images a prompt may have."""

@@ -1,31 +1,58 @@
 """Regular expressions of tokenizers: which can be searched for in a text without taking for ever.
 
-Tokenizers search with Oniguruma, which tries one way after another. An expression that repeats what can match in
-several ways has more ways than anybody can try; of those that tokenizers use, none does.
+Tokenizers search with Oniguruma, which tries one way after another, and an expression of a few letters can have more
+ways than anybody can try. So those of published tokenizers are known by their text, and of all others only such are
+taken as cannot go back: a row of characters or sets, of which the last may be repeated.
 """
 
 from __future__ import annotations
 
 import re
 
-_UNBOUNDED = 2
-"""How many quantifiers without a bound may stand in one alternative: so many times the length multiplies."""
-_DEPTH = 20
+PUBLISHED = frozenset(
+    {
+        # GPT-2, as slow and as fast tokenizers write it
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+        # CLIP
+        r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+",
+        # Qwen2, 2.5 and 3
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+",
+        # Llama 3
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+        r"\s+(?!\S)|\s+",
+        # cl100k
+        r"(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"
+        r"\s+(?!\S)|\s+",
+        # Tekken (Mistral NeMo, Pixtral)
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        # o200k
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+"""Expressions of published tokenizers: what follows a repetition in them either cannot fail or is a step back."""
 _PIECES = re.compile(
-    r"(?P<escape>\\[pP]\{\^?\w{1,40}\}|\\x\{[0-9A-Fa-f]{1,6}\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[^\dgkK])"
-    r"|(?P<open>\((?:\?(?:[imxs-]{0,4}:|=|!|<=|<!|>))?)|(?P<close>\))|(?P<bar>\|)"
-    r"|(?P<quantifier>[*+?][?+]?|\{\d{0,4}(?:,\d{0,4})?\}\??)|(?P<set>\[)|(?P<letter>[^\\()\[{}*+?|])",
+    r"(?P<escape>\\[pP]\{\^?\w{1,40}\}|\\x\{[0-9A-Fa-f]{1,6}\}|\\u[0-9A-Fa-f]{4}|\\x[0-9A-Fa-f]{2}|\\[^\dgkKAzZGbByYRX])"
+    r"|(?P<bar>\|)|(?P<quantifier>[*+?][?+]?|\{\d{0,4}(?:,\d{0,4})?\}\??)|(?P<set>\[)|(?P<letter>[^\\()\[\]{}*+?|^$])",
     re.DOTALL,
 )
-"""What expressions are made of; references to their own parts (\\1, \\k, \\g) are none of it."""
+"""What other expressions are made of: neither groups, nor looks ahead, nor references to their own parts."""
 
 
 def is_quick(expression: str) -> bool:
-    """Whether searching takes at most some multiple of the square of a text's length.
+    """Whether searching a text takes no more than some multiple of its length."""
+    return expression in PUBLISHED or _cannot_go_back(expression)
 
-    No group is repeated that holds an alternative or a quantifier, and no alternative repeats more than twice.
-    """
-    place, groups, before = 0, [_Group()], ""
+
+def _cannot_go_back(expression: str) -> bool:
+    """Whether of each alternative's pieces only the last has a quantifier: behind it nothing can fail."""
+    place, before = 0, "bar"
     while place < len(expression):
         found = _PIECES.match(expression, place)
         if found is None:
@@ -33,58 +60,11 @@ def is_quick(expression: str) -> bool:
         place, piece = found.end(), str(found.lastgroup)
         if piece == "set":
             place = _end_of_set(expression, place)
-        elif piece == "open":
-            groups.append(_Group())
-        elif piece == "bar":
-            groups[-1].next_alternative()
-        elif piece == "close":
-            closed = groups.pop()
-            if not groups:
-                return False
-            groups[-1].unbounded += closed.most
-            groups[-1].closed = closed
-        elif piece == "quantifier":
-            if before in ("", "open", "bar", "quantifier") or (before == "close" and not groups[-1].repeat(found[0])):
-                return False
-            groups[-1].unbounded += _is_endless(found[0])
-            groups[-1].quantified |= re.fullmatch(r"\{\d+\}", found[0]) is None
-        if groups[-1].most > _UNBOUNDED or len(groups) > _DEPTH or place < 0:
+        empty = before == "bar" and piece in ("bar", "quantifier")
+        if empty or (before == "quantifier" and piece != "bar") or place < 0:
             return False
         before = piece
-    return len(groups) == 1
-
-
-class _Group:
-    """An open group: the quantifiers without a bound of its alternatives, and whether it matches in several ways."""
-
-    def __init__(self) -> None:
-        self.unbounded = self._others = 0
-        self.quantified = False
-        self.closed: _Group | None = None
-
-    @property
-    def most(self) -> int:
-        """The quantifiers without a bound of the alternative that has most."""
-        return max(self.unbounded, self._others)
-
-    def next_alternative(self) -> None:
-        """A bar was read."""
-        self._others, self.unbounded = self.most, 0
-        self.quantified = True
-
-    def repeat(self, quantifier: str) -> bool:
-        """Whether the group that was closed last may have `quantifier` behind it."""
-        once = quantifier[0] == "?" or quantifier.rstrip("?") in ("{1}", "{0,1}", "{,1}")
-        return once or (self.closed is not None and not self.closed.is_ambiguous)
-
-    @property
-    def is_ambiguous(self) -> bool:
-        """Whether one text may be matched in several ways, as far as that is seen at a glance."""
-        return self.quantified or (self.closed is not None and self.closed.is_ambiguous)
-
-
-def _is_endless(quantifier: str) -> bool:
-    return quantifier[0] in "*+" or re.fullmatch(r"\{\d*,\}\??", quantifier) is not None
+    return before != "bar"
 
 
 def _end_of_set(expression: str, place: int) -> int:

@@ -152,7 +152,16 @@ def _steps(component: Any, name: str, kinds: frozenset[str], parts: str) -> Iter
 def _check_step(step: dict[str, Any], name: str) -> float:
     """How many times as long as it was a text becomes in one part of a component."""
     kind = step["type"]
-    for key in ("content", "prepend", "replacement", "delimiter", "prefix", "suffix", "pad_token"):
+    for key in (
+        "content",
+        "prepend",
+        "replacement",
+        "delimiter",
+        "prefix",
+        "suffix",
+        "pad_token",
+        "word_delimiter_token",
+    ):
         if isinstance(step.get(key), str):
             _check_letters([step[key]], f"{name}'s {key}")
     if kind in ("Replace", "Split"):
@@ -167,6 +176,15 @@ def _check_step(step: dict[str, Any], name: str) -> float:
         _check_number(step, "start", _PARTS)
         # The library counts back from the end of a token, past its beginning.
         _check_number(step, "stop", 1)
+    if kind == "BPEDecoder" and not step.get("suffix"):
+        raise UnreadableError("has a decoder that looks for no text")
+    if kind == "CTC" and not (step.get("pad_token") and step.get("word_delimiter_token")):
+        raise UnreadableError("has a decoder that looks for no text")
+    if kind == "ByteLevel" and name in ("normalizer", "pre_tokenizer"):
+        # A character for each byte
+        return 4.0
+    if kind == "BertNormalizer":
+        return 3.0
     if kind == "FixedLength" and not _check_number(step, "length", _LETTERS):
         raise UnreadableError("has a pre_tokenizer that cuts the text into pieces of no length")
     if kind == "TemplateProcessing":

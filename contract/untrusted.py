@@ -79,12 +79,22 @@ def read_all(file: BinaryIO, limit: int) -> bytes:
         raise UnreadableError(f"has {size} bytes, expected at most {limit}")
     try:
         # One byte more than its size: a file that grows meanwhile is none to trust.
-        data = os.pread(file.fileno(), size + 1, 0)
+        data = pread(file.fileno(), size + 1, 0)
     except OSError as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from error
     if len(data) != size:
         raise UnreadableError(f"changed while it was read: it had {size} bytes and gave {len(data)}")
     return data
+
+
+def pread(descriptor: int, count: int, offset: int) -> bytes:
+    """Up to `count` bytes of an open file from `offset` on; fewer only where it ends. Raises `OSError`."""
+    parts = [os.pread(descriptor, count, offset)]
+    # Network file systems may give less at a time than is asked for.
+    while parts[-1] and sum(map(len, parts)) < count:
+        read = sum(map(len, parts))
+        parts.append(os.pread(descriptor, count - read, offset + read))
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def read_text(path: str | os.PathLike[str], limit: int, *, follow_links: bool = True) -> str:

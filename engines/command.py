@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sinkprune.contract.command import run_command
 from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
     realised = ", ".join(f"{count} as {realised}" for realised, count in nodes.items()) or "none"
     library = f"{manifest.target} {manifest.library_version}"
     return (
-        f"{output}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
+        f"{escaped(str(output))}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
         f"prompts of {limits.prompt_tokens} tokens, answers of {limits.new_tokens}\n"
         f"sanitizer nodes: {realised}\n"
         f"sha256 {ENGINES.sha256(manifest)}\n"

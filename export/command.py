@@ -16,6 +16,7 @@ from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
@@ -90,7 +91,7 @@ def _export(arguments: Sequence[str] | None) -> None:
     else:
         budgets = ", ".join(["none", *manifest.budgets])
         sys.stdout.write(
-            f"{options.output}: {_size(size)}, {manifest.precision}, budgets {budgets}\n"
+            f"{escaped(str(options.output))}: {_size(size)}, {manifest.precision}, budgets {budgets}\n"
             f"sha256 {BUNDLE.sha256(manifest)}\n"
         )
 

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.untrusted import MissingError, UnreadableError, open_regular, read_all
-from sinkprune.runtime.jpeg_scans import count_scans
+from sinkprune.runtime.picture_segments import count_jpeg_parts, count_png_chunks
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What an image file may be. Pillow knows more: some start other programs, others fail in ways of their own."""
@@ -27,6 +27,10 @@ MOST_BYTES = 1 << 29
 MOST_SCANS = 100
 """The most scans a JPEG file may have: ten times what encoders write. Each goes over all pixels again."""
 
+MOST_PARTS = 100_000
+"""The most chunks of a PNG file, or segments of a JPEG: Pillow takes microseconds for each."""
+
+_JPEG = b"\xff\xd8"
 _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 # Pixels of a picture with alpha that are made opaque at a time.
 _STRIP = 1 << 20
@@ -64,12 +68,14 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ImageError(f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3].")
+        _check_size(image.shape[1], image.shape[0])
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):
         raise ImageError(
             f"the image is a {type(image).__name__}, expected a Pillow image, a uint8 [height,width,3] array or the "
             "name of a file."
         )
+    _check_size(*image.size)
     with _damage_as_error():
         turned = ImageOps.exif_transpose(image)
         return turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(turned)
@@ -90,13 +96,10 @@ class _Bounded:
 
 def _decoded(file: BinaryIO) -> Image.Image:
     """The image in an open file; raises `ImageError`, and `UnidentifiedImageError` for none of our formats."""
-    with warnings.catch_warnings(), _damage_as_error():
-        # Pillow warns of large images and of untidy EXIF data; neither is the user's concern here.
-        warnings.simplefilter("ignore")
+    with _damage_as_error():
+        _check_parts(file)
         with Image.open(file, formats=FORMATS) as image:
-            _check_size(image)
-            if image.format in ("JPEG", "MPO"):
-                _check_scans(file)
+            _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
             # A WebP's pixels stand there once more.
@@ -104,29 +107,33 @@ def _decoded(file: BinaryIO) -> Image.Image:
             return _opaque(image)
 
 
-def _check_size(image: Image.Image) -> None:
-    most = MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS
-    if image.width * image.height > most:
+def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
+    if width * height > most:
         raise ImageError(
-            f"the image is too large: it has {image.width}x{image.height} pixels, expected at most {most} in all. "
+            f"the image is too large: it has {width}x{height} pixels, expected at most {most} in all. "
             "Scale it down first."
         )
 
 
-def _check_scans(file: BinaryIO) -> None:
-    """Refuse a JPEG of more scans than `MOST_SCANS`; the position in the file is left as it was."""
-    place = file.tell()
-    scans = count_scans(read_all(file, MOST_BYTES))
-    file.seek(place)
-    if scans > MOST_SCANS:
-        raise ImageError(f"the image has {scans} scans, expected at most {MOST_SCANS}. Give one that is saved anew.")
+def _check_parts(file: BinaryIO) -> None:
+    """Refuse more parts than `MOST_PARTS`, or scans than `MOST_SCANS`; leaves the file at its start."""
+    parts, scans = count_png_chunks(file, MOST_PARTS), 0
+    if file.read(len(_JPEG)) == _JPEG:
+        parts, scans = count_jpeg_parts(read_all(file, MOST_BYTES), MOST_PARTS)
+    file.seek(0)
+    for found, most, what in ((parts, MOST_PARTS, "segments"), (scans, MOST_SCANS, "scans")):
+        if found > most:
+            raise ImageError(f"the image has {found} {what}, expected at most {most}. Give one that is saved anew.")
 
 
 @contextmanager
 def _damage_as_error() -> Iterator[None]:
     """Whatever Pillow raises over bytes and pixels, as an `ImageError`."""
     try:
-        yield
+        with warnings.catch_warnings():
+            # Pillow warns of large images and of untidy EXIF data; neither is the user's concern here.
+            warnings.simplefilter("ignore")
+            yield
     except (ImageError, UnidentifiedImageError):
         raise
     except Image.DecompressionBombError as error:

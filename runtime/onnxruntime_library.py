@@ -30,6 +30,18 @@ def import_onnxruntime(name: str) -> Any:
     return onnxruntime
 
 
+def session_options(onnxruntime: Any) -> Any:
+    """Options that every session has: its log is not for the terminal, and it reads ONNX and nothing else.
+
+    What it has to say comes as an exception. A file that onnxruntime took for its own format would be loaded past
+    what was checked of it as ONNX.
+    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.load_model_format", "ONNX")
+    return options
+
+
 def words(error: Exception) -> str:
     """What onnxruntime said, in one line and without its full stop."""
     return " ".join(str(error).split()).removesuffix(".")

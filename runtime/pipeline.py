@@ -107,13 +107,22 @@ class Pipeline:
         for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
             check_callable(name, function)
         key = Path(signed_by) if signed_by is not None else None
-        opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle, Trust(sha256, key))
-        if opened.trust != ANY and not check_sums:
+        pinned, engines_pinned = Trust(sha256, key), Trust(engines_sha256, key)
+        if engines is None and engines_sha256 is not None:
+            raise UsageError("a sum of engines was given, and no engines. Give both, or leave out --engines-sha256.")
+        opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle, pinned)
+        known = opened.trust
+        if sha256 not in (None, known.sha256) or key not in (None, known.signed_by):
             raise UsageError(
-                f"the bundle '{opened.path}' is pinned by its sum or a key, and its files were not to be compared "
-                "with it. Leave out --skip-sums (check_sums=False)."
+                f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
+                "read_bundle, as in read_bundle(path, Trust(sha256, key))."
             )
-        built = open_engines(engines, opened, Trust(engines_sha256, key)) if engines is not None else None
+        if not check_sums and (known != ANY or engines_pinned != ANY):
+            raise UsageError(
+                f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
+                "to be compared with it. Leave out --skip-sums (check_sums=False)."
+            )
+        built = open_engines(engines, opened, engines_pinned) if engines is not None else None
         # What is missing is told before the sums, which take their time.
         library = load_backend(backend, threads, built)
         if check_sums:

@@ -15,6 +15,9 @@ from sinkprune.contract.tokenizer_json import check_tokenizer_json
 from sinkprune.contract.untrusted import UnreadableError
 from sinkprune.runtime.chat_template import ChatTemplate
 
+_TEMPLATE_CHARACTERS, _TIMES_GIVEN = 1 << 15, 16
+"""How many characters a chat template may write of its own, and how often it may say what it was given."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -121,6 +124,12 @@ class PromptEncoder:
         messages = [{"role": "user", "content": content}]
         given = sum(len(part.get("text", "")) for part in content)
         rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, given)
+        most = _TEMPLATE_CHARACTERS + _TIMES_GIVEN * given
+        if len(rendered) > most:
+            raise BundleError(
+                f"the bundle's chat template makes {len(rendered)} characters of {given}, expected at most {most}. "
+                "Mend the checkpoint's template and export it again."
+            )
         for special in self._specials:
             rendered = rendered.replace(special.token.content, special.stand_in)
         for special in self._specials:

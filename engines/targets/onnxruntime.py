@@ -16,7 +16,7 @@ from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, words
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
@@ -55,11 +55,9 @@ class OnnxRuntimeBuilder:
         It takes any shape, and `progress` is told nothing: it is done in one call.
         """
         model = read_model(job.model)
-        options = self._ort.SessionOptions()
+        options = session_options(self._ort)
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.optimized_model_filepath = str(output)
-        # What it has to say comes as an exception; its log is not for the terminal.
-        options.log_severity_level = 4
         # The name stands in the model, and is looked up beside it.
         entry = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")

@@ -63,7 +63,7 @@ TEXT_FIELDS: dict[str, Kind] = {
     "vocab_size": Whole(1, TOKEN.most + 1),
     "hidden_size": SIZE,
     "intermediate_size": INNER_SIZE,
-    "num_hidden_layers": Whole(1, 10_000),
+    "num_hidden_layers": Whole(1, 1024),
     "num_attention_heads": COUNT,
     "num_key_value_heads": or_null(COUNT),
     "head_dim": or_null(Whole(1, 1 << 13)),

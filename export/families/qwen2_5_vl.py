@@ -96,7 +96,7 @@ class Qwen25VL(LlamaShaped):
         "out_hidden_size": SIZE,
         "window_size": Whole(1, 1024),
         "fullatt_block_indexes": Listed(Whole(0, COUNT.most), 0, COUNT.most),
-        "tokens_per_second": Whole(1, 1000),
+        "tokens_per_second": Number(1, 1000),
     }
     # processor_config.json nests what preprocessor_config.json holds at the top
     processor_fields: Mapping[str, Kind] = {

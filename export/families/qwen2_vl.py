@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sinkprune.export.config_fields import Kind, Whole
+from sinkprune.export.config_fields import Kind, Number
 from sinkprune.export.families.llama_shaped import SIZE
 from sinkprune.export.families.qwen2_5_vl import VISION_FIELDS, Qwen25VL
 from sinkprune.export.qwen2_vision import Qwen2Vision
@@ -18,7 +18,7 @@ class Qwen2VL(Qwen25VL):
     tower = Qwen2Vision
     activation = "quick_gelu"
     width_behind_merger = "hidden_size"
-    vision_fields: Mapping[str, Kind] = {**VISION_FIELDS, "embed_dim": SIZE, "mlp_ratio": Whole(1, 64)}
+    vision_fields: Mapping[str, Kind] = {**VISION_FIELDS, "embed_dim": SIZE, "mlp_ratio": Number(1, 64)}
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:
         return {

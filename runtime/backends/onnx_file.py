@@ -56,7 +56,8 @@ _SCHEMA = {
 """Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
 _DTYPES = {1: "float32", 7: "int64", 9: "bool", 10: "float16"}
 """By their numbers in onnx.proto3, the types that sinkprune writes."""
-_MOST_NODES = 1_000_000
+_MOST_NODES = 50_000
+_MOST_AXES, _LONGEST_AXIS = 8, 1 << 40
 _MOST_FUNCTIONS_DEEP = 32
 
 
@@ -83,7 +84,7 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
     """The weights of an ONNX file that lie in other files; `what` begins messages.
 
     Refused is what sinkprune never writes: a graph within a node (Loop, If, Scan), for a loop need not end; functions
-    that call themselves, or come to more than a million nodes; and values in files that are no weights of the graph.
+    that call themselves, or come to more than 50,000 nodes; and values in files that are no weights of the graph.
     Raises `BackendError`.
     """
     from google.protobuf.message import DecodeError
@@ -92,6 +93,8 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
         model = _message("Model").FromString(data)
     except DecodeError as error:
         raise BackendError(f"{what} is no ONNX model ({error}). Export or copy the bundle again.") from error
+    if not model.HasField("graph"):
+        raise BackendError(f"{what} is no ONNX model: it has no graph. Export or copy the bundle again.")
     _check_functions(model, what)
     for node in (*model.graph.node, *(node for function in model.functions for node in function.node)):
         _check_attributes(node.attribute, f"{what}: its node {node.op_type!r}")
@@ -100,6 +103,8 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
     _check_inside(_parts(model.graph.sparse_initializer), f"{what}: a sparse tensor of it")
     matrices = {node.input[1] for node in model.graph.node if node.op_type == "MatMul" and len(node.input) > 1}
     external = [tensor for tensor in model.graph.initializer if tensor.external_data]
+    if len({tensor.name for tensor in external}) != len(external):
+        raise BackendError(f"{what} has two weights of one name. Export or copy the bundle again.")
     return [_weight(tensor, tensor.name in matrices, what) for tensor in external]
 
 
@@ -109,10 +114,12 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
     offset, shape = told.get("offset", "0"), tuple(tensor.dims)
     fits = (
         len(told) == len(entries)
-        and "location" in told
+        # ONNX Runtime means something else by a star than a file.
+        and "*" not in told.get("location", "*")
         and re.fullmatch("[0-9]{1,18}", offset)
         and tensor.data_type in _DTYPES
-        and all(size >= 0 for size in shape)
+        and len(shape) <= _MOST_AXES
+        and all(0 <= size <= _LONGEST_AXIS for size in shape)
     )
     if not fits:
         raise BackendError(
@@ -124,29 +131,38 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
 
 def _check_functions(model: Any, what: str) -> None:
     """Refuse functions whose bodies, each put in the place of its call, would make a graph without end or measure."""
-    bodies = {(function.domain, function.name, function.overload): function.node for function in model.functions}
-    counted: dict[Any, int] = {}
+    bodies = {(_domain(function), function.name, function.overload): function.node for function in model.functions}
+    counted: dict[Any, tuple[int, int]] = {}
 
-    def count(nodes: Any, depth: int) -> int:
-        if depth > _MOST_FUNCTIONS_DEEP:
+    def count(nodes: Any, depth: int) -> tuple[int, int]:
+        """How many nodes there are, and how deep functions call each other in them; `depth` deep it stands itself."""
+        total, deepest = len(nodes), 0
+        for node in nodes:
+            called = (_domain(node), node.op_type, node.overload)
+            if called not in bodies:
+                continue
+            if called not in counted and depth < _MOST_FUNCTIONS_DEEP:
+                counted[called] = count(bodies[called], depth + 1)
+            inner, below = counted.get(called, (0, _MOST_FUNCTIONS_DEEP))
+            total, deepest = total + inner, max(deepest, 1 + below)
+        if depth + deepest > _MOST_FUNCTIONS_DEEP:
             raise BackendError(
                 f"{what} has functions that call each other more than {_MOST_FUNCTIONS_DEEP} deep, or themselves. "
                 "sinkprune writes no such bundle: export it again."
             )
-        total = len(nodes)
-        for node in nodes:
-            called = (node.domain, node.op_type, node.overload)
-            if called in bodies:
-                if called not in counted:
-                    counted[called] = count(bodies[called], depth + 1)
-                total += counted[called]
-        return total
+        return total, deepest
 
-    if (nodes := count(model.graph.node, 0)) > _MOST_NODES:
+    nodes, _ = count(model.graph.node, 0)
+    if nodes > _MOST_NODES:
         raise BackendError(
             f"{what} has {nodes} nodes, those of its functions counted at every call, expected at most "
             f"{_MOST_NODES}. sinkprune writes no such bundle: export it again."
         )
+
+
+def _domain(named: Any) -> str:
+    """The domain of a node or a function; ONNX's own has two names."""
+    return "" if named.domain == "ai.onnx" else str(named.domain)
 
 
 def _check_attributes(attributes: Any, what: str) -> None:

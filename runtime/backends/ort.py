@@ -16,7 +16,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, words
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -46,14 +46,12 @@ class OrtBackend(Backend):
         self.versions = {"onnxruntime": ort.__version__}
 
     def load(self, model: Model) -> _OrtEngine:
-        options = self._ort.SessionOptions()
+        options = session_options(self._ort)
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
-        # What it has to say comes as an exception; its log is not for the terminal.
-        options.log_severity_level = 4
         held = self._hold_small_weights(model, options)
         # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
         source = model.by_path() if model.weights else nullcontext(model.onnx)

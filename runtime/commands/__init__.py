@@ -113,9 +113,14 @@ def check_report_options(options: argparse.Namespace, read: Iterable[Path], *oth
 
     Raises `OutputError`, and `UsageError` without matplotlib.
     """
-    check_outputs([*report_outputs(options), *others], read, bundle_folders(options))
+    check_outputs([*report_outputs(options), *others], [*read, *key_files(options)], bundle_folders(options))
     if options.plot:
         import_matplotlib()
+
+
+def key_files(options: argparse.Namespace) -> list[Path]:
+    """The public key that a bundle is compared with, where one was given."""
+    return [options.signed_by] if options.signed_by else []
 
 
 def report_outputs(options: argparse.Namespace) -> list[Output]:

@@ -19,6 +19,7 @@ from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
     bundle_folders,
+    key_files,
     load_pipeline,
     new_parser,
     open_bundle,
@@ -59,7 +60,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
 
     if options.overlay:
-        check_outputs([(options.overlay, PICTURE_SUFFIXES)], picture_files(options), bundle_folders(options))
+        read = [*picture_files(options), *key_files(options)]
+        check_outputs([(options.overlay, PICTURE_SUFFIXES)], read, bundle_folders(options))
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     prompt = prompt_pieces(options.prompt)

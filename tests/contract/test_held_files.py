@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +113,17 @@ def test_links_folders_and_fifos_are_refused(tmp_path: Path) -> None:
     for name, reason in (("link", "is a link"), ("fifo", "is a FIFO"), (".", "is a folder"), ("none", "is missing")):
         with pytest.raises(BundleError, match=reason):
             hold(tmp_path / name)
+
+
+def test_more_files_than_a_process_may_open_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(LARGE))
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, hard))  # noqa: PTH208
+    try:
+        with pytest.raises(BundleError, match="Too many open files"):
+            _ = [hold(tmp_path / "file") for _ in range(40)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def test_descriptors_are_given_back(tmp_path: Path) -> None:

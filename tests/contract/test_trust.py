@@ -142,6 +142,28 @@ def test_a_pinned_bundle_wants_pinned_engines(copied: Path, keys: Path, photo_fi
 def test_a_pinned_bundle_has_its_sums_compared(signed: Path) -> None:
     with pytest.raises(UsageError, match="Leave out --skip-sums"):
         Pipeline.load(signed, sha256=read_bundle(signed).sha256, check_sums=False)
+    with pytest.raises(UsageError, match="Leave out --skip-sums"):
+        Pipeline.load(signed, engines=signed, engines_sha256="0" * 64, check_sums=False)
+
+
+def test_no_pin_is_dropped_in_silence(signed: Path, keys: Path) -> None:
+    opened, digest = read_bundle(signed), read_bundle(signed).sha256
+    for pin in ({"sha256": digest}, {"signed_by": keys / "ours.pub"}):
+        with pytest.raises(UsageError, match="was read already"):
+            Pipeline.load(opened, **pin)
+    with pytest.raises(UsageError, match="and no engines"):
+        Pipeline.load(signed, engines_sha256="0" * 64)
+    with pytest.raises(UsageError, match="64 hexadecimal digits"):
+        Pipeline.load(signed, engines_sha256="none")
+    assert Pipeline.load(read_bundle(signed, Trust(digest)), sha256=digest).bundle.trust == Trust(digest)
+
+
+def test_the_key_is_no_place_to_write_to(signed: Path, keys: Path, photo_file: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key.png"
+    shutil.copy(keys / "ours.pub", key)
+    command = ("sinkprune-run", signed, "--signed-by", key, "--image", photo_file, *ASK, "--budget", "retain-64")
+    assert_refused(run(*command, "--overlay", key), "itself, which is read")
+    assert key.read_bytes() == (keys / "ours.pub").read_bytes()
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "graphs/weights/extra.bin", ".hidden", "weights/a/b/c"])

@@ -21,7 +21,7 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _MESSAGE_CHARACTERS = 3000
 # What sinkprune-export says of budgets, and what libtiff writes by itself of a damaged TIFF: Pillow cannot keep it
 # from that.
-_ALLOWED = re.compile(r"left out: |(ZIPDecode|LZWDecode|JPEGLib|Fax\w+|PackBitsDecode|TIFF\w*|tempfile\.tif): ")
+_ALLOWED = re.compile(r"left out: |(ZIPDecode|LZWDecode|JPEG\w*|Fax\w+|PackBitsDecode|TIFF\w*|tempfile\.tif): ")
 """Longer messages repeat the input instead of naming what is wrong with it."""
 
 

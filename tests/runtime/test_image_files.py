@@ -7,6 +7,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.images import FORMATS, MOST_PIXELS, MOST_SCANS, MOST_WEBP_PIXELS, read_image
+from sinkprune.runtime.images import FORMATS, MOST_PIXELS, MOST_SCANS, MOST_WEBP_PIXELS, read_image, to_rgb
 
 CORPUS = sorted((Path(__file__).parents[1] / "fuzz" / "corpus" / "pictures").iterdir())
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 moveto\nshowpage\n%%EOF\n"
@@ -216,3 +218,26 @@ def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, ro
     path = named(tmp_path, encoded(picture, kind, **options))
     done = subprocess.run([sys.executable, "-c", _PEAK, path], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1e9
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_a_picture_of_millions_of_empty_segments_is_refused_soon(kind: str, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(buffer, kind)
+    data, empty = buffer.getvalue(), b"\xff\xfe\x00\x02"
+    place = 2
+    if kind == "PNG":
+        # Behind the first chunk, which is the header's
+        place, empty = 33, b"\0\0\0\0teSt" + zlib.crc32(b"teSt").to_bytes(4, "big")
+    (tmp_path / "picture").write_bytes(data[:place] + empty * 1_000_000 + data[place:])
+    began = time.process_time()
+    with pytest.raises(ImageError, match="has 100001 segments, expected at most 100000"):
+        read_image(tmp_path / "picture")
+    assert time.process_time() - began < 2
+    (tmp_path / "picture").write_bytes(data[:place] + empty * 1000 + data[place:])
+    assert read_image(tmp_path / "picture").size == (8, 8)
+
+
+def test_arrays_and_pictures_in_memory_have_the_same_limit() -> None:
+    with pytest.raises(ImageError, match="the image is too large"):
+        to_rgb(np.broadcast_to(np.zeros(3, np.uint8), (20_000, 20_000, 3)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnx_file import read_onnx_file
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options
 
 FLOATS = [
     helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"]),
@@ -57,8 +58,8 @@ def function(name: str, calls: list[str]) -> onnx.FunctionProto:
     return helper.make_function("ours", name, ["x"], ["y"], nodes, OPSETS)
 
 
-def external(location: str) -> TensorProto:
-    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1], data_location=TensorProto.EXTERNAL)
+def external(location: str, dims: Sequence[int] = (1,)) -> TensorProto:
+    tensor = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=dims, data_location=TensorProto.EXTERNAL)
     for key, value in (("location", location), ("offset", "0"), ("length", "4")):
         tensor.external_data.add(key=key, value=value)
     return tensor
@@ -66,6 +67,10 @@ def external(location: str) -> TensorProto:
 
 def call(name: str) -> onnx.NodeProto:
     return helper.make_node(name, ["x"], ["y"], domain="ours")
+
+
+# Called in the order of their numbers, each has been counted when the next is.
+CHAIN = [function(f"f{number}", [f"f{number + 1}"] if number < 59 else ["Neg"]) for number in range(60)]
 
 
 def test_every_graph_of_a_bundle_names_its_own_weights(bundle: Callable[..., Path]) -> None:
@@ -100,13 +105,22 @@ def test_weights_are_read_as_onnx_reads_them(bundle: Callable[..., Path]) -> Non
                 [call("f0")],
                 [function(f"f{number}", [f"f{number + 1}"] * 2) for number in range(24)] + [function("f24", ["Neg"])],
             ),
-            "nodes, those of its functions counted at every call, expected at most 1000000",
+            "nodes, those of its functions counted at every call, expected at most 50000",
         ),
         (model_of([helper.make_node("Constant", [], ["y"], value=external("w.bin"))]), "reads its value from a file"),
+        (model_of([call(f"f{number}") for number in range(60)], CHAIN), "more than 32 deep, or themselves"),
+        (
+            model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin")] * 2),
+            "two weights of one name",
+        ),
+        (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("*/_ORT_MEM_ADDR_/*")]), "lies at"),
+        (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin", [1] * 100)]), "of type 1"),
+        (model_of([helper.make_node("Neg", ["x"], ["y"])], weights=[external("w.bin", [2**62, 0])]), "of type 1"),
+        (b"", "it has no graph"),
         (b"no model", "is no ONNX model"),
         (b"\x3a\xff\xff\xff\xff\x0f", "is no ONNX model"),
     ],
-    ids=["loop", "loop in a function", "itself", "each other", "doubling", "constant in a file", "text", "cut off"],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_might_never_end_or_reaches_out_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(BackendError, match=reason):
@@ -130,6 +144,23 @@ def loaded(folder: Path, data: bytes, **files: bytes) -> Model:
 
 def _tensor(name: str) -> TensorSpec:
     return TensorSpec(name, "float32", ("n",))
+
+
+def test_onnxruntimes_own_format_is_not_read(tmp_path: Path) -> None:
+    # It would be loaded past what is checked of a file as ONNX.
+    onnxruntime = import_onnxruntime("ort-cpu")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(tmp_path / "graph.ort")
+    options.add_session_config_entry("session.save_model_format", "ORT")
+    providers = ["CPUExecutionProvider"]
+    onnxruntime.InferenceSession(model_of([helper.make_node("Neg", ["x"], ["y"])]), options, providers=providers)
+    data = (tmp_path / "graph.ort").read_bytes()
+    onnxruntime.InferenceSession(data, onnxruntime.SessionOptions(), providers=providers)
+    with pytest.raises(Exception, match=r"(?i)protobuf|graph"):
+        onnxruntime.InferenceSession(data, session_options(onnxruntime), providers=providers, enable_fallback=0)
+    with pytest.raises(BackendError, match="is no ONNX model"):
+        load_backend("ort-cpu").load(loaded(tmp_path, data))
 
 
 @pytest.mark.parametrize("location", ["w.bin", "../w.bin", "../../w.bin", "/etc/passwd", "a/../../../w.bin"])
