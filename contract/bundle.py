@@ -13,7 +13,6 @@ from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.folders import recover
 from sinkprune.contract.graph_contract import check_interfaces
-from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER, Manifest
 from sinkprune.contract.manifest_file import Folder
 from sinkprune.contract.trust import ANY, Trust
@@ -23,10 +22,6 @@ class Bundle(Folder[Manifest]):
     """A bundle that was read: where it lies, what its manifest says, and its files, held open."""
 
     kind = BUNDLE
-
-    def graph_file(self, graph: str) -> HeldFile:
-        """The ONNX file of the graph that bears this name in the manifest."""
-        return self.files[self.manifest.graphs[graph].file]
 
     def graph_path(self, graph: str) -> Path:
         """The path of the ONNX file of the graph that bears this name in the manifest."""

@@ -186,6 +186,5 @@ def _drop_what_nobody_takes() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _say(message: str) -> int:
+def _say(message: str) -> None:
     sys.stderr.write(f"error: {escaped(message)}\n")
-    return 2

@@ -86,8 +86,15 @@ class ManifestFile:
         return data
 
     def write(self, root: Path, manifest: Any, sign: Sign | None = None) -> None:
-        """Write the manifest into the folder `root`, and with `sign` its signature beside it."""
+        """Write the manifest into the folder `root`, and with `sign` its signature beside it.
+
+        Raises `error` for one that could not be read again, because something in it is beyond what one may say.
+        """
         data = _encoded(manifest)
+        try:
+            from_json(type(manifest), parsed_json(data))
+        except (SchemaError, UnreadableError) as error:
+            raise self.error(f"the {self.folder} cannot be described by its {self.name}: {error}.") from error
         (root / self.name).write_bytes(data)
         if sign is not None:
             (root / self.signature).write_bytes(sign(data))

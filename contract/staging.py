@@ -162,7 +162,7 @@ def _places(output: Path) -> list[Path]:
     """Everything beside `output` that bears the name of a staging folder for it."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}{re.escape(_PARTIAL)}")
     try:
-        return sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name))
+        return sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name) and _is_ours(path))
     except (OSError, ValueError):
         return []
 
@@ -178,6 +178,12 @@ def _hold(lock: int) -> bool:
     except BlockingIOError:
         return False
     return os.fstat(lock).st_nlink > 0
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder stands there, and no link to one, that this user made."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _is_folder(path: Path) -> bool:

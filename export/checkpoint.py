@@ -28,7 +28,7 @@ _SINGLE = "model.safetensors"
 _HEADER_BYTES = 32 << 20
 """The most a shard's header may have: a hundred times what any has."""
 _SHARDS = 1000
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 # Checkpoints saved by transformers before and after 4.52 nest the same modules differently.
 _RENAMINGS = [

@@ -15,7 +15,7 @@ Shift = Annotated[float, Bounds(-1e3, 1e3)]
 Pixels = Annotated[int, Bounds(1, 1 << 28)]
 LeastPixels = Annotated[int, Bounds(1, 1 << 24)]
 """To how many pixels smaller pictures are enlarged."""
-Frames = Annotated[int, Bounds(1, 1_000_000)]
+Frames = Annotated[int, Bounds(1, 1 << 20)]
 Filter = Annotated[int, Bounds(0, 5)]
 """One of Pillow's filters (`PIL.Image.Resampling`)."""
 

@@ -42,14 +42,15 @@ _PROCESSOR = {
     **CLIP_PIXELS,
     **_PATCHES,
 }
-# 16384 x 16384
+# 16384 x 16384, and what smaller pictures are enlarged to: 4096 x 4096
 _PIXELS = Whole(0, 1 << 28)
+_LEAST_PIXELS = Whole(0, 1 << 24)
 _PATCH = Whole(1, 256)
 _FRAMES = Whole(1, 1 << 20)
 _PROCESSOR_FIELDS: dict[str, Kind] = {
     **PIXEL_FIELDS,
-    "size": or_null(Section({"shortest_edge": or_null(_PIXELS), "longest_edge": or_null(_PIXELS)})),
-    "min_pixels": or_null(_PIXELS),
+    "size": or_null(Section({"shortest_edge": or_null(_LEAST_PIXELS), "longest_edge": or_null(_PIXELS)})),
+    "min_pixels": or_null(_LEAST_PIXELS),
     "max_pixels": or_null(_PIXELS),
     "patch_size": or_null(_PATCH),
     "temporal_patch_size": or_null(_PATCH),
