@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from sinkprune.contract.ranges import shown
+from sinkprune.contract.shown import shown
 
 
 def check_path(name: str, value: object) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 from sinkprune.contract.errors import UsageError
-
-_SHOWN = 40
+from sinkprune.contract.shown import shown
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,3 @@ class RealNumber:
             return self.check(float(word))
         except ValueError:
             return self.check(word)
-
-
-def shown(value: object) -> str:
-    """A value in a message, on one line: words in quotes, what is long by its beginning."""
-    if isinstance(value, Integral) and abs(int(value)) > 10**_SHOWN:
-        # Python writes no number of thousands of digits.
-        return f"a number of more than {_SHOWN} digits"
-    text = " ".join((str(value) if isinstance(value, Real) else repr(value)).split())
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sinkprune.contract.regular_expressions import is_quick
+from sinkprune.contract.shown import shown
 from sinkprune.contract.untrusted import UnreadableError, parsed_json
 
 _IDS = 1 << 20
@@ -76,7 +77,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
         _check_unigram(model, vocab)
         return
     if kind not in ("BPE", "WordPiece", "WordLevel"):
-        raise UnreadableError(f"has a model of type {_short(kind)}, expected BPE, Unigram, WordPiece or WordLevel")
+        raise UnreadableError(f"has a model of type {shown(kind)}, expected BPE, Unigram, WordPiece or WordLevel")
     if not isinstance(vocab, dict) or not {type(number) for number in vocab.values()} <= {int}:
         raise UnreadableError("has no vocabulary that gives each token a whole number")
     if vocab and not 0 <= min(vocab.values()) <= max(vocab.values()) < _IDS:
@@ -87,7 +88,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise UnreadableError(f"has a vocabulary with a token of more than {_LETTERS} letters")
     unknown = model.get("unk_token")
     if not (isinstance(unknown, str) and unknown in vocab) and (unknown is not None or kind != "BPE"):
-        raise UnreadableError(f"has the unknown token {_short(unknown)}, which is not in its vocabulary")
+        raise UnreadableError(f"has the unknown token {shown(unknown)}, which is not in its vocabulary")
     prefix = model.get("continuing_subword_prefix")
     if kind == "BPE" and prefix:
         # The library cuts so many bytes off the second of each pair.
@@ -96,14 +97,14 @@ def _check_model(model: Mapping[str, Any]) -> None:
         if not isinstance(prefix, str) or not all(
             isinstance(merge, list) and len(merge) == 2 and str(merge[1]).startswith(prefix) for merge in merges
         ):
-            raise UnreadableError(f"has merges whose second part does not begin with {_short(prefix)}")
+            raise UnreadableError(f"has merges whose second part does not begin with {shown(prefix)}")
         if not prefix.isascii():
-            raise UnreadableError(f"has the continuing_subword_prefix {_short(prefix)}, expected ASCII")
+            raise UnreadableError(f"has the continuing_subword_prefix {shown(prefix)}, expected ASCII")
     if kind == "WordPiece":
         _check_number(model, "max_input_chars_per_word", _LETTERS)
     dropout = model.get("dropout")
     if dropout not in (None, 0):
-        raise UnreadableError(f"has a dropout of {_short(dropout)}, expected none: it is for training")
+        raise UnreadableError(f"has a dropout of {shown(dropout)}, expected none: it is for training")
 
 
 def _check_unigram(model: Mapping[str, Any], vocab: Any) -> None:
@@ -115,7 +116,7 @@ def _check_unigram(model: Mapping[str, Any], vocab: Any) -> None:
         raise UnreadableError("has an empty token in its vocabulary")
     unknown = model.get("unk_id")
     if not isinstance(unknown, int) or not 0 <= unknown < len(pairs):
-        raise UnreadableError(f"has the unknown token {_short(unknown)}, which is not in its vocabulary")
+        raise UnreadableError(f"has the unknown token {shown(unknown)}, which is not in its vocabulary")
 
 
 def _check_added(added: Any) -> None:
@@ -138,7 +139,7 @@ def _steps(component: Any, name: str, kinds: frozenset[str], parts: str) -> Iter
     step = _object(component, name)
     kind = step.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise UnreadableError(f"has a {name} of type {_short(kind)}, expected one of: {', '.join(sorted(kinds))}")
+        raise UnreadableError(f"has a {name} of type {shown(kind)}, expected one of: {', '.join(sorted(kinds))}")
     if kind != "Sequence":
         yield step
         return
@@ -203,7 +204,7 @@ def _check_pattern(pattern: Any, name: str) -> str:
             raise UnreadableError(f"has a {name} that looks for no text")
         return str(text)
     if not is_quick(text):
-        raise UnreadableError(f"has a {name} with a regular expression that could take very long: {_short(text)}")
+        raise UnreadableError(f"has a {name} with a regular expression that could take very long: {shown(text)}")
     return ""
 
 
@@ -234,7 +235,7 @@ def _check_number(fields: Mapping[str, Any], name: str, limit: int) -> int:
     """`fields[name]`, a whole number from 0 to `limit`."""
     number = fields.get(name)
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
-        raise UnreadableError(f"has '{name}' {_short(number)}, expected a whole number from 0 to {limit - 1}")
+        raise UnreadableError(f"has '{name}' {shown(number)}, expected a whole number from 0 to {limit - 1}")
     return number
 
 
@@ -254,7 +255,3 @@ def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise UnreadableError(f"has {name} that are no list")
     return value
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:60]

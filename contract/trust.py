@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.ranges import shown
+from sinkprune.contract.shown import shown
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.ranges import shown as value_shown
+from sinkprune.contract.shown import shown as value_shown
 from sinkprune.runtime.images import to_rgb
 
 MOST_SHOWN_PIXELS = 1 << 27

@@ -12,7 +12,8 @@ from PIL import Image
 from sinkprune.contract.arguments import check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.contract.ranges import WholeNumber, shown
+from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.shown import shown
 from sinkprune.runtime.clip import Clip, Shown
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.sampling import Sampler

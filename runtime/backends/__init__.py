@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.ranges import WholeNumber, shown
+from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.shown import shown
 from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
 from sinkprune.runtime.backends.models import Model
 

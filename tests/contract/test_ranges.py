@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from commands import assert_refused, run
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.ranges import RealNumber, WholeNumber, shown
+from sinkprune.contract.ranges import RealNumber, WholeNumber
+from sinkprune.contract.shown import shown
 
 WHOLE = WholeNumber("--count", 1, 100)
 REAL = RealNumber("--share", 0.0, sys.float_info.max, "0 or a larger finite number")
@@ -65,7 +66,7 @@ def test_any_word_is_read_or_refused_on_one_line(word: str) -> None:
 
 
 def test_long_values_are_shown_by_their_beginning() -> None:
-    assert shown("x" * 100) == "'" + "x" * 39 + "..."
+    assert shown("x" * 100) == "'" + "x" * 79 + "..."
     assert shown(np.zeros((2, 2))) == "array([[0., 0.], [0., 0.]])"
 
 
