@@ -89,6 +89,7 @@ def export_bundle(
                 family=family.name,
                 precision=precision.name,
                 dialect=request.dialect,
+                cache=dialect.CACHE,
                 checkpoint=source.checkpoint,
                 language_model=lm,
                 vision=family.vision,

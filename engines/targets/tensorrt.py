@@ -37,10 +37,10 @@ class TensorRTBuilder:
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle whose attention is in fp32, which does not build; raises `EnginesError`."""
-        if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset23":
+        if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset24":
             raise EnginesError(
                 f"bundle '{bundle.path}' is fp32, and {self.target} compiles ONNX's Attention in fp16 only. "
-                f"{export_again(bundle.manifest, dialect='opset23')}"
+                f"{export_again(bundle.manifest, dialect='opset24')}"
             )
 
     def memories(self) -> tuple[Memory, ...]:

@@ -51,9 +51,9 @@ class TensorRT(TensorRTBuilder):
         """
         super().check_bundle(bundle)
         manifest = bundle.manifest
-        if manifest.dialect == "opset23" and _version(self._trt) < _FIRST_WITH_OPSET23:
+        if manifest.dialect == "opset24" and _version(self._trt) < _FIRST_WITH_OPSET23:
             raise EnginesError(
-                f"bundle '{bundle.path}' is of dialect opset23, which needs TensorRT 10.15 or later; "
+                f"bundle '{bundle.path}' is of dialect opset24, which needs TensorRT 10.15 or later; "
                 f"{self._trt.__version__} is installed here. {export_again(manifest, dialect='opset20')}"
             )
         if manifest.dialect == "opset20":

@@ -23,7 +23,7 @@ def in_format_3(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "format_version": 3, "dialect": names[data["dialect"]], "budgets": budgets}
 
 
-@pytest.mark.parametrize(("dialect", "former"), [("opset23", "onnx24"), ("opset20", "trt10")])
+@pytest.mark.parametrize(("dialect", "former"), [("opset24", "onnx24"), ("opset20", "trt10")])
 @pytest.mark.parametrize("name", ["gqa-112", "qwen"])
 @pytest.mark.parametrize("option", ["", "+serial"])
 def test_a_bundle_of_format_3_is_the_same_bundle(

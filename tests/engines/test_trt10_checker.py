@@ -104,8 +104,8 @@ def test_every_opset20_graph_of_every_method_passes(precision: str, export: Expo
         check_trt10(model, name)
 
 
-def test_every_opset23_graph_is_refused(export: Export) -> None:
-    graphs = export("opset23", "fp16")
+def test_every_opset24_graph_is_refused(export: Export) -> None:
+    graphs = export("opset24", "fp16")
     for name, model in graphs.items():
         message = refusal(model, name)
         if name == "vision" or name.startswith("decoder_"):

@@ -63,7 +63,7 @@ both_precisions = pytest.mark.parametrize("precision", PRECISIONS)
 
 
 def test_every_name_of_the_contract_has_its_dialect() -> None:
-    assert tuple(DIALECTS) == get_args(DialectName) == ("opset23", "opset20")
+    assert tuple(DIALECTS) == get_args(DialectName) == ("opset24", "opset20")
 
 
 @both_precisions
@@ -176,7 +176,7 @@ def test_every_graph_computes_the_same_in_both_dialects(
     kind: str, precision: str, bundle: Bundles, photo: Image.Image
 ) -> None:
     compared, (checkpoint, budgets, images) = 0, KINDS[kind]
-    root = bundle(checkpoint, precision, budgets, "opset23", images)
+    root = bundle(checkpoint, precision, budgets, "opset24", images)
     for name, spec, engines in pairs(bundle, kind, precision):
         for sizes in (PREFILL, CONTINUED, DECODE) if name.startswith(("decoder", "head")) else (PREFILL,):
             inputs = seen(spec, root, photo) if name == "vision" else given(spec, sizes)
