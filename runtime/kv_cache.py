@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sinkprune.contract.engines_manifest import OptimisationProfiles
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, GraphSpec
 from sinkprune.contract.precision import Array
@@ -32,6 +33,20 @@ def cache_names(spec: GraphSpec) -> dict[str, str]:
     prefix = "past_"
     names = (tensor.name.removeprefix(prefix) for tensor in spec.inputs if tensor.name.startswith(prefix))
     return {name: prefix + name for name in names if name != "length"}
+
+
+def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
+    """The one room that an engine of the decoder segment `spec` takes caches of; None where it takes others too.
+
+    TensorRT updates caches of one size in place, and of no range of sizes.
+    """
+    rooms = {
+        shape[2]
+        for ranges in profiles.values()
+        for name in cache_names(spec).values()
+        for shape in (ranges[name].min, ranges[name].max)
+    }
+    return rooms.pop() if len(rooms) == 1 else None
 
 
 class CacheMemory(Protocol):

@@ -24,7 +24,7 @@ from sinkprune.runtime.backends.row_runs import row_runs
 from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
 from sinkprune.runtime.device import Device, open_device
 from sinkprune.runtime.device.memory_pool import MemoryPool
-from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names
+from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names, fixed_room
 from sinkprune.runtime.tensorrt_library import import_tensorrt, new_error_log
 
 PLUGINS = "sinkprune.tensorrt_plugins"
@@ -68,12 +68,10 @@ class TensorRTBackend(Backend, CacheMemory):
         return self._load(model, {})
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
-        names = cache_names(model.spec)
-        engine = wrap(self._load(model, names if form == "in-place" else {}))
-        # TensorRT updates caches of one size only, which the engine was built for.
-        profiles = self._built.engines.manifest.engines[model.graph].optimisation_profiles.values()
-        shapes = {shape for ranges in profiles for shape in ranges[next(iter(names.values()))]}
-        return DECODERS[form](engine, self, model.spec, shapes.pop()[2] if len(shapes) == 1 else None)
+        in_place = cache_names(model.spec) if form == "in-place" else {}
+        engine = wrap(self._load(model, in_place))
+        profiles = self._built.engines.manifest.engines[model.graph].optimisation_profiles
+        return DECODERS[form](engine, self, model.spec, fixed_room(model.spec, profiles))
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> TensorRTEngine:
         """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
