@@ -101,7 +101,6 @@ class _Picture:
             "n": _Span(fewest, median_low(visual), max(visual)),
             "S": rows,
             "C": _Span(0, 0, 0),
-            "T": rows,
             "V": _Span(fewest, median_low(visual), most),
             "V2": _Span(1, median_low(visual), most),
             "L": _Span(0, usual_prompt, limits.prompt_tokens),
