@@ -133,4 +133,3 @@ def kv_bytes(chain: Chain, cache: KVCache) -> int:
     model = chain.model
     row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
     return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))
-

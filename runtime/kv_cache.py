@@ -110,8 +110,8 @@ class BufferedDecoder(Decoder):
         room = self._room or room_for(rows)
         if rows > room:
             raise BackendError(
-                f"a cache of {rows} rows is more than the {room} its engine was built for. Build engines for more, by "
-                "a larger --max-prompt or --max-new-tokens of sinkprune-build."
+                f"{rows} rows are more than the {room} that the engine's caches have room for. Build engines that "
+                "have more, by a larger --max-prompt or --max-new-tokens of sinkprune-build."
             )
         buffers = self._new_buffers(room)
         for name, buffer in buffers.items():

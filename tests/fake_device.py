@@ -86,9 +86,7 @@ class FakeDevice:
         self.calls.append("copy")
         self.enqueue(lambda: ctypes.memmove(destination, source, size))
 
-    def copy_lines(
-        self, destination: int, pitch: int, source: int, source_pitch: int, size: int, lines: int
-    ) -> None:
+    def copy_lines(self, destination: int, pitch: int, source: int, source_pitch: int, size: int, lines: int) -> None:
         self.calls.append("copy_lines")
 
         def copy() -> None:

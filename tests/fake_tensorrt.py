@@ -297,9 +297,7 @@ def build_fake_engines(
                 {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
             ],
             "device_memory": need,
-            "in_place": {
-                tensor.name: f"past_{tensor.name}" for tensor in spec.outputs if "C" in tensor.shape
-            },
+            "in_place": {tensor.name: f"past_{tensor.name}" for tensor in spec.outputs if "C" in tensor.shape},
         }
         file = f"engines/{graph}.engine"
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

@@ -77,10 +77,10 @@ class Backend(Protocol):
         """
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
-        """The decoder segment of one graph, whose caches have the form that the bundle names; raises what `load` does.
+        """The decoder segment of one graph, whose caches are of the form that the bundle names.
 
         It calls `wrap` of its engine in that one's place. Where caches are buffers, that is given all inputs of the
-        graph contract.
+        graph contract. Raises what `load` raises.
         """
 
     def tensor(self, array: Array) -> Tensor:

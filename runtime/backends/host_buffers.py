@@ -34,7 +34,7 @@ class HostBuffers:
             block = self._block(size)
         start = -block.ctypes.data % _ALIGNMENT
         # Of a view on a memoryview further views know, and hold; of one on an array they know the array only.
-        lent = np.frombuffer(memoryview(block)[start : start + size], np.uint8)
+        lent = np.frombuffer(block.data[start : start + size], np.uint8)
         weakref.finalize(lent, self._returned.append, block).atexit = False
         return lent
 

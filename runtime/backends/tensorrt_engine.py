@@ -88,7 +88,8 @@ class TensorRTEngine:
     ) -> None:
         """`engine` is an `ICudaEngine` of the graph named `graph`, and `spec` what engines.json says of it.
 
-        `in_place` has the inputs whose memory outputs are written into, by the output's name. Raises `BackendError` if the two differ, or where device memory runs out.
+        `in_place` has the inputs whose memory outputs are written into, by the output's name. Raises `BackendError`
+        if the two differ, or where device memory runs out.
         """
         self._graph, self._session, self._in_place = graph, session, in_place
         library = session.library
