@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sinkprune.contract.precision import WeightForms
+
 PARTS = (
     "preprocess",
     "vision",
@@ -84,6 +86,8 @@ class Report:
     model: str
     backend: str
     precision: str
+    """The type of hidden states and caches."""
+    weights: WeightForms
     method: str
     machine: str
     threads: int
