@@ -16,12 +16,16 @@ PARTS = (
     "projector",
     "prefill",
     "select",
+    "rest",
     "ttft",
     "per_token",
     "latency",
 )
 """What is timed. `select` is part of `prefill`; `ttft` runs from the decoded image and the prompt string to the
 first sampled token; `latency` is the whole answer."""
+OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
+"""The parts that `ttft` is the sum of. `rest` is what none of the others is: rows laid out, results checked and read
+back, the first token chosen."""
 
 
 @dataclass(frozen=True)
