@@ -141,6 +141,8 @@ class Made:
     folder: Path
     floats: Path
     """The checkpoint of its dequantised weights."""
+    original: Path
+    """The checkpoint before it was quantised."""
     layers: dict[str, Codes]
     """By the names of the float checkpoint's tensors."""
 
@@ -154,7 +156,7 @@ def make_quantised(original: Path, folder: Path, layout: Layout) -> Made:
     held = {name: tensor for name, tensor in tensors.items() if name not in layers}
     for name, layer in layers.items():
         held |= stored(name, layer, layout)
-    found = Made(folder / "quantised", folder / "floats", layers)
+    found = Made(folder / "quantised", folder / "floats", original, layers)
     for place, content in ((found.folder, held), (found.floats, floats)):
         shutil.copytree(original, place, ignore=shutil.ignore_patterns("*.safetensors"))
         arrays = {name: np.ascontiguousarray(tensor) for name, tensor in content.items()}
