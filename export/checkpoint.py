@@ -174,6 +174,11 @@ class SafetensorsWeights:
         return self._read(name, shape, ("I32",), "I32. Download it again, or give the unquantised checkpoint")
 
     def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
+        if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': '{name}' was quantised, but config.json has no quantization_config "
+                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised checkpoint."
+            )
         if name not in self._owners:
             raise CheckpointError(
                 f"checkpoint '{self.folder}' holds no tensor '{name}', expected one of shape {list(shape)}. "

@@ -36,8 +36,17 @@ class QuantisedWeights:
         self._weights.close()
 
     def quantised(self, name: str) -> bool:
-        """Whether the matrix `name`, which ends in `.weight`, is stored as codes."""
-        return name.endswith(".weight") and f"{name.removesuffix('weight')}qweight" in self._weights
+        """Whether the matrix `name`, which ends in `.weight`, is stored as codes.
+
+        Raises `CheckpointError` where it is stored as floats too.
+        """
+        found = name.endswith(".weight") and f"{name.removesuffix('weight')}qweight" in self._weights
+        if found and name in self._weights:
+            raise CheckpointError(
+                f"checkpoint '{self._weights.folder}' holds '{name}' as floats and as codes (qweight), expected "
+                "one of them. Download it again."
+            )
+        return found
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
         """The tensor `name` of `shape`, dequantised where it is stored as codes; raises `CheckpointError`."""
@@ -65,13 +74,11 @@ class QuantisedLayer:
         self.group: int = quantisation.group_size or inputs
         """How many inputs share a scale."""
         self._fields = _WORD // quantisation.bits
-        for what, count, unit in (
-            ("inputs", inputs, self.group),
-            ("inputs", inputs, self._fields),
-            ("outputs", outputs, self._fields),
-        ):
-            if count % unit:
-                raise self._wrong(f"has {count} {what}", f"a multiple of {unit}, its groups and its packing")
+        if inputs % self.group:
+            raise self._wrong(f"has {inputs} inputs", f"a multiple of {self.group}, which share a scale")
+        for what, count in (("inputs", inputs), ("outputs", outputs)):
+            if count % self._fields:
+                raise self._wrong(f"has {count} {what}", f"a multiple of {self._fields}, which share a word")
         self.order: Array | None = self._order()
         """The inputs [inputs] int64 in the order that codes have them; None where it is their own."""
 
