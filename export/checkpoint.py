@@ -177,7 +177,7 @@ class SafetensorsWeights:
         if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
             raise CheckpointError(
                 f"checkpoint '{self.folder}': '{name}' was quantised, but config.json has no quantization_config "
-                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised checkpoint."
+                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised one."
             )
         if name not in self._owners:
             raise CheckpointError(

@@ -178,6 +178,17 @@ def test_every_matrix_is_exactly_the_checkpoints(
     assert forms.vision == "fp32"
 
 
+@pytest.mark.parametrize("layout", [GPTQ, REORDERED, AWQ, EIGHT])
+def test_engines_of_onnx_runtime_answer_alike(
+    layout: Layout, repacked: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    built = run("sinkprune-build", repacked(layout), "-o", tmp_path / "engines", "--target", "onnxruntime")
+    assert built.code == 0, built.stderr
+    _, expected = ask(Pipeline.load(repacked(layout)), photo, "retain-64", NEW_TOKENS)
+    _, logits = ask(Pipeline.load(repacked(layout), engines=tmp_path / "engines"), photo, "retain-64", NEW_TOKENS)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
+
+
 def export(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any], str]:
     done = run("sinkprune-export", folder, "-o", output, "--budgets", "retain-64", "--json", *options)
     assert done.code == 0, done.stderr
