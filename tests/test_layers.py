@@ -12,13 +12,15 @@ from import_statements import PACKAGE, ROOT, imports, package_of
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "export": (
-        "__init__ config_fields dialects limits precision presets progress rounding",
+        "__init__ config_fields dialects limits precision presets progress requantised rounding",
+        "quantisation_config",
         "weight_forms",
         "graph",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",
         "methods planning",
         "checkpoint text tokenizer",
+        "quantised_weights repacked_form",
         "families",
         "source",
         "bundle_writer",

@@ -53,10 +53,30 @@ _SCHEMA = {
     "Entry": {"key": (1, "text"), "value": (2, "text")},
 }
 """Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
-_DTYPES = {1: "float32", 3: "int8", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16", 22: "int4"}
-"""By their numbers in onnx.proto3, the types that sinkprune writes."""
-_BITS = {"float32": 32, "int8": 8, "int64": 64, "bool": 8, "float16": 16, "bfloat16": 16, "int4": 4}
-_OF_MATRICES = ("bfloat16", "int4")
+_DTYPES = {
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    16: "bfloat16",
+    21: "uint4",
+    22: "int4",
+}
+"""By their numbers in onnx.proto3, the types that sinkprune writes; uint8 is what ONNX Runtime packs codes into."""
+_BITS = {
+    "float32": 32,
+    "uint8": 8,
+    "int8": 8,
+    "int64": 64,
+    "bool": 8,
+    "float16": 16,
+    "bfloat16": 16,
+    "uint4": 4,
+    "int4": 4,
+}
+_OF_MATRICES = ("bfloat16", "uint4", "int4")
 """Types that numpy does not know: only matrices are of them, which are never read here."""
 _MOST_NODES = 50_000
 _MOST_AXES, _LONGEST_AXIS = 8, 1 << 40

@@ -17,19 +17,23 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import Shape, make_checkpoint
 from heads_of_64 import CONFIG, export_random
+from quantised_checkpoints import Layout, make_quantised
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
-from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
@@ -150,3 +154,13 @@ def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -
         if graph == "decoder_1":
             # Not folded into floats, which would be four or two times as large.
             assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)
+
+
+@pytest.mark.parametrize("layout", [Layout(desc_act=True), Layout(bits=8)], ids=["4 bits, reordered", "8 bits"])
+def test_a_repacked_checkpoint_compiles(layout: Layout, tmp_path: Path) -> None:
+    made = make_quantised(make_checkpoint(tmp_path / "checkpoint", Shape(image_size=112)), tmp_path, layout)
+    export_bundle(ExportRequest(str(made.folder), budgets=("retain-64",), precision="fp16"), tmp_path / "bundle")
+    bundle = read_bundle(tmp_path / "bundle")
+    assert (bundle.manifest.weights.decoder, bundle.manifest.weights.block_size) == (f"int{layout.bits}", 32)
+    for graph in ("decoder_1", "head"):
+        compile_graph(bundle, graph, tmp_path)
