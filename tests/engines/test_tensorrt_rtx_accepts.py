@@ -119,6 +119,18 @@ def test_graphs_with_weights_compile(
         assert (FUSED_ATTENTION in engine) == (has_attention and precision == "fp16"), graph
 
 
+@pytest.mark.parametrize(("dialect", "fused"), [("opset24", ["prefill", "decode"]), ("opset20", ["prefill"])])
+def test_attention_to_a_cache_is_fused(
+    dialect: str, fused: list[str], graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    bundle = graphs(dialect, "fp16").bundle
+    profiles = optimisation_profiles(bundle.manifest, LIMITS)["decoder_0"]
+    for name, profile in profiles.items():
+        job = Job(Model.of_bundle(bundle, "decoder_0"), {name: profile})
+        TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / name, SILENT)
+    assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
+
+
 @pytest.mark.parametrize(
     ("dialect", "precision", "method"),
     [
