@@ -18,15 +18,16 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from peer_engines import process
-from peer_engines.bandwidth import read_gb_per_s
+from peer_engines.bandwidth import PlainRead
 from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
-from peer_engines.report import as_json, plot, table
+from peer_engines.report import as_json, plot, read_line, table
 from peer_engines.rounds import Plan, measure, sittings
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
@@ -96,23 +97,22 @@ def _peers(arguments: Sequence[str] | None) -> None:
                 ready.append(form)
             except NotRunError as error:
                 not_run[form.label] = str(error)
-        plan = Plan(
-            options.prompt, options.side, options.new_tokens, options.threads, options.repeat, options.warmup
-        )
+        plan = Plan(options.prompt, options.side, options.new_tokens, options.threads, options.repeat, options.warmup)
         if options.prepare:
             ready = []
         free = int(options.memory_gb * 1e9) if options.memory_gb else int(0.9 * available_bytes())
         groups, refused = sittings(ready, options.reference, weight_bytes(place / "checkpoint") // 2, free)
-        gb_per_s = read_gb_per_s(options.threads)
-        measured = measure(groups, plan, lambda form: process.Process(form, place, options.threads, log), say)
+        read = PlainRead(options.threads)
+        open_process = partial(process.Process, place=place, threads=options.threads, log=log)
+        measured = measure(groups, plan, open_process, read.gb_per_s, say)
     measured.not_run = {**not_run, **refused, **measured.not_run}
     heading = (
         f"{options.model}, {options.threads} threads, {machine_name()}; {options.new_tokens} new tokens, "
         f"medians (p95) of {options.repeat} interleaved rounds\n"
-        f"a plain read of memory: {gb_per_s:.1f} GB/s; x: over {options.reference} in the same sitting"
+        f"x: over {options.reference} in the same sitting"
     )
     if options.json:
-        content = as_json(measured, options.model, plan, options.reference, gb_per_s)
+        content = as_json(measured, options.model, plan, options.reference)
         write_whole(options.json, (json.dumps(content, indent=1) + "\n").encode())
     if options.plot and measured.rows:
         write_whole(options.plot, plot(measured, heading, options.plot.suffix))
@@ -120,6 +120,7 @@ def _peers(arguments: Sequence[str] | None) -> None:
     if measured.rows:
         shown.print(heading, highlight=False, markup=False)
         shown.print(table(measured, options.reference))
+        shown.print(read_line(measured), highlight=False, markup=False)
     for label, reason in measured.not_run.items():
         shown.print(f"not run: {label}: {reason}.", highlight=False, markup=False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,20 +9,22 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 
-_BYTES, _PIECE, _REPEAT = 1 << 30, 1 << 22, 7
+_BYTES, _PIECE = 1 << 29, 1 << 22
 
 
-def read_gb_per_s(threads: int, size: int = _BYTES) -> float:
-    """GB/s of a plain read of `size` bytes by so many threads, each its own part: the median of seven."""
-    numbers = np.ones(size // 4, np.float32)
-    parts = np.array_split(numbers, threads)
-    with ThreadPoolExecutor(threads) as pool:
-        times = []
-        for _ in range(_REPEAT):
-            start = time.perf_counter()
-            list(pool.map(_read, parts))
-            times.append(time.perf_counter() - start)
-    return numbers.nbytes / statistics.median(times) / 1e9
+class PlainRead:
+    """A buffer that is read whole, by so many threads, each its own part."""
+
+    def __init__(self, threads: int, size: int = _BYTES) -> None:
+        """`size` is in bytes: far more than any cache holds."""
+        self._parts = np.array_split(np.ones(size // 4, np.float32), threads)
+        self._pool = ThreadPoolExecutor(threads)
+
+    def gb_per_s(self) -> float:
+        """Read it once."""
+        start = time.perf_counter()
+        list(self._pool.map(_read, self._parts))
+        return sum(part.nbytes for part in self._parts) / (time.perf_counter() - start) / 1e9
 
 
 def _read(numbers: Array) -> None:

@@ -74,9 +74,7 @@ def _write_text(folder: Path, config: Mapping[str, Any]) -> None:
     _write_processor(folder, config, family, source.processor)
 
 
-def _write_processor(
-    folder: Path, config: Mapping[str, Any], family: Family, processor: Mapping[str, Any]
-) -> None:
+def _write_processor(folder: Path, config: Mapping[str, Any], family: Family, processor: Mapping[str, Any]) -> None:
     kind = "CLIPImageProcessor" if family.name.startswith("llava") else "Qwen2VLImageProcessor"
     settings = {name: value for name, value in processor.items() if name != "video"}
     image = {**settings, "image_processor_type": kind, "processor_class": _PROCESSORS[family.name]}

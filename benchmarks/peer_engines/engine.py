@@ -40,6 +40,8 @@ class Timing:
     """Mean of the tokens behind the first."""
     input_tokens: int
     """Text and visual tokens as the decoder first sees them."""
+    tokens: Sequence[int]
+    """The answer's ids: noise, but in fp32 the same noise from everybody who computes the same model."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Of `ttft`, where the engine tells: `vision`, `prefill`, `select`."""
 
@@ -80,7 +82,7 @@ class Engine(Protocol):
     """What a module `<name>_engine` holds."""
 
     def forms(self, model: str) -> Sequence[Form]:
-        """The forms it has of a preset; raises `NotRunError` where it takes the model in none, or is not installed."""
+        """The forms it has of a preset; raises `NotRunError` where it takes the model in none or is not installed."""
 
     def prepare(self, form: Form, place: Path) -> None:
         """Convert `place / "checkpoint"` into what `load` reads, beside it, unless it is there already."""

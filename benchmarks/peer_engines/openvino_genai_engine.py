@@ -59,6 +59,8 @@ def prepare(form: Form, place: Path) -> None:
     done = subprocess.run([*command, "--model", place / "checkpoint", *way.export, partial], check=False)
     if done.returncode:
         raise NotRunError(f"optimum-cli export openvino {' '.join(way.export)} ended with {done.returncode}")
+    # GenAI looks for the picture's settings in this file alone, and takes others in silence where it is missing.
+    shutil.copy(place / "checkpoint" / "preprocessor_config.json", partial)
     partial.rename(folder)
 
 
@@ -78,10 +80,12 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         def __init__(self) -> None:
             super().__init__()
             self.times: list[float] = []
+            self.tokens: list[int] = []
 
         def write(self, token: int | list[int]) -> openvino_genai.StreamingStatus:
-            came = len(token) if isinstance(token, list) else 1
-            self.times += [time.perf_counter()] * came
+            came = token if isinstance(token, list) else [token]
+            self.tokens += came
+            self.times += [time.perf_counter()] * len(came)
             return openvino_genai.StreamingStatus.RUNNING
 
         def end(self) -> None:
@@ -110,6 +114,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
             ttft,
             (clock.times[-1] - clock.times[0]) * 1e3 / max(1, question.new_tokens - 1),
             metrics.get_num_input_tokens(),
+            clock.tokens,
             {"vision": vision, "prefill": ttft - vision},
         )
 

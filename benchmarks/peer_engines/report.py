@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,13 +20,13 @@ _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "res
 _DECODE = "#F0E442"
 
 
-def as_json(measured: Measured, model: str, plan: Plan, reference: str, gb_per_s: float) -> dict[str, Any]:
+def as_json(measured: Measured, model: str, plan: Plan, reference: str) -> dict[str, Any]:
     """Everything, every single answer included."""
     return {
         "model": model,
         "machine": machine_name(),
         "python": platform.python_version(),
-        "read_gb_per_s": gb_per_s,
+        "read_gb_per_s": measured.read_gb_per_s,
         "plan": asdict(plan),
         "reference": reference,
         "rows": [_row(measured, row, reference) for row in measured.rows],
@@ -45,6 +46,7 @@ def _row(measured: Measured, row: Row, reference: str) -> dict[str, Any]:
         "ms": {part: asdict(spread) if (spread := row.spread(part)) else None for part in parts},
         "ttft_over_reference": _ratio(measured, row, reference, "ttft"),
         "per_token_over_reference": _ratio(measured, row, reference, "per_token"),
+        "first_token_as_most": measured.agreeing(row),
         "decode_gb_per_s": row.decode_gb_per_s,
         "peak_rss_bytes": row.peak_bytes,
         "load_peak_rss_bytes": row.facts["load_peak_bytes"],
@@ -61,11 +63,17 @@ def _ratio(measured: Measured, row: Row, reference: str, part: str) -> float | N
     return own.median / its.median if own and its and its.median else None
 
 
+def read_line(measured: Measured) -> str:
+    """What plain reads of memory reached, so that nobody's GB/s need be believed."""
+    reads = sorted(measured.read_gb_per_s)
+    return f"a plain read of memory: {statistics.median(reads):.1f} GB/s ({reads[0]:.1f} to {reads[-1]:.1f})"
+
+
 def table(measured: Measured, reference: str) -> Table:
     """A row for each form and way, the fastest first; milliseconds are medians, 95th percentiles in brackets."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     headings = ["engine", "input", "TTFT", "vision", "prefill", "select", "a token", "GB/s", "peak GB", "load s"]
-    for heading in [*headings, "TTFT x", "token x"]:
+    for heading in [*headings, "TTFT x", "token x", "agrees"]:
         made.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
     for row in _fastest_first(measured):
         made.add_row(
@@ -79,6 +87,7 @@ def table(measured: Measured, reference: str) -> Table:
             _number(row.facts["load_seconds"], 1),
             _number(_ratio(measured, row, reference, "ttft"), 2),
             _number(_ratio(measured, row, reference, "per_token"), 2),
+            f"{100 * measured.agreeing(row):.0f} %",
         )
     return made
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mode
 from typing import Any
 
 from peer_engines.engine import Form, NotRunError, Question
@@ -76,6 +77,15 @@ class Measured:
     rows: list[Row] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
     """Reasons, by label."""
+    read_gb_per_s: list[float] = field(default_factory=list)
+    """Of a plain read of memory at the begin of each round: what decoding could reach, and how the machine drifts."""
+
+    def agreeing(self, row: Row) -> float:
+        """The share of rounds in which the answer's first token is what most unpruned ones begin with."""
+        unpruned = [one for one in self.rows if one.way == UNPRUNED]
+        begins = [[one.answers[turn]["tokens"][0] for one in unpruned] for turn in range(len(row.answers))]
+        own = [answer["tokens"][0] for answer in row.answers]
+        return sum(bool(all_) and mode(all_) == one for all_, one in zip(begins, own, strict=True)) / len(own)
 
     def reference(self, row: Row, label: str) -> Row | None:
         """The row of the reference that ran beside `row`: in the same sitting, unpruned."""
@@ -91,9 +101,9 @@ def needed_bytes(form: Form, parameters: int) -> int:
 def sittings(
     forms: Sequence[Form], reference: str, parameters: int, free_bytes: int
 ) -> tuple[list[list[Form]], dict[str, str]]:
-    """Groups of forms that fit into memory together, the one labelled `reference` first in each; and who fits nowhere.
+    """Groups of forms that fit into memory together, and the reasons, by label, of those that fit nowhere.
 
-    The second are reasons by label.
+    The form labelled `reference` is the first of each group.
     """
     first = [form for form in forms if form.label == reference]
     taken = sum(needed_bytes(form, parameters) for form in first)
@@ -119,9 +129,16 @@ def sittings(
 
 
 def measure(
-    groups: Sequence[Sequence[Form]], plan: Plan, open_process: Callable[[Form], Process], say: Say
+    groups: Sequence[Sequence[Form]],
+    plan: Plan,
+    open_process: Callable[[Form], Process],
+    read_gb_per_s: Callable[[], float],
+    say: Say,
 ) -> Measured:
-    """Ask every form of every group; who cannot be loaded or fails is told of, and the others go on."""
+    """Ask every form of every group; who cannot be loaded or fails is told of, and the others go on.
+
+    `read_gb_per_s` is called once a round.
+    """
     measured = Measured()
     for sitting, forms in enumerate(groups):
         processes: list[Process] = []
@@ -132,30 +149,34 @@ def measure(
                     processes.append(open_process(form))
                 except NotRunError as error:
                     measured.not_run[form.label] = str(error)
-            measured.rows += _sit(processes, sitting, plan, measured.not_run, say)
+            asked = [
+                (process, Row(process.form, way, process.facts, sitting))
+                for process in processes
+                for way in process.form.ways
+            ]
+            for turn in range(-plan.warmup, plan.repeat):
+                measured.read_gb_per_s.append(read_gb_per_s())
+                _round(asked, turn, plan, measured.not_run, say)
+            measured.rows += [row for _, row in asked if row.answers]
         finally:
             for process in processes:
                 process.close()
     return measured
 
 
-def _sit(processes: list[Process], sitting: int, plan: Plan, not_run: dict[str, str], say: Say) -> list[Row]:
-    asked = [
-        (process, Row(process.form, way, process.facts, sitting)) for process in processes for way in process.form.ways
-    ]
-    for turn in range(-plan.warmup, plan.repeat):
-        # Each round starts with another: being first after a pause is nobody's privilege.
-        shift = turn % len(asked) if asked else 0
-        for process, row in [*asked[shift:], *asked[:shift]]:
-            if row.label in not_run or row.form.label in not_run:
-                continue
-            say(f"round {turn + 1} of {plan.repeat}: {row.label}")
-            try:
-                answer = process.ask(plan.question(turn, row.way))
-            except NotRunError as error:
-                # Its process is gone, and with it all of its ways.
-                not_run[row.form.label] = str(error)
-                continue
-            if turn >= 0:
-                row.answers.append(answer)
-    return [row for _, row in asked if row.answers]
+def _round(asked: Sequence[tuple[Process, Row]], turn: int, plan: Plan, not_run: dict[str, str], say: Say) -> None:
+    """Ask everybody once; a `turn` below 0 does not count."""
+    # Each round starts with another: being first after a pause is nobody's privilege.
+    shift = turn % len(asked) if asked else 0
+    for process, row in [*asked[shift:], *asked[:shift]]:
+        if row.form.label in not_run:
+            continue
+        say(f"round {turn + 1} of {plan.repeat}: {row.label}")
+        try:
+            answer = process.ask(plan.question(turn, row.way))
+        except NotRunError as error:
+            # Its process is gone, and with it all of its ways.
+            not_run[row.form.label] = str(error)
+            continue
+        if turn >= 0:
+            row.answers.append(answer)

@@ -73,7 +73,8 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
             "prefill": ms["prefill"] - ms["select"],
             "select": ms["select"],
         }
-        return Timing(ms["ttft"], ms["per_token"], answer.prompt_tokens + answer.visual_tokens, parts)
+        input_tokens = answer.prompt_tokens + answer.visual_tokens
+        return Timing(ms["ttft"], ms["per_token"], input_tokens, answer.token_ids, parts)
 
     manifest = bundle.manifest
     decoder = {graph for graph in manifest.graphs if graph.startswith("decoder_") or graph == "head"}

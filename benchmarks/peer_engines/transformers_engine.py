@@ -60,7 +60,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         prepared = time.perf_counter()
         tower.seconds = 0.0
         count = question.new_tokens
-        model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock)
+        answer = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock)
         _, *times = clock.times
         vision = (prepared - start + tower.seconds) * 1e3
         ttft = (times[0] - start) * 1e3
@@ -68,6 +68,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
             ttft,
             (times[-1] - times[0]) * 1e3 / max(1, count - 1),
             inputs["input_ids"].shape[1],
+            answer[0, -count:].tolist(),
             {"vision": vision, "prefill": ttft - vision},
         )
 
