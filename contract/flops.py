@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkprune.contract.manifest import LanguageModel
+from sinkprune.contract.manifest import LanguageModel, Manifest
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:
@@ -22,7 +22,7 @@ def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
     return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)
 
 
-def decode_bytes(model: LanguageModel, bytes_per_weight: int, kv_bytes: int) -> int:
-    """Bytes one decode step must read: all decoder and head weights once, and the KV cache."""
-    head = model.hidden_size * (model.vocab_size + 1)
-    return (model.decoder_parameters + head) * bytes_per_weight + kv_bytes
+def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:
+    """Bytes one decode step must read: all weights of decoder and head once, as they are stored, and the KV cache."""
+    graphs = ["head", *(f"decoder_{segment}" for segment in range(len(manifest.segments)))]
+    return sum(manifest.weight_bytes(graph) for graph in graphs) + kv_bytes

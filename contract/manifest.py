@@ -10,13 +10,13 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest_file import FileSpec, ManifestFile
 from sinkprune.contract.plans import Plan, find_plan
-from sinkprune.contract.precision import PrecisionName
+from sinkprune.contract.precision import PrecisionName, WeightForms
 from sinkprune.contract.schema import Bounds, Count, Few, Size, Width
 from sinkprune.contract.towers import Tower
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST = "bundle.json"
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
@@ -100,6 +100,9 @@ class Manifest:
     sinkprune_version: str
     family: str
     precision: PrecisionName
+    """The type of hidden states and caches, and of the weights that have no form of their own."""
+    weights: WeightForms
+    """The forms that the matrices of linear layers are stored in."""
     dialect: DialectName
     checkpoint: Checkpoint
     language_model: LanguageModel
@@ -132,6 +135,11 @@ class Manifest:
         """Whether images differ in their number of visual tokens."""
         shapes = [tensor.shape for tensor in self.graphs["vision"].outputs if tensor.name == "norms"]
         return any(isinstance(size, str) for shape in shapes for size in shape[1:])
+
+    def weight_bytes(self, graph: str) -> int:
+        """The bytes of a graph's weights; 0 for the graphs of pruning plans, which have none."""
+        spec = self.files.get(f"graphs/weights/{graph}.bin")
+        return spec.size if spec else 0
 
     def plan(self, method: str, budget: str) -> Plan | None:
         """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sinkprune.contract.precision import WeightForms
+
 PARTS = (
     "preprocess",
     "vision",
@@ -14,12 +16,16 @@ PARTS = (
     "projector",
     "prefill",
     "select",
+    "rest",
     "ttft",
     "per_token",
     "latency",
 )
 """What is timed. `select` is part of `prefill`; `ttft` runs from the decoded image and the prompt string to the
 first sampled token; `latency` is the whole answer."""
+OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
+"""The parts that `ttft` is the sum of. `rest` is what none of the others is: rows laid out, results checked and read
+back, the first token chosen."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,8 @@ class Report:
     model: str
     backend: str
     precision: str
+    """The type of hidden states and caches."""
+    weights: WeightForms
     method: str
     machine: str
     threads: int

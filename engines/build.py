@@ -20,7 +20,7 @@ from sinkprune.contract.folders import check_outside, replacing
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.signature import Sign
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free, weight_bytes
+from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
 from sinkprune.runtime.backends.models import Model
@@ -49,7 +49,7 @@ def build_engines(
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     check_memory(bundle, profiles, builder.memories())
-    needed = sum(weight_bytes(bundle, graph) + _CODE_BYTES for graph in profiles)
+    needed = sum(bundle.manifest.weight_bytes(graph) + _CODE_BYTES for graph in profiles)
     way_out = "build a bundle with fewer methods and budgets"
     with replacing(output, ENGINES, needed, way_out, force=force) as root:
         engines = {}

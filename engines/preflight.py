@@ -69,15 +69,9 @@ def need_and_free(bundle: Bundle, graph: str, profiles: OptimisationProfiles, me
 
 def needed_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memory: Memory) -> int:
     """About how many bytes of `memory` building `graph` takes: weights a few times, activations, and a fixed part."""
-    weights = weight_bytes(bundle, graph)
+    weights = bundle.manifest.weight_bytes(graph)
     activations = _activation_bytes(bundle, graph, profiles) if memory.activations else 0
     return int(memory.copies * weights) + activations + _FIXED_BYTES
-
-
-def weight_bytes(bundle: Bundle, graph: str) -> int:
-    """The bytes of a graph's weights; 0 for the graphs of pruning plans, which have none."""
-    spec = bundle.manifest.files.get(f"graphs/weights/{graph}.bin")
-    return spec.size if spec else 0
 
 
 def _activation_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles) -> int:

@@ -3,7 +3,7 @@
 The list is docs/operators.md of github.com/onnx/onnx-tensorrt, release 10.1-GA, with what docs/Changelog.md there
 gives for 10.2 and 10.3: tensors as `axes` of Slice. It is read strictly. Left out are the operators whose conditions
 are more than types and attributes (control flow, recurrent cells, pooling, resizing), whose output's size depends on
-its values (NonZero), and all that quantise. A graph that passes holds nothing the list refuses; whether TensorRT
+its values (NonZero), and QuantizeLinear. A graph that passes holds nothing the list refuses; whether TensorRT
 builds it, only TensorRT says.
 """
 
@@ -20,12 +20,15 @@ from sinkprune.contract.top_k import MOST_OF_TOP_K
 from sinkprune.engines.plugin_graph import as_array, constants
 
 MAX_OPSET = 20
+OPSET_OF_INT4 = 21
+"""The list has DequantizeLinear of INT4, which ONNX has from this opset on; the parser does not compare opsets."""
 MAX_IR_VERSION = 10
 """Of ONNX 1.16, which the parser of 10.3 is built with."""
 
 _FLOATS = frozenset({"FLOAT", "FLOAT16", "BFLOAT16"})
 _NUMBERS = _FLOATS | {"INT32", "INT64"}
 _ALL = _NUMBERS | {"BOOL"}
+_CODES = frozenset({"INT8", "INT4"})
 _NAMES = {
     _FLOATS: """
         Acos Acosh Asin Asinh Atan Atanh Ceil Celu Clip Conv ConvTranspose Cos Cosh CumSum Einsum Elu Erf Exp Floor
@@ -37,6 +40,7 @@ _NAMES = {
         Range ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum
         ReduceSumSquare Relu ScatterElements ScatterND Shrink Sign SpaceToDepth Sub Sum TopK""",
     frozenset({"BOOL"}): "And Not Or Xor",
+    _CODES: "DequantizeLinear",
     _ALL: """
         Cast CastLike Concat Constant ConstantOfShape Expand EyeLike Flatten Gather GatherElements GatherND Identity
         OneHot Reshape Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where""",
@@ -68,7 +72,8 @@ def check_trt10(model: onnx.ModelProto, graph: str) -> None:
     """
     model = _with_full_names(model)
     _check_operators(model, graph)
-    _check_versions(model, graph)
+    int4 = any(tensor.data_type == onnx.TensorProto.INT4 for tensor in model.graph.initializer)
+    _check_versions(model, graph, OPSET_OF_INT4 if int4 else MAX_OPSET)
     inferred = _inlined(model, graph)
     types, known = _value_types(inferred), constants(inferred)
     opset = next(opset.version for opset in model.opset_import if not opset.domain)
@@ -115,11 +120,14 @@ def _check_operators(model: onnx.ModelProto, graph: str) -> None:
         )
 
 
-def _check_versions(model: onnx.ModelProto, graph: str) -> None:
+def _check_versions(model: onnx.ModelProto, graph: str, newest_opset: int) -> None:
     bodies = {f"graph '{graph}'": model.opset_import}
     bodies |= {f"graph '{graph}', function {function.name}": function.opset_import for function in model.functions}
     found = [
-        (place, "opset", opset.version, MAX_OPSET) for place in bodies for opset in bodies[place] if not opset.domain
+        (place, "opset", opset.version, newest_opset)
+        for place in bodies
+        for opset in bodies[place]
+        if not opset.domain
     ]
     found.append((f"graph '{graph}'", "IR version", model.ir_version, MAX_IR_VERSION))
     for place, what, version, newest in found:
@@ -152,7 +160,8 @@ def _check_attributes(graph: str, node: onnx.NodeProto, opset: int) -> None:
 
 
 def _check_types(graph: str, node: onnx.NodeProto, types: Mapping[str, str]) -> None:
-    for name in filter(None, [*node.input, *node.output]):
+    read = node.input[1:2] if node.op_type == "DequantizeLinear" else node.input
+    for name in filter(None, [*read, *node.output]):
         found = types.get(name, "a type that cannot be inferred")
         if found not in _ALL:
             _refuse(graph, node, f"reads or writes '{name}', {found}", ", ".join(sorted(_ALL)))
@@ -165,6 +174,8 @@ def _check_inputs(graph: str, node: onnx.NodeProto, known: Mapping[str, Any]) ->
     place = _CONSTANT_INPUTS.get(node.op_type)
     if place is not None and place < len(node.input) and node.input[place] and node.input[place] not in known:
         _refuse(graph, node, f"computes its input {place}", "a constant there")
+    if node.op_type == "DequantizeLinear" and len(node.input) > 2:
+        _refuse(graph, node, "has a zero point", "none")
     if node.op_type == "LayerNormalization" and len(node.output) > 1:
         _refuse(graph, node, f"gives {len(node.output)} outputs", "the first alone")
     if node.op_type == "TopK" and node.input[1] in known:

@@ -27,7 +27,7 @@ from sinkprune.contract.manifest import (
 )
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
-from sinkprune.contract.precision import Array
+from sinkprune.contract.precision import Array, WeightForms
 from sinkprune.contract.signature import Sign
 from sinkprune.contract.system_memory import available_bytes
 from sinkprune.export.dialects import DIALECTS, Dialect
@@ -37,6 +37,7 @@ from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.source import ExportRequest, Source, open_source
+from sinkprune.export.weight_forms import chosen_forms, form_of
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
@@ -62,6 +63,7 @@ def export_bundle(
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
+    forms = chosen_forms(precision, request.weights, request.vision_weights, request.block_size)
     check_replaceable(output, BUNDLE, force=force)
     source = open_source(request)
     with closing(source.weights):
@@ -71,11 +73,11 @@ def export_bundle(
         planned = plan_graphs(facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        weight_graphs = partial(_weight_graphs, source, precision, dialect, progress)
+        weight_graphs = partial(_weight_graphs, source, precision, dialect, forms, progress)
         shallow = list(weight_graphs([range(1)]))
         _check_memory(family, shallow, precision)
-        needed = parameters_of(family, shallow) * precision.numpy.itemsize + _SMALL_FILES_BYTES
-        with replacing(output, BUNDLE, needed, "export with --precision fp16", force=force) as root:
+        needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
+        with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
             plans = _save_plans(root, planned, budgets, graphs)
@@ -88,6 +90,7 @@ def export_bundle(
                 sinkprune_version=version("sinkprune"),
                 family=family.name,
                 precision=precision.name,
+                weights=forms,
                 dialect=request.dialect,
                 checkpoint=source.checkpoint,
                 language_model=lm,
@@ -107,14 +110,15 @@ def export_bundle(
         return manifest
 
 
-def parameters_of(family: Family, shallow: Iterable[WeightedGraph]) -> int:
-    """How many weights a bundle of `family` holds; `shallow` are the weight graphs of a decoder of its first layer.
+def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
+    """How many bytes the weights of a bundle of `family` take, its embedding table in `precision`.
 
-    Every layer has as many, and there may be more layers than any disk has room for.
+    `shallow` are the weight graphs of a decoder of its first layer: every layer has as many, and there may be more
+    layers than any disk has room for.
     """
-    lm, counts = family.language_model, {graph.name: graph.parameters for graph in shallow}
-    rows = lm.vocab_size + len(family.extra_rows)
-    return sum(counts.values()) + (lm.num_layers - 1) * counts["decoder_0"] + rows * lm.hidden_size
+    lm, sizes = family.language_model, {graph.name: graph.bytes for graph in shallow}
+    table = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size * precision.numpy.itemsize
+    return sum(sizes.values()) + (lm.num_layers - 1) * sizes["decoder_0"] + table
 
 
 def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> None:
@@ -132,11 +136,17 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
 
 
 def _weight_graphs(
-    source: Source, precision: Precision, dialect: Dialect, progress: Progress, segments: Sequence[range]
+    source: Source,
+    precision: Precision,
+    dialect: Dialect,
+    forms: WeightForms,
+    progress: Progress,
+    segments: Sequence[range],
 ) -> Iterator[WeightedGraph]:
     """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
     for name, write in source.family.graphs(segments, source.weights).items():
-        graph = WeightedGraph(name, precision, dialect, _reader(source, name, progress))
+        form = form_of(forms.vision if name == "vision" else forms.decoder, forms.block_size)
+        graph = WeightedGraph(name, precision, dialect, form, _reader(source, name, progress))
         write(graph)
         yield graph
 

@@ -22,6 +22,7 @@ from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXE
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
+    from sinkprune.contract.manifest import Manifest
     from sinkprune.export.planning import Unreachable
 
 _PACKAGES = {"huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "transformers"}
@@ -29,6 +30,7 @@ _PACKAGES = {"huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "t
 _EXAMPLES = """\
 examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
+  sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-int4 --weights int4                        # 4 GB
   sinkprune-export ./my-checkpoint -o bundle --budgets retain-128,retain-64+compact
   sinkprune-export ./my-checkpoint -o orin --precision fp16 --dialect opset20      # for JetPack 6
   sinkprune-export Qwen/Qwen2.5-VL-7B-Instruct -o qwen-7b --precision fp16 --max-pixels 376320
@@ -85,13 +87,16 @@ def _export(arguments: Sequence[str] | None) -> None:
             "unreachable": [dataclasses.asdict(plan) for plan in unreachable],
             "cut_after": list(manifest.cut_after),
             "precision": manifest.precision,
+            "weights": manifest.weights.decoder,
+            "vision_weights": manifest.weights.vision,
+            "block_size": manifest.weights.block_size,
             "dialect": manifest.dialect,
         }
         sys.stdout.write(json.dumps(summary) + "\n")
     else:
         budgets = ", ".join(["none", *manifest.budgets])
         sys.stdout.write(
-            f"{escaped(str(options.output))}: {_size(size)}, {manifest.precision}, budgets {budgets}\n"
+            f"{escaped(str(options.output))}: {_size(size)}, {_numbers(manifest)}, budgets {budgets}\n"
             f"sha256 {BUNDLE.sha256(manifest)}\n"
         )
 
@@ -109,6 +114,12 @@ def _packages_told_of() -> Iterator[None]:
             f"exporting needs the package '{package}', which is not installed. "
             "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
         ) from error
+
+
+def _numbers(manifest: Manifest) -> str:
+    """The bundle's precision, and its weights' form where that is another."""
+    precision, weights = manifest.precision, manifest.weights.name
+    return precision if weights == precision else f"{precision}, weights {weights}"
 
 
 def _size(count: int) -> str:
@@ -135,7 +146,7 @@ def _known_names() -> str:
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
-    from sinkprune.contract.precision import DTYPES
+    from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, WeightsName
 
     parser = argparse.ArgumentParser(
         prog="sinkprune-export",
@@ -153,7 +164,23 @@ def _parser() -> argparse.ArgumentParser:
         default=("sinkpruner",),
         help="comma-separated, as in sinkpruner,fastv,visionzip+filter; a wrong name lists all (default: sinkpruner)",
     )
-    add("--precision", choices=list(DTYPES), default="fp32", help="weights and states (default: fp32)")
+    add("--precision", choices=list(DTYPES), default="fp32", help="states, caches, and weights (default: fp32)")
+    add(
+        "--weights",
+        choices=get_args(WeightsName),
+        help="store the matrices of decoder, projector and head so (default: as --precision)",
+    )
+    add(
+        "--vision-weights",
+        choices=get_args(WeightsName),
+        help="store the vision tower's matrices so (default: int8 beside int8 or int4, else as --weights)",
+    )
+    add(
+        "--block-size",
+        type=int,
+        choices=BLOCK_SIZES,
+        help="int4: at most so many inputs share a scale (default: 128)",
+    )
     add(
         "--dialect",
         # What they were called before is understood too.

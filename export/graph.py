@@ -22,6 +22,7 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
+from sinkprune.export.weight_forms import WeightForm
 
 # A tensor of a page or more starts on one, so that a runtime can map it.
 _PAGE = 4096
@@ -35,11 +36,12 @@ ReadTensor = Callable[[str, Sequence[int]], Array]
 class Graph:
     """A graph without weights; `WeightedGraph` adds them."""
 
-    def __init__(self, name: str, precision: Precision, dialect: Dialect) -> None:
+    def __init__(self, name: str, precision: Precision, dialect: Dialect, least_opset: int = 1) -> None:
+        """Without operators yet; of the dialect's opset, or of `least_opset` where that is a later one."""
         self.name = name
         self.precision = precision
         self.dialect = dialect
-        self._graph = ir.Graph([], [], nodes=[], opset_imports={"": dialect.OPSET}, name=name)
+        self._graph = ir.Graph([], [], nodes=[], opset_imports={"": max(dialect.OPSET, least_opset)}, name=name)
         self.builder = GraphBuilder(self._graph)
         self.op = self.builder.op
 
@@ -74,22 +76,27 @@ class _Weight(ir.LazyTensor):
     """A weight, read when it is written."""
 
     def tofile(self, file: Any) -> None:
-        # What numpy raises where the disk is full does not say so.
-        file.write(np.ascontiguousarray(self.numpy()).data)
+        tensor = self.raw()
+        array = tensor.numpy_packed() if isinstance(tensor, ir.PackedTensor) else tensor.numpy()
+        # What numpy raises where the disk is full does not say so. As bytes: not every type of ours is numpy's own.
+        file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 class WeightedGraph(Graph):
-    """A graph whose weights `read` gives, and lie in the file `weights/<name>.bin` beside it."""
+    """A graph whose weights `read` gives, and lie in the file `weights/<name>.bin` beside it.
 
-    def __init__(self, name: str, precision: Precision, dialect: Dialect, read: ReadTensor) -> None:
-        super().__init__(name, precision, dialect)
-        self._read = read
+    Matrices of linear layers are stored in `form`, all else in the type of the graph's precision.
+    """
+
+    def __init__(self, name: str, precision: Precision, dialect: Dialect, form: WeightForm, read: ReadTensor) -> None:
+        super().__init__(name, precision, dialect, form.least_opset)
+        self.form, self.read = form, read
         self._weights: dict[ir.Value, _Weight] = {}
 
     @property
-    def parameters(self) -> int:
-        """How many weights it has."""
-        return sum(weight.size for weight in self._weights.values())
+    def bytes(self) -> int:
+        """How many bytes its weights take."""
+        return sum(weight.nbytes for weight in self._weights.values())
 
     @property
     def largest(self) -> int:
@@ -104,18 +111,26 @@ class WeightedGraph(Graph):
         stored = [shape[0], prod(shape[1:])] if flat else list(shape)
 
         def read() -> ir.Tensor[Any]:
-            array = self.precision.converted(name, self._read(name, shape)).reshape(stored)
+            array = self.precision.converted(name, self.read(name, shape)).reshape(stored)
             return ir.Tensor(array.T if transposed else array)
 
-        laid_out = ir.Shape(stored[::-1] if transposed else stored)
-        weight = _Weight(read, self.precision.onnx, laid_out, name=name)
+        return self.stored(name, self.precision.onnx, stored[::-1] if transposed else stored, read)
+
+    def stored(
+        self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], ir.TensorProtocol]
+    ) -> ir.Value:
+        """An initializer of that name, type and shape, which `read` gives when the graph is saved.
+
+        Initializers are read in the order in which they were asked for.
+        """
+        weight = _Weight(read, dtype, ir.Shape(shape), name=name)
         value = self.builder.initializer(weight, name)
         self._weights[value] = weight
         return value
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
-        """`x @ weight.T + bias`, with the weight stored [inputs, outputs] as MatMul reads it."""
-        y = self.op.MatMul(x, self.parameter(f"{name}.weight", [outputs, inputs], transposed=True))
+        """`x @ weight.T + bias`, with the matrix in this graph's form, [inputs,outputs] as MatMul reads it."""
+        y = self.op.MatMul(x, self.form.matrix(self, f"{name}.weight", inputs, outputs))
         return self.op.Add(y, self.parameter(f"{name}.bias", [outputs])) if bias else y
 
     def save(self, root: Path, file: str) -> GraphSpec:

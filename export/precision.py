@@ -17,7 +17,7 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class Precision:
-    """The type of weights, hidden states and caches."""
+    """The type of hidden states and caches, and of weights that have no form of their own."""
 
     name: PrecisionName
     onnx: ir.DataType

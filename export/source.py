@@ -9,6 +9,7 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName
+from sinkprune.contract.precision import WeightsName
 from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, holds, locate, read_json
 from sinkprune.export.config_fields import read_fields
 from sinkprune.export.families import Family, SalienceBlock, read_family
@@ -43,6 +44,12 @@ class ExportRequest:
     """The most images a prompt may have."""
     max_frames: int = 0
     """The most frames that are taken of a clip; 0 where there is no video."""
+    weights: WeightsName | None = None
+    """The form of the matrices of decoder, projector and head; None is as `precision` has it."""
+    vision_weights: WeightsName | None = None
+    """The form of the tower's matrices; None is int8 beside quantised `weights`, else as they are."""
+    block_size: int | None = None
+    """The most inputs that share a scale in int4; None is 128."""
 
     def __post_init__(self) -> None:
         if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):

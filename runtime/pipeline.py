@@ -19,7 +19,7 @@ from sinkprune.contract.errors import PromptError, PruningError, UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
-from sinkprune.contract.report import PARTS
+from sinkprune.contract.report import OF_TTFT, PARTS
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
@@ -305,6 +305,7 @@ def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layer
 def _timings(ms: dict[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:
     """The parts of `sinkprune.contract.report.PARTS`: what the clock says, the decode steps, and what `text` took."""
     timings: dict[str, float | None] = {part: ms.get(part, 0.0) for part in PARTS}
+    timings["rest"] = ms["ttft"] - sum(ms.get(part, 0.0) for part in OF_TTFT)
     timings["per_token"] = sum(steps) / len(steps) if steps else None
     timings["latency"] = ms["ttft"] + sum(steps) + text
     return timings

@@ -23,6 +23,7 @@ _PARTS = {
     "projector": "#0072B2",
     "prefill": "#009E73",
     "select": "#E69F00",
+    "rest": "#000000",
     "decode": "#F0E442",
 }
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.flops import decode_bytes, prefill_flops
-from sinkprune.contract.precision import DTYPES
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
 from sinkprune.runtime.answer import Answer
@@ -70,6 +69,7 @@ def profile(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,
+        weights=manifest.weights,
         method=method,
         machine=machine_name(),
         threads=pipeline.backend.threads,
@@ -131,7 +131,7 @@ def _budget_report(
     speedup = PrefillAndTtft(*(_ratio(baseline[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
     manifest = pipeline.bundle.manifest
-    step_bytes = decode_bytes(manifest.language_model, DTYPES[manifest.precision].itemsize, answer.kv_bytes)
+    step_bytes = decode_bytes(manifest, answer.kv_bytes)
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
         kept_after_sanitizer=answer.tokens_per_layer[0],

@@ -19,6 +19,7 @@ from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
+from sinkprune.contract.precision import WeightsName
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 
@@ -81,8 +82,9 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         dialect: DialectName = "opset23",
         max_images: int = 1,
         max_frames: int = 0,
+        weights: WeightsName | None = None,
     ) -> Path:
-        key = (name, precision, budgets, dialect, max_images, max_frames)
+        key = (name, precision, budgets, dialect, max_images, max_frames, weights)
         if key not in made:
             output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
             request = ExportRequest(
@@ -92,6 +94,7 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
                 dialect=dialect,
                 max_images=max_images,
                 max_frames=max_frames,
+                weights=weights,
             )
             export_bundle(request, output)
             made[key] = output

@@ -28,6 +28,7 @@ from sinkprune.export.pruning import equal_mean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import Asking, build_select, every_text_row
 from sinkprune.export.pruning.survivors import best, best_of_each_image
+from sinkprune.export.weight_forms import FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 
@@ -105,9 +106,9 @@ def parameters_of(family: Family) -> int:
     """How many weights an export of the family says it will write."""
     graphs = []
     for name, write in family.graphs([range(1)], ()).items():
-        graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset23, RandomWeights().tensor))
+        graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset23, FloatForm("fp32"), RandomWeights().tensor))
         write(graphs[-1])
-    return bundle_writer.parameters_of(family, graphs)
+    return bundle_writer.weight_bytes_of(family, graphs, PRECISIONS["fp32"]) // 4
 
 
 def operators_on_fp16(graph: Graph) -> set[str]:

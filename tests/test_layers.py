@@ -12,7 +12,8 @@ from import_statements import PACKAGE, ROOT, imports, package_of
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "export": (
-        "__init__ config_fields dialects limits precision presets progress",
+        "__init__ config_fields dialects limits precision presets progress rounding",
+        "weight_forms",
         "graph",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",

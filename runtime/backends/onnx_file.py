@@ -11,8 +11,6 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from sinkprune.contract.errors import BackendError
 
 _SCHEMA = {
@@ -31,6 +29,7 @@ _SCHEMA = {
     },
     "Node": {
         "input": (1, "text*"),
+        "output": (2, "text*"),
         "op_type": (4, "text"),
         "attribute": (5, "Attribute*"),
         "domain": (7, "text"),
@@ -54,8 +53,11 @@ _SCHEMA = {
     "Entry": {"key": (1, "text"), "value": (2, "text")},
 }
 """Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
-_DTYPES = {1: "float32", 7: "int64", 9: "bool", 10: "float16"}
+_DTYPES = {1: "float32", 3: "int8", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16", 22: "int4"}
 """By their numbers in onnx.proto3, the types that sinkprune writes."""
+_BITS = {"float32": 32, "int8": 8, "int64": 64, "bool": 8, "float16": 16, "bfloat16": 16, "int4": 4}
+_OF_MATRICES = ("bfloat16", "int4")
+"""Types that numpy does not know: only matrices are of them, which are never read here."""
 _MOST_NODES = 50_000
 _MOST_AXES, _LONGEST_AXIS = 8, 1 << 40
 _MOST_FUNCTIONS_DEEP = 32
@@ -70,14 +72,16 @@ class Weight(NamedTuple):
     offset: int
     """Where its bytes begin, counted in bytes."""
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: str
+    """The type of its values, in numpy's words."""
     multiplied: bool
-    """Whether it is the matrix of a MatMul: engine libraries pack those anew when they load them."""
+    """Whether it is the matrix of a MatMul, or its codes or scales: engine libraries pack those anew when they load
+    them."""
 
     @property
     def bytes(self) -> int:
         """How many bytes it has."""
-        return prod(self.shape) * self.dtype.itemsize
+        return (prod(self.shape) * _BITS[self.dtype] + 7) // 8
 
 
 def read_onnx_file(data: bytes, what: str) -> list[Weight]:
@@ -101,11 +105,29 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
     for function in model.functions:
         _check_attributes(function.attribute_proto, f"{what}: a function of it")
     _check_inside(_parts(model.graph.sparse_initializer), f"{what}: a sparse tensor of it")
-    matrices = {node.input[1] for node in model.graph.node if node.op_type == "MatMul" and len(node.input) > 1}
+    matrices = _matrices(model.graph)
     external = [tensor for tensor in model.graph.initializer if tensor.external_data]
     if len({tensor.name for tensor in external}) != len(external):
         raise BackendError(f"{what} has two weights of one name. Export or copy the bundle again.")
     return [_weight(tensor, tensor.name in matrices, what) for tensor in external]
+
+
+def _matrices(graph: Any) -> set[str]:
+    """The names of all values that are the second input of a MatMul, and of what such a one is dequantised or cast
+    from."""
+    sources = {
+        node.output[0]: node.input
+        for node in graph.node
+        if node.op_type in ("DequantizeLinear", "Cast") and len(node.output) == 1
+    }
+    found: set[str] = set()
+    left = [node.input[1] for node in graph.node if node.op_type == "MatMul" and len(node.input) > 1]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += sources.get(name, ())
+    return found
 
 
 def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
@@ -117,7 +139,8 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
         # ONNX Runtime means something else by a star than a file.
         and "*" not in told.get("location", "*")
         and re.fullmatch("[0-9]{1,18}", offset)
-        and tensor.data_type in _DTYPES
+        and (dtype := _DTYPES.get(tensor.data_type)) is not None
+        and (multiplied or dtype not in _OF_MATRICES)
         and len(shape) <= _MOST_AXES
         and all(0 <= size <= _LONGEST_AXIS for size in shape)
     )
@@ -126,7 +149,7 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
             f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
             "which sinkprune never writes. Export the bundle again."
         )
-    return Weight(tensor.name, told["location"], int(offset), shape, np.dtype(_DTYPES[tensor.data_type]), multiplied)
+    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied)
 
 
 def _check_functions(model: Any, what: str) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
-from sinkprune.contract.report import BudgetReport, Report, Spread
+from sinkprune.contract.report import OF_TTFT, BudgetReport, Report, Spread
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.commands import (
     add_report_options,
@@ -124,7 +124,13 @@ def _print_table(report: Report) -> None:
         )
     console.print(table)
     for name, budget in report.budgets.items():
-        console.print(plain(f"{name}: {_rates(budget)}"))
+        console.print(plain(f"{name}: TTFT is {_parts(budget)}; {_rates(budget)}"))
+
+
+def _parts(budget: BudgetReport) -> str:
+    """What the time to the first token is made of, in milliseconds."""
+    parts = [f"{part} {_median(budget.ms[part])}" for part in OF_TTFT]
+    return " + ".join(parts).replace(" + rest", f" (select {_median(budget.ms['select'])} of it) + rest")
 
 
 def _rates(budget: BudgetReport) -> str:

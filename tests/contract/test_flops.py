@@ -14,6 +14,7 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.flops import decode_bytes, layer_flops, prefill_flops
 from sinkprune.contract.manifest import LanguageModel, Manifest
+from sinkprune.contract.precision import WeightsName
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
@@ -125,9 +126,18 @@ def test_the_stages_of_the_table_follow_the_prune_layers() -> None:
     assert changes == [first, second, third]
 
 
-def test_decoding_reads_every_weight_once_and_the_cache(manifest: Manifest) -> None:
-    model = manifest.language_model
-    d, m, layers, vocab = 4096, 11008, 32, 32064
-    weights = layers * (4 * d * d + 3 * d * m + 2 * d) + vocab * d + d
-    assert model.decoder_parameters == layers * (4 * d * d + 3 * d * m + 2 * d)
-    assert decode_bytes(model, 2, 1000) == 2 * weights + 1000
+def test_a_7b_has_its_published_number_of_weights(manifest: Manifest) -> None:
+    d, m, layers = 4096, 11008, 32
+    assert manifest.language_model.decoder_parameters == layers * (4 * d * d + 3 * d * m + 2 * d)
+
+
+@pytest.mark.parametrize(("weights", "bits"), [("fp32", 32), ("bf16", 16), ("int8", 8), ("int4", 4)])
+def test_decoding_reads_every_weight_once_and_the_cache(
+    weights: WeightsName, bits: int, bundle: Callable[..., Path]
+) -> None:
+    manifest = read_bundle(bundle("mha-336", weights=weights)).manifest
+    lm = manifest.language_model
+    matrices = lm.num_layers * (4 * 64 * 64 + 3 * 64 * 160) + 64 * lm.vocab_size
+    # Norms and scales beside them, and up to a page in front of each of some forty tensors.
+    assert 0 < decode_bytes(manifest, 0) - matrices * bits // 8 < 200_000
+    assert decode_bytes(manifest, 1000) == decode_bytes(manifest, 0) + 1000

@@ -136,3 +136,17 @@ def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> No
     options = {"budgets": ("retain-32+serial",), "precision": "fp16", "dialect": dialect}
     bundle = export_random(tmp_path, **options)
     compile_graph(bundle, "sinkpruner/retain-32+serial/sanitizer", tmp_path)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -> None:
+    options = {"precision": "fp16", "dialect": dialect, "weights": weights, "vision_weights": "int8"}
+    # Wide enough that weights, not code, are most of an engine.
+    wide = {**DEEP["text_config"], "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    bundle = export_random(tmp_path, {**DEEP, "text_config": wide}, budgets=("retain-64",), **options)
+    for graph in ("vision", "projector", "decoder_1", "head"):
+        engine = compile_graph(bundle, graph, tmp_path)
+        if graph == "decoder_1":
+            # Not folded into floats, which would be four or two times as large.
+            assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)

@@ -42,6 +42,8 @@ CONFIG = {
         "vocab_size": 320,
     },
 }
+WIDER = {**CONFIG, "text_config": {**CONFIG["text_config"], "intermediate_size": 64}}
+INT4_GRAPHS = {"projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"}
 SANITIZER = "sinkpruner/retain-64+raster+visual-keys+compact/sanitizer"
 SELECT = "sinkpruner/retain-192/select_after_1"
 Graphs = dict[str, onnx.ModelProto]
@@ -102,6 +104,20 @@ def test_every_opset20_graph_of_every_method_passes(precision: str, export: Expo
     assert len(graphs) > 50
     for name, model in graphs.items():
         check_trt10(model, name)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_every_opset20_graph_with_quantised_weights_passes(weights: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(WIDER))
+    request = ExportRequest(
+        str(tmp_path), ("retain-64",), precision="fp16", dialect="opset20", random_weights=True, weights=weights
+    )  # type: ignore[arg-type]
+    export_bundle(request, tmp_path / "out")
+    for name, model in graphs_of(tmp_path / "out"):
+        check_trt10(model, name)
+        (opset,) = [opset.version for opset in model.opset_import if not opset.domain]
+        # Its next opset for codes that it has none of itself, and for nothing else.
+        assert opset == (21 if weights == "int4" and name in INT4_GRAPHS else 20)
 
 
 def test_every_opset23_graph_is_refused(export: Export) -> None:
@@ -269,6 +285,20 @@ NEIGHBOURS = {
         "(float[4] x) => (float[4] y) { y = other.Twice(x) }",
         "Twice is not in TensorRT 10.3's list of operators, nor a function of this model; the graph holds other.Tw",
         "(float[4] x) => (float[4] y) { y = Add(x, x) }",
+    ),
+    "a zero point": (
+        "(float[4] x) => (float[4] y) <int8[4] c = {1, 2, 3, 4}, float s = {0.5}, int8 z = {0}> "
+        "{ w = DequantizeLinear(c, s, z) y = Add(x, w) }",
+        "DequantizeLinear has a zero point; TensorRT 10.3 takes none",
+        "(float[4] x) => (float[4] y) <int8[4] c = {1, 2, 3, 4}, float s = {0.5}> "
+        "{ w = DequantizeLinear(c, s) y = Add(x, w) }",
+    ),
+    "codes without a sign": (
+        "(float[4] x) => (float[4] y) <uint8[4] c = {1, 2, 3, 4}, float s = {0.5}> "
+        "{ w = DequantizeLinear(c, s) y = Add(x, w) }",
+        "DequantizeLinear is given UINT8; TensorRT 10.3 takes INT4, INT8",
+        "(float[4] x) => (float[4] y) <int8[4] c = {1, 2, 3, 4}, float s = {0.5}> "
+        "{ w = DequantizeLinear(c, s) y = Add(x, w) }",
     ),
     "types that do not fit": (
         "(float[4] x, int64[4] z) => (float[4] y) { y = Add(x, z) }",

@@ -29,6 +29,9 @@ def test_a_dialect_may_be_called_what_it_was(
         "unreachable": [],
         "cut_after": [1, 2, 4],
         "precision": "fp32",
+        "weights": "fp32",
+        "vision_weights": "fp32",
+        "block_size": None,
         "dialect": meant,
     }
     manifest = read_bundle(tmp_path / "out").manifest

@@ -9,7 +9,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.report import Spread
+from sinkprune.contract.report import OF_TTFT, PARTS, Spread
 from sinkprune.runtime.profile import profile
 
 
@@ -48,3 +48,13 @@ def test_nonsense_repetitions_are_refused(pipeline: Callable[..., Pipeline], pho
 )
 def test_spread(values: list[float], median: float, p95: float) -> None:
     assert Spread.of(values[::-1]) == Spread(median, p95)
+
+
+def test_nothing_of_the_time_to_the_first_token_is_unaccounted_for(
+    pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    answer = pipeline("gqa-112").generate(photo, "What?", budget="retain-64", max_new_tokens=2)
+    parts = [answer.ms[part] for part in OF_TTFT]
+    assert all(part is not None and part > 0 for part in parts)
+    assert sum(part or 0.0 for part in parts) == pytest.approx(answer.ms["ttft"])
+    assert set(PARTS) - set(OF_TTFT) == {"select", "ttft", "per_token", "latency"}
