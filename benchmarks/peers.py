@@ -17,9 +17,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -32,6 +33,7 @@ from peer_engines.rounds import Plan, measure, sittings
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.export.checkpoint import read_json
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.profile import machine_name
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="for checkpoints and what engines make of them; gigabytes")
-    add("--model", choices=list(PRESETS), default="llava-1.1b", help="true shapes (default: llava-1.1b)")
+    add("--model", default="llava-1.1b", help="a preset, or a config.json of your own (default: llava-1.1b)")
     add("--only", help="comma-separated: rows whose name holds one of these words (default: all)")
     add("--reference", default=REFERENCE, help=f"the form that others are compared with (default: {REFERENCE})")
     add("--prompt", default=PROMPT)
@@ -84,10 +86,11 @@ def _peers(arguments: Sequence[str] | None) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    place = options.folder / options.model
+    config = model_config(options.model)
+    place = options.folder / Path(options.model).stem
     say(f"checkpoint {place / 'checkpoint'}")
-    make_checkpoint(place / "checkpoint", options.model)
-    forms, not_run = wanted_forms(options.model, options.only, options.reference)
+    make_checkpoint(place / "checkpoint", config)
+    forms, not_run = wanted_forms(config, options.only, options.reference)
     with (place / "peers.log").open("ab") as log:
         ready = []
         for form in forms:
@@ -107,12 +110,12 @@ def _peers(arguments: Sequence[str] | None) -> None:
         measured = measure(groups, plan, open_process, read.gb_per_s, say)
     measured.not_run = {**not_run, **refused, **measured.not_run}
     heading = (
-        f"{options.model}, {options.threads} threads, {machine_name()}; {options.new_tokens} new tokens, "
+        f"{place.name}, {options.threads} threads, {machine_name()}; {options.new_tokens} new tokens, "
         f"medians (p95) of {options.repeat} interleaved rounds\n"
         f"x: over {options.reference} in the same sitting"
     )
     if options.json:
-        content = as_json(measured, options.model, plan, options.reference)
+        content = as_json(measured, place.name, plan, options.reference)
         write_whole(options.json, (json.dumps(content, indent=1) + "\n").encode())
     if options.plot and measured.rows:
         write_whole(options.plot, plot(measured, heading, options.plot.suffix))
@@ -125,7 +128,17 @@ def _peers(arguments: Sequence[str] | None) -> None:
         shown.print(f"not run: {label}: {reason}.", highlight=False, markup=False)
 
 
-def wanted_forms(model: str, only: str | None, reference: str) -> tuple[list[Form], dict[str, str]]:
+def model_config(model: str) -> Mapping[str, Any]:
+    """The configuration of a preset, or in a file; raises `UsageError` and `CheckpointError`."""
+    if model in PRESETS:
+        return PRESETS[model]
+    path = Path(model)
+    if path.suffix != ".json":
+        raise UsageError(f"'{model}' is no preset and no config.json; presets: {', '.join(PRESETS)}.")
+    return read_json(path.parent, path.name)
+
+
+def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) -> tuple[list[Form], dict[str, str]]:
     """The forms of all engines, less what `only` does not name; and engines that have none, with the reason.
 
     A word of `only` may name an engine, a form or a way. The reference is always among them.
@@ -135,7 +148,7 @@ def wanted_forms(model: str, only: str | None, reference: str) -> tuple[list[For
     not_run: dict[str, str] = {}
     for name in ENGINES:
         try:
-            forms += engine(name).forms(model)
+            forms += engine(name).forms(config)
         except NotRunError as error:
             not_run[name.replace("_", "-")] = str(error)
     if words:

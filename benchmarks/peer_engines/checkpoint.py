@@ -20,36 +20,37 @@ from safetensors.numpy import save_file
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint import RandomWeights
+from sinkprune.export.checkpoint import RandomWeights, read_json
 from sinkprune.export.families import Family
-from sinkprune.export.presets import PRESETS
 from sinkprune.export.source import ExportRequest, open_source
 
+_OWN = {"dtype": "bfloat16"}
+"""What the checkpoint's configuration says beside the shapes."""
 _SHARD_BYTES = 1 << 30
 _PICTURE = re.compile(r"<image>\n|<\|vision_start\|>.*?<\|vision_end\|>")
 _PROCESSORS = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "qwen2_vl": "Qwen2VLProcessor"}
 _PROCESSORS["qwen2_5_vl"] = "Qwen2_5_VLProcessor"
 
 
-def make_checkpoint(folder: Path, model: str | Mapping[str, Any]) -> Path:
-    """Write the checkpoint of `model`, a preset's name or a configuration, into `folder`, and return `folder`.
+def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a checkpoint of the shapes in `config` into `folder`, unless one lies there already.
 
-    What lies there already is kept if it is whole. Raises `UsageError` for an unknown preset.
+    Raises `CheckpointError` for a configuration of no known family, and `UsageError` where the folder's checkpoint has
+    another one.
     """
     done = folder / "config.json"
     if done.exists():
-        return folder
-    if isinstance(model, str) and model not in PRESETS:
-        raise UsageError(f"'{model}' is no preset; presets: {', '.join(PRESETS)}.")
-    config = dict(PRESETS[model] if isinstance(model, str) else model)
+        found = read_json(folder, done.name)
+        if {**config, **_OWN} != found:
+            raise UsageError(f"'{folder}' holds a checkpoint of another configuration. Give another --folder.")
+        return
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    _write_json(partial / "config.json", {**config, "dtype": "bfloat16"})
+    _write_json(partial / "config.json", {**config, **_OWN})
     _write_text(partial, config)
     _write_weights(partial, config)
     partial.rename(folder)
-    return folder
 
 
 def _write_text(folder: Path, config: Mapping[str, Any]) -> None:

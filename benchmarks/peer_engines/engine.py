@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 ENGINES = ("sinkprune", "transformers", "openvino_genai", "llama_cpp", "onnxruntime_genai")
 """The modules of this package that hold an engine: `<name>_engine`."""
@@ -81,8 +81,8 @@ class Loaded:
 class Engine(Protocol):
     """What a module `<name>_engine` holds."""
 
-    def forms(self, model: str) -> Sequence[Form]:
-        """The forms it has of a preset; raises `NotRunError` where it takes the model in none or is not installed."""
+    def forms(self, config: Mapping[str, Any]) -> Sequence[Form]:
+        """The forms it has of a model, by its config.json; raises `NotRunError` where it takes the model in none or is not installed."""
 
     def prepare(self, form: Form, place: Path) -> None:
         """Convert `place / "checkpoint"` into what `load` reads, beside it, unless it is there already."""

@@ -205,7 +205,7 @@ def matrix_bytes(path: Path) -> int:
 
 
 def quantise(source: Path, target: Path, kind: int, threads: int) -> int:
-    """llama.cpp's own rounding of a decoder's file. `kind` is a number of its `llama_ftype`; returns 0 if all went well."""
+    """llama.cpp's own rounding of a file, to a number of its `llama_ftype`; returns 0 if all went well."""
     import llama_cpp
 
     settings = llama_cpp.llama_model_quantize_default_params()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
 from peer_engines.gguf_files import matrix_bytes, quantise, write_decoder, write_tower
-from sinkprune.export.presets import PRESETS
 
 # Bits a weight, and the number of llama.cpp's `llama_ftype`; None is what is written first.
 _FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}
@@ -27,11 +26,11 @@ _ROWS = 256
 """Of the cache, beyond the picture's."""
 
 
-def forms(model: str) -> Sequence[Form]:
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """Three roundings of the decoder; the tower is bf16 in all."""
     need("llama_cpp", "llama-cpp-python")
     need("gguf", "gguf")
-    if PRESETS[model]["model_type"] != "llava":
+    if config["model_type"] != "llava":
         raise NotRunError("only LLaVA is written as GGUF here (gguf_files.py)")
     return [Form("llama_cpp", name, bits) for name, (bits, _) in _FORMS.items()]
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from peer_engines.engine import Form, Loaded, NotRunError, need
-from sinkprune.export.presets import PRESETS
 
 
-def forms(model: str) -> Sequence[Form]:
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """None; the reason is said."""
     need("onnxruntime_genai", "onnxruntime-genai")
-    kind = PRESETS[model]["model_type"]
+    kind = config["model_type"]
     found = f"onnxruntime-genai {version('onnxruntime-genai')}"
     raise NotRunError(f"{found} has no model of type {kind}, or its builder makes no tower of it")
 

@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
-from sinkprune.export.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ _PRUNED = {"none": 0, "cdpruner-50": 50, "cdpruner-75": 75, "cdpruner-90": 90}
 """Per cent of the visual tokens that CDPruner drops; GenAI has it for Qwen-VL, and ignores it for LLaVA."""
 
 
-def forms(model: str) -> Sequence[Form]:
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """All precisions; with CDPruner where the model is of Qwen's."""
     need("openvino_genai", "openvino-genai")
-    kind = PRESETS[model]["model_type"]
+    kind = config["model_type"]
     ways = tuple(_PRUNED) if kind.startswith("qwen") else ("none",)
     return [Form("openvino_genai", name, way.bits, ways) for name, way in _FORMS.items()]
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from peer_engines.checkpoint import random_picture
-from peer_engines.engine import Form, Loaded, Question, Timing
+from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.flops import decode_bytes
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.presets import PRESETS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
@@ -26,39 +27,51 @@ class _Way:
     """How a form is exported, and what it runs in."""
 
     bits: float
+    weights: str
+    """Of decoder, projector and head, as sinkprune-export takes them."""
     backend: str
-    export: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def bundle(self) -> str:
-        """Forms that are exported alike share a bundle."""
-        return "-".join(["sinkprune", *map(str, self.export.values())])
+    load: Mapping[str, Any] = field(default_factory=dict)
+    """What else `Pipeline.load` is told."""
 
 
-_FP32 = {"precision": "fp32"}
-_FORMS = {"ort-cpu fp32": _Way(32, "ort-cpu", _FP32)}
+# Blocks of int4 are as large as they may be: one scale for 128 inputs.
+_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.125}
+_FORMS = {f"ort-cpu {name}": _Way(_BITS[name], name, "ort-cpu") for name in ("fp32", "int8", "int4")}
+_FORMS["openvino fp32"] = _Way(_BITS["fp32"], "fp32", "openvino", {"compute": "fp32"})
+_FORMS |= {f"openvino {name}": _Way(_BITS[name], name, "openvino") for name in ("bf16", "int8", "int4")}
 _VISION = ("preprocess", "vision", "sanitizer", "projector")
 
 
-def forms(model: str) -> Sequence[Form]:
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """Those whose backend this version has."""
-    family = next(row for row in FAMILIES.values() if row.model_type == PRESETS[model]["model_type"])
+    family = next((row for row in FAMILIES.values() if row.model_type == config["model_type"]), None)
+    if family is None:
+        raise NotRunError(f"it takes no model of type {config['model_type']}")
     ways = (UNPRUNED, *family.budgets)
     return [Form("sinkprune", name, way.bits, ways) for name, way in _FORMS.items() if way.backend in BACKENDS]
 
 
 def prepare(form: Form, place: Path) -> None:
-    """Export the checkpoint."""
-    way = _FORMS[form.name]
-    if not (place / way.bundle).exists():
-        export_bundle(ExportRequest(str(place / "checkpoint"), **way.export), place / way.bundle)
+    """Export the checkpoint; forms with the same weights share a bundle."""
+    weights = _FORMS[form.name].weights
+    settings: dict[str, Any] = {} if weights == "fp32" else {"weights": weights}
+    if weights == "int4":
+        settings["block_size"] = 128
+    if not _bundle(form, place).exists():
+        try:
+            export_bundle(ExportRequest(str(place / "checkpoint"), **settings), _bundle(form, place))
+        except SinkpruneError as error:
+            raise NotRunError(str(error)) from error
 
 
 def load(form: Form, place: Path, threads: int) -> Loaded:
     """The bundle on its backend; every budget runs on the same engines."""
     way = _FORMS[form.name]
-    bundle = read_bundle(place / way.bundle)
-    pipeline = Pipeline.load(bundle, backend=way.backend, threads=threads, check_sums=False)
+    try:
+        bundle = read_bundle(_bundle(form, place))
+        pipeline = Pipeline.load(bundle, backend=way.backend, threads=threads, check_sums=False, **way.load)
+    except SinkpruneError as error:
+        raise NotRunError(str(error)) from error
 
     def answer(question: Question) -> Timing:
         count = question.new_tokens
@@ -76,8 +89,9 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         input_tokens = answer.prompt_tokens + answer.visual_tokens
         return Timing(ms["ttft"], ms["per_token"], input_tokens, answer.token_ids, parts)
 
-    manifest = bundle.manifest
-    decoder = {graph for graph in manifest.graphs if graph.startswith("decoder_") or graph == "head"}
-    sizes = [spec.size for name, spec in manifest.files.items() if Path(name).stem in decoder]
     versions = {"sinkprune": version("sinkprune"), "python": platform.python_version(), **pipeline.backend.versions}
-    return Loaded(answer, versions, sum(sizes))
+    return Loaded(answer, versions, decode_bytes(bundle.manifest, kv_bytes=0))
+
+
+def _bundle(form: Form, place: Path) -> Path:
+    return place / f"sinkprune-{_FORMS[form.name].weights}"

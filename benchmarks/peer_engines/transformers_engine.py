@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from peer_engines.engine import Form, Loaded, Question, Timing, need
 _TYPES = {"fp32": ("float32", 32), "bf16": ("bfloat16", 16)}
 
 
-def forms(model: str) -> Sequence[Form]:
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """fp32 and bf16."""
     need("torch", "torch")
     need("transformers", "transformers")

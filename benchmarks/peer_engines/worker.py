@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_engines.engine import NotRunError, Question, engine
+from sinkprune.export.checkpoint import read_json
 from sinkprune.runtime.peak_memory import PeakMemory
 
 
@@ -34,7 +35,9 @@ def main(arguments: list[str]) -> int:
     place = Path(folder)
     try:
         module = engine(name)
-        form = next(form for form in module.forms(place.name) if form.name == form_name)
+        form = next(
+            form for form in module.forms(read_json(place / "checkpoint", "config.json")) if form.name == form_name
+        )
         if rest == ["--prepare"]:
             module.prepare(form, place)
             say(prepared=True)
