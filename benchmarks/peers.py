@@ -86,8 +86,8 @@ def _peers(arguments: Sequence[str] | None) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    config = model_config(options.model)
-    place = options.folder / Path(options.model).stem
+    name, config = model_config(options.model)
+    place = options.folder / name
     say(f"checkpoint {place / 'checkpoint'}")
     make_checkpoint(place / "checkpoint", config)
     forms, not_run = wanted_forms(config, options.only, options.reference)
@@ -128,14 +128,14 @@ def _peers(arguments: Sequence[str] | None) -> None:
         shown.print(f"not run: {label}: {reason}.", highlight=False, markup=False)
 
 
-def model_config(model: str) -> Mapping[str, Any]:
-    """The configuration of a preset, or in a file; raises `UsageError` and `CheckpointError`."""
+def model_config(model: str) -> tuple[str, Mapping[str, Any]]:
+    """Name and configuration of a preset, or of a file; raises `UsageError` and `CheckpointError`."""
     if model in PRESETS:
-        return PRESETS[model]
+        return model, PRESETS[model]
     path = Path(model)
     if path.suffix != ".json":
         raise UsageError(f"'{model}' is no preset and no config.json; presets: {', '.join(PRESETS)}.")
-    return read_json(path.parent, path.name)
+    return path.stem, read_json(path.parent, path.name)
 
 
 def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) -> tuple[list[Form], dict[str, str]]:

@@ -35,8 +35,8 @@ _PROCESSORS["qwen2_5_vl"] = "Qwen2_5_VLProcessor"
 def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
     """Write a checkpoint of the shapes in `config` into `folder`, unless one lies there already.
 
-    Raises `CheckpointError` for a configuration of no known family, and `UsageError` where the folder's checkpoint has
-    another one.
+    Raises `CheckpointError` for a configuration of no known family, and `UsageError` where the checkpoint that lies
+    there has another one.
     """
     done = folder / "config.json"
     if done.exists():
@@ -80,7 +80,7 @@ def _write_processor(folder: Path, config: Mapping[str, Any], family: Family, pr
     settings = {name: value for name, value in processor.items() if name != "video"}
     image = {**settings, "image_processor_type": kind, "processor_class": _PROCESSORS[family.name]}
     _write_json(folder / "preprocessor_config.json", image)
-    own = {"processor_class": _PROCESSORS[family.name]}
+    own: dict[str, Any] = {"processor_class": _PROCESSORS[family.name]}
     if family.name.startswith("llava"):
         own |= {
             "patch_size": config["vision_config"]["patch_size"],

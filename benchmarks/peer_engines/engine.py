@@ -82,7 +82,10 @@ class Engine(Protocol):
     """What a module `<name>_engine` holds."""
 
     def forms(self, config: Mapping[str, Any]) -> Sequence[Form]:
-        """The forms it has of a model, by its config.json; raises `NotRunError` where it takes the model in none or is not installed."""
+        """The forms it has of a model, by its config.json.
+
+        Raises `NotRunError` where it takes the model in none, or is not installed.
+        """
 
     def prepare(self, form: Form, place: Path) -> None:
         """Convert `place / "checkpoint"` into what `load` reads, beside it, unless it is there already."""
@@ -93,7 +96,7 @@ class Engine(Protocol):
 
 def engine(name: str) -> Engine:
     """The module of an engine; it imports what it is about inside its functions."""
-    module: Engine = import_module(f"peer_engines.{name}_engine")  # type: ignore[assignment]
+    module: Engine = import_module(f"peer_engines.{name}_engine")
     return module
 
 

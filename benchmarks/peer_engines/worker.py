@@ -35,9 +35,8 @@ def main(arguments: list[str]) -> int:
     place = Path(folder)
     try:
         module = engine(name)
-        form = next(
-            form for form in module.forms(read_json(place / "checkpoint", "config.json")) if form.name == form_name
-        )
+        config = read_json(place / "checkpoint", "config.json")
+        form = next(form for form in module.forms(config) if form.name == form_name)
         if rest == ["--prepare"]:
             module.prepare(form, place)
             say(prepared=True)
