@@ -28,8 +28,13 @@ _OWN = {"dtype": "bfloat16"}
 """What the checkpoint's configuration says beside the shapes."""
 _SHARD_BYTES = 1 << 30
 _PICTURE = re.compile(r"<image>\n|<\|vision_start\|>.*?<\|vision_end\|>")
-_PROCESSORS = {"llava": "LlavaProcessor", "llava_next": "LlavaNextProcessor", "qwen2_vl": "Qwen2VLProcessor"}
-_PROCESSORS["qwen2_5_vl"] = "Qwen2_5_VLProcessor"
+_PROCESSORS = {
+    "llava": ("LlavaProcessor", "CLIPImageProcessor"),
+    "llava_next": ("LlavaNextProcessor", "LlavaNextImageProcessor"),
+    "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor"),
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"),
+}
+"""transformers' classes for whole prompts and for pictures, by `model_type`."""
 
 
 def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
@@ -76,11 +81,11 @@ def _write_text(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _write_processor(folder: Path, config: Mapping[str, Any], family: Family, processor: Mapping[str, Any]) -> None:
-    kind = "CLIPImageProcessor" if family.name.startswith("llava") else "Qwen2VLImageProcessor"
+    whole, pictures = _PROCESSORS[config["model_type"]]
     settings = {name: value for name, value in processor.items() if name != "video"}
-    image = {**settings, "image_processor_type": kind, "processor_class": _PROCESSORS[family.name]}
+    image = {**settings, "image_processor_type": pictures, "processor_class": whole}
     _write_json(folder / "preprocessor_config.json", image)
-    own: dict[str, Any] = {"processor_class": _PROCESSORS[family.name]}
+    own: dict[str, Any] = {"processor_class": whole}
     if family.name.startswith("llava"):
         own |= {
             "patch_size": config["vision_config"]["patch_size"],

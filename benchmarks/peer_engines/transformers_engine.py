@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_engines.checkpoint import chat_text, random_picture
-from peer_engines.engine import Form, Loaded, Question, Timing, need
+from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
 
 _TYPES = {"fp32": ("float32", 32), "bf16": ("bfloat16", 16)}
 
@@ -18,6 +18,8 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """fp32 and bf16."""
     need("torch", "torch")
     need("transformers", "transformers")
+    if config["model_type"] == "llava_next":
+        raise NotRunError("pictures in tiles are not prepared for it here")
     return [Form("transformers", name, bits) for name, (_, bits) in _TYPES.items()]
 
 
@@ -29,7 +31,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     """The model with random weights as they are, on the CPU."""
     import torch
     from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoModelForImageTextToText
     from transformers.generation.streamers import BaseStreamer
 
     torch.set_num_threads(threads)
@@ -37,7 +39,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     checkpoint = place / "checkpoint"
     dtype = getattr(torch, _TYPES[form.name][0])
     model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa").eval()
-    processor = AutoProcessor.from_pretrained(checkpoint)
+    prompt = Prompt(checkpoint, model.config)
     tower = _Watch(_tower(model))
 
     class Clock(BaseStreamer):  # type: ignore[misc]
@@ -55,8 +57,8 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     def answer(question: Question) -> Timing:
         picture = Image.fromarray(random_picture(question.seed, question.side))
         clock, start = Clock(), time.perf_counter()
-        inputs = processor(text=chat_text(checkpoint, question.text), images=picture, return_tensors="pt")
-        inputs = inputs.to(dtype=dtype)
+        inputs = prompt(chat_text(checkpoint, question.text), picture)
+        inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
         prepared = time.perf_counter()
         tower.seconds = 0.0
         count = question.new_tokens
@@ -75,6 +77,38 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     parameters = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
     size = sum(parameter.nbytes for parameter in parameters) - model.get_input_embeddings().weight.nbytes
     return Loaded(answer, {name: version(name) for name in ("torch", "transformers")}, size)
+
+
+class Prompt:
+    """Words and a picture to what the model is given, as its processor does it.
+
+    The processor itself is of no use without torchvision, which Qwen's wants for videos.
+    """
+
+    def __init__(self, checkpoint: Path, config: Any) -> None:
+        import transformers
+
+        qwen = config.model_type.startswith("qwen")
+        pictures = transformers.Qwen2VLImageProcessorPil if qwen else transformers.CLIPImageProcessorPil
+        self._pictures = pictures.from_pretrained(checkpoint)
+        self._tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+        self._image = self._tokenizer.convert_ids_to_tokens(config.image_token_id)
+        self._config = config
+
+    def __call__(self, text: str, picture: Any) -> dict[str, Any]:
+        seen = dict(self._pictures(images=picture, return_tensors="pt"))
+        words = self._tokenizer(text.replace(self._image, self._image * self._rows(seen)), return_tensors="pt")
+        ids = dict(words)
+        if "image_grid_thw" in seen:
+            ids["mm_token_type_ids"] = (ids["input_ids"] == self._config.image_token_id).int()
+        return {**ids, **seen}
+
+    def _rows(self, seen: Mapping[str, Any]) -> int:
+        """Visual tokens of the picture."""
+        vision = self._config.vision_config
+        if "image_grid_thw" in seen:
+            return int(seen["image_grid_thw"].prod()) // vision.spatial_merge_size**2
+        return int((vision.image_size // vision.patch_size) ** 2)
 
 
 class _Watch:
