@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -48,17 +49,24 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
 
 
 def prepare(form: Form, place: Path) -> None:
-    """Have optimum-intel convert, which needs memory for the fp32 model."""
+    """Have optimum-cli convert, which is looked for beside this Python and then in PATH: it may be another venv's."""
     way = _FORMS[form.name]
     folder, partial = place / way.folder, place / f"{way.folder}.partial"
     if folder.exists():
         return
-    need("optimum.intel", "optimum-intel")
+    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    program = shutil.which("optimum-cli", path=places)
+    if program is None:
+        raise NotRunError("optimum-cli, of optimum-intel, is not in PATH; docs/peers.md says how to install it")
     shutil.rmtree(partial, ignore_errors=True)
-    command = [Path(sys.executable).with_name("optimum-cli"), "export", "openvino", "--task", "image-text-to-text"]
-    done = subprocess.run([*command, "--model", place / "checkpoint", *way.export, partial], check=False)
+    options = ["--task", "image-text-to-text", "--model", str(place / "checkpoint"), *way.export]
+    # What this Python is to find is not what that one is.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([program, "export", "openvino", *options, str(partial)], check=False, env=environment)
     if done.returncode:
-        raise NotRunError(f"optimum-cli export openvino {' '.join(way.export)} ended with {done.returncode}")
+        raise NotRunError(
+            f"optimum-cli export openvino {' '.join(way.export)} ended with {done.returncode}; see the log"
+        )
     # GenAI looks for the picture's settings in this file alone, and takes others in silence where it is missing.
     shutil.copy(place / "checkpoint" / "preprocessor_config.json", partial)
     partial.rename(folder)
