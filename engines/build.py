@@ -49,7 +49,7 @@ def build_engines(
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
     check_memory(bundle, profiles, builder.memories())
-    needed = sum(bundle.manifest.weight_bytes(graph) + _CODE_BYTES for graph in profiles)
+    needed = sum(int(builder.disk_copies * bundle.manifest.weight_bytes(graph)) + _CODE_BYTES for graph in profiles)
     way_out = "build a bundle with fewer methods and budgets"
     with replacing(output, ENGINES, needed, way_out, force=force) as root:
         engines = {}

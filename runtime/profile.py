@@ -15,6 +15,7 @@ from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.peak_memory import PeakMemory
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.processor import processor_name
 
 # Answers are kept until the report is made.
 REPEAT = WholeNumber("--repeat", 1, 100_000)
@@ -71,7 +72,7 @@ def profile(
         precision=manifest.precision,
         weights=manifest.weights,
         method=method,
-        machine=machine_name(),
+        machine=processor_name(),
         threads=pipeline.backend.threads,
         prompt_tokens=answers[UNPRUNED][0].prompt_tokens,
         new_tokens=new_tokens,
@@ -83,17 +84,6 @@ def profile(
         },
         budgets=reports,
     )
-
-
-def machine_name() -> str:
-    """The processor's name, as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def model_name(source: str) -> str:

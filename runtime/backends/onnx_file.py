@@ -53,11 +53,15 @@ _SCHEMA = {
     "Entry": {"key": (1, "text"), "value": (2, "text")},
 }
 """Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
-_DTYPES = {1: "float32", 3: "int8", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16", 22: "int4"}
-"""By their numbers in onnx.proto3, the types that sinkprune writes."""
-_BITS = {"float32": 32, "int8": 8, "int64": 64, "bool": 8, "float16": 16, "bfloat16": 16, "int4": 4}
+_DTYPES = {1: "float32", 2: "uint8", 3: "int8", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16", 22: "int4"}
+"""By their numbers in onnx.proto3, the types that sinkprune writes, and ONNX Runtime in its place."""
+_BITS = {"float32": 32, "uint8": 8, "int8": 8, "int64": 64, "bool": 8, "float16": 16, "bfloat16": 16, "int4": 4}
 _OF_MATRICES = ("bfloat16", "int4")
 """Types that numpy does not know: only matrices are of them, which are never read here."""
+_MATRICES = {"MatMul": (1,), "FusedMatMul": (1,), "Gemm": (1,), "FusedGemm": (1,), "MatMulNBits": (1, 2, 3)}
+"""The inputs that are matrices, or their codes, scales and zero points: of ONNX's operators and ONNX Runtime's."""
+_PACKED = "prepacked"
+"""How ONNX Runtime names the place of a matrix as it packed it, beside the matrix itself."""
 _MOST_NODES = 50_000
 _MOST_AXES, _LONGEST_AXIS = 8, 1 << 40
 _MOST_FUNCTIONS_DEEP = 32
@@ -77,6 +81,8 @@ class Weight(NamedTuple):
     multiplied: bool
     """Whether it is the matrix of a MatMul, or its codes or scales: engine libraries pack those anew when they load
     them."""
+    packed: bool
+    """Whether it also lies there as ONNX Runtime packed it, to be mapped and computed with as it is."""
 
     @property
     def bytes(self) -> int:
@@ -113,15 +119,19 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
 
 
 def _matrices(graph: Any) -> set[str]:
-    """The names of all values that are the second input of a MatMul, and of what such a one is dequantised or cast
-    from."""
+    """The names of all values that are matrices of a product, and of what such a one is dequantised or cast from."""
     sources = {
         node.output[0]: node.input
         for node in graph.node
         if node.op_type in ("DequantizeLinear", "Cast") and len(node.output) == 1
     }
     found: set[str] = set()
-    left = [node.input[1] for node in graph.node if node.op_type == "MatMul" and len(node.input) > 1]
+    left = [
+        node.input[place]
+        for node in graph.node
+        for place in _MATRICES.get(node.op_type, ())
+        if place < len(node.input)
+    ]
     while left:
         name = left.pop()
         if name not in found:
@@ -149,7 +159,8 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
             f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
             "which sinkprune never writes. Export the bundle again."
         )
-    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied)
+    packed = any(key.startswith(_PACKED) for key in told)
+    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied, packed)
 
 
 def _check_functions(model: Any, what: str) -> None:
