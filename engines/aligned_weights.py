@@ -27,10 +27,13 @@ def align_weights(file: Path) -> None:
         return
     beside = file.with_name(f"{file.name}.data")
     moved = beside.with_name(f"{beside.name}.new")
-    with beside.open("rb") as source, moved.open("wb") as target:
-        with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for tensor in external:
-                _move(tensor, data, target)
+    with (
+        beside.open("rb") as source,
+        moved.open("wb") as target,
+        mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        for tensor in external:
+            _move(tensor, data, target)
     moved.replace(beside)
     file.write_bytes(model.SerializeToString())
 

@@ -26,7 +26,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template embedding grid_boxes heap image_settings images "
-        "onnxruntime_library peak_memory picture_segments pixel_values plot processor prompt rotary sampling "
+        "onnxruntime_library picture_segments pixel_values plot processor prompt rotary sampling "
         "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "chain",
         "encoding prompt_rows decoding",
         "observer",
-        "pipeline",
+        "pipeline peak_memory",
         "overlay profile",
         "commands",
     ),
