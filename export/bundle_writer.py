@@ -45,6 +45,8 @@ from sinkprune.export.weight_forms import WeightForm, check_dialect, chosen_form
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
+# transformers, onnx and what they bring along.
+_LIBRARIES_BYTES = 300 << 20
 
 Progress = Callable[[str, int], None]
 """Told what is being done and how many weights it advanced by."""
@@ -57,12 +59,14 @@ def export_bundle(
     force: bool = False,
     sign: Sign | None = None,
     progress: Progress = lambda what, weights: None,
+    needs: Callable[[int, int], None] = lambda memory, disk: None,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
     requantised: Callable[[Requantised], None] = lambda layer: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
     `sign` signs its manifest (`sinkprune.contract.signature.read_private_key`).
+    `needs` is told beforehand about how many bytes of memory and of disk it will take.
     `left_out` is told of each budget that a method cannot reach, unless it reaches none: that is a `BudgetError`.
     `requantised` is told of each matrix that the checkpoint had quantised and that is rounded a second time.
     Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
@@ -82,8 +86,9 @@ def export_bundle(
         formed = partial(_form, request, source, precision, forms, progress, requantised)
         weight_graphs = partial(_weight_graphs, source, precision, dialect, formed, progress)
         shallow = list(weight_graphs([range(1)]))
-        _check_memory(family, shallow, precision)
+        memory = _check_memory(family, shallow, precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
+        needs(memory, needed)
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
@@ -129,8 +134,8 @@ def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision:
     return sum(sizes.values()) + (lm.num_layers - 1) * sizes["decoder_0"] + table
 
 
-def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> None:
-    """Refuse a model whose largest tensor does not fit the memory that is free; raises `CheckpointError`."""
+def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
+    """About how many bytes of memory the export takes; raises `CheckpointError` where fewer are free."""
     lm = family.language_model
     largest = max(lm.vocab_size * lm.hidden_size, *(graph.largest for graph in shallow))
     # As it is read, and as it is written.
@@ -141,6 +146,7 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
             f"{free / 1e9:.1f} GB are free. Free memory, or export on a larger machine"
             f"{' or with --precision fp16' if precision.name == 'fp32' else ''}."
         )
+    return needed + _LIBRARIES_BYTES
 
 
 def _weight_graphs(

@@ -75,6 +75,7 @@ def _export(arguments: Sequence[str] | None) -> None:
                 force=options.force,
                 sign=sign,
                 progress=progress,
+                needs=_tell_needs,
                 left_out=unreachable.append,
                 requantised=requantised.append,
             )
@@ -107,6 +108,17 @@ def _export(arguments: Sequence[str] | None) -> None:
             f"{escaped(str(options.output))}: {_size(size)}, {_numbers(manifest)}, budgets {budgets}\n"
             f"sha256 {BUNDLE.sha256(manifest)}\n"
         )
+
+
+def _tell_needs(memory: int, disk: int) -> None:
+    """One line on stderr, where the bundle is so large that its export takes a while."""
+    from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
+    from sinkprune.contract.system_memory import available_bytes
+
+    if disk >= TOLD_BYTES:
+        free = available_bytes()
+        known = f", of which {gigabytes(free)} are free," if free else ""
+        sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
 
 
 @contextmanager

@@ -58,6 +58,8 @@ class Pipeline:
     ) -> None:
         """Loads the bundle's graphs on `backend`, or the engines `built` from them, each through `wrap`."""
         manifest = bundle.manifest
+        self.load_ms: float | None = None
+        """Milliseconds that `Pipeline.load` took, sums included; None for one that was made without it."""
 
         def model(graph: str) -> Model:
             return built.model(graph) if built else Model.of_bundle(bundle, graph)
@@ -126,6 +128,7 @@ class Pipeline:
                 f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
                 "to be compared with it. Leave out --skip-sums (check_sums=False)."
             )
+        began = time.perf_counter()
         built = open_engines(engines, opened, engines_pinned) if engines is not None else None
         # What is missing is told before the sums, which take their time.
         library = load_backend(backend, threads, built)
@@ -135,7 +138,9 @@ class Pipeline:
                 if built is not None:
                     built.engines.verify()
         with during("loading the engines"):
-            return cls(opened, library, built, wrap)
+            pipeline = cls(opened, library, built, wrap)
+        pipeline.load_ms = _ms_since(began)
+        return pipeline
 
     def generate(
         self,
@@ -199,7 +204,8 @@ class Pipeline:
             if ended:
                 break
             began = time.perf_counter()
-            logits = self._logits(decode_one_token(self.chain, start.prefill.cache, self.embedding([token])[0]))
+            with observer.during("decode"):
+                logits = self._logits(decode_one_token(self.chain, start.prefill.cache, self.embedding([token])[0]))
             token = sampler(logits)
             steps.append(_ms_since(began))
             ids.append(token)
@@ -227,7 +233,7 @@ class Pipeline:
 
     def _start(self, request: Request, sampler: Sampler, observer: Observer) -> _Start:
         """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
-        manifest, clock = self.bundle.manifest, Stopwatch(self.backend)
+        manifest, clock = self.bundle.manifest, Stopwatch(self.backend, observer.during)
         self.chain.load_plan(manifest.plan(request.method, request.budget))
         self._check_number(len(request.pictures))
         pictures = [decoded(source, self.family) for source in request.pictures]

@@ -27,9 +27,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain chat_template embedding grid_boxes image_settings images "
-        "onnxruntime_library peak_memory picture_segments pixel_values plot prompt rotary sampling stopwatch "
-        "template_environment template_meter tensorrt_library torchvision_resize",
+        "__init__ answer answer_text block_chain chat_template embedding grid_boxes heap image_settings images "
+        "onnxruntime_library picture_segments pixel_values plot processor prompt rotary sampling "
+        "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "chain",
         "encoding prompt_rows decoding",
         "observer",
-        "pipeline",
+        "pipeline peak_memory",
         "overlay profile",
         "commands",
     ),

@@ -27,6 +27,7 @@ class TensorRTBuilder:
 
     target: Target
     suffix = ".engine"
+    disk_copies = 1.0
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
         """With the library's module `trt`, for GPUs of these compute capabilities; `flags` for `engines.json`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_en
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.processor import instructions, machine
 
 TARGETS: dict[str, Target] = {
     "ort-cpu": "onnxruntime",
@@ -35,7 +35,7 @@ class BuiltEngines:
     def model(self, graph: str) -> Model:
         """The engine of the graph of that name, as a backend loads it."""
         spec, engine = self.bundle.manifest.graphs[graph], self.engines.manifest.engines[graph]
-        return Model(graph, spec, engine.file, self.engines.files)
+        return Model(graph, spec, engine.file, self.engines.files, built=True)
 
     @property
     def limits(self) -> Limits | None:
@@ -81,11 +81,12 @@ class BuiltEngines:
     def check_processor(self, provider: str) -> None:
         """Refuse models optimised for another `provider` of onnxruntime, or for another kind of processor than here.
 
-        Raises `EnginesError`.
+        Matrices are packed for the instructions that the processor has. Raises `EnginesError`.
         """
-        here = {"provider": provider, "machine": platform.machine()}
+        flags = self.engines.manifest.flags
+        here = {"provider": provider, "machine": machine(), "instructions": instructions()}
         for what, found in here.items():
-            built = self.engines.manifest.flags.get(what)
+            built = flags.get(what)
             if built != found:
                 raise EnginesError(
                     f"{self._were} optimised for {what} {built}, here it is {found}. Leave --engines out: the bundle "

@@ -78,6 +78,10 @@ _BITS = {
 }
 _OF_MATRICES = ("bfloat16", "uint4", "int4")
 """Types that numpy does not know: only matrices are of them, which are never read here."""
+_MATRICES = {"MatMul": (1,), "FusedMatMul": (1,), "Gemm": (1,), "FusedGemm": (1,), "MatMulNBits": (1, 2, 3)}
+"""The inputs that are matrices, or their codes, scales and zero points: of ONNX's operators and ONNX Runtime's."""
+_PACKED = "prepacked"
+"""How ONNX Runtime names the place of a matrix as it packed it, beside the matrix itself."""
 _MOST_NODES = 50_000
 _MOST_AXES, _LONGEST_AXIS = 8, 1 << 40
 _MOST_FUNCTIONS_DEEP = 32
@@ -97,6 +101,8 @@ class Weight(NamedTuple):
     multiplied: bool
     """Whether it is the matrix of a MatMul, or its codes or scales: engine libraries pack those anew when they load
     them."""
+    packed: bool
+    """Whether it also lies there as ONNX Runtime packed it, to be mapped and computed with as it is."""
 
     @property
     def bytes(self) -> int:
@@ -133,15 +139,19 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
 
 
 def _matrices(graph: Any) -> set[str]:
-    """The names of all values that are the second input of a MatMul, and of what such a one is dequantised or cast
-    from."""
+    """The names of all values that are matrices of a product, and of what such a one is dequantised or cast from."""
     sources = {
         node.output[0]: node.input
         for node in graph.node
         if node.op_type in ("DequantizeLinear", "Cast") and len(node.output) == 1
     }
     found: set[str] = set()
-    left = [node.input[1] for node in graph.node if node.op_type == "MatMul" and len(node.input) > 1]
+    left = [
+        node.input[place]
+        for node in graph.node
+        for place in _MATRICES.get(node.op_type, ())
+        if place < len(node.input)
+    ]
     while left:
         name = left.pop()
         if name not in found:
@@ -169,7 +179,8 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
             f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
             "which sinkprune never writes. Export the bundle again."
         )
-    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied)
+    packed = any(key.startswith(_PACKED) for key in told)
+    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied, packed)
 
 
 def _check_functions(model: Any, what: str) -> None:

@@ -17,8 +17,9 @@ from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.ort_buffers import CpuMemory, GpuMemory
 from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.heap import trim_heap
 from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, share_arena, words
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -40,6 +41,7 @@ class OrtBackend(Backend):
                 f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
                 " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
             )
+        share_arena(ort)
         self._ort = ort
         self._provider = provider
         self._device = _DEVICES[provider]
@@ -62,6 +64,7 @@ class OrtBackend(Backend):
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.use_env_allocators", "1")
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
         held = self._hold_small_weights(model, options)
@@ -83,6 +86,8 @@ class OrtBackend(Backend):
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
+        # Weights as they were before they were packed
+        trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 
