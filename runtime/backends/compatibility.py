@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_engines
+from sinkprune.contract.engines_manifest import ANY_SHAPE, Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
@@ -16,6 +16,7 @@ from sinkprune.runtime.backends.models import Model
 TARGETS: dict[str, Target] = {
     "ort-cpu": "onnxruntime",
     "ort-cuda": "onnxruntime",
+    "openvino": "openvino",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
@@ -39,9 +40,9 @@ class BuiltEngines:
 
     @property
     def limits(self) -> Limits | None:
-        """What a request may be at most; None for onnxruntime, whose models take any shape."""
+        """What a request may be at most; None for engines that take any shape."""
         manifest = self.engines.manifest
-        return None if manifest.target == "onnxruntime" else manifest.limits
+        return None if manifest.target in ANY_SHAPE else manifest.limits
 
     def check_bundle(self) -> None:
         """Refuse engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,16 @@ import numpy as np
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend, Compute, Engine
+from sinkprune.runtime.backends import Backend, Cache, Compute, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino_graphs import BEAM, GraphReader, rows_in_int8
+from sinkprune.runtime.backends.openvino_graphs import BEAM, GraphReader, group_in_int8
 from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.openvino_library import import_openvino, words
 
 _DEVICE = "CPU"
-_ANY_SIZE = 1
+# Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
 _PATCHES = 64
-"""So many patches are whole tokens of every tower, whose tokens are squares of 1, 2, 4 or 8 patches a side."""
 
 
 class OpenVinoBackend(Backend):
@@ -38,67 +38,72 @@ class OpenVinoBackend(Backend):
         self._reader = GraphReader(openvino, self._core)
         has_bf16 = "BF16" in self._core.get_property(_DEVICE, "OPTIMIZATION_CAPABILITIES")
         if compute == "bf16" and not has_bf16:
-            processor = self._core.get_property(_DEVICE, "FULL_DEVICE_NAME")
             raise BackendError(
-                f"backend '{name}' was to compute in bf16, which the processor here ({processor}) lacks. Leave "
-                "--compute out: it then takes the fastest types there are."
+                f"backend '{name}' was to compute in bf16, which this processor lacks: "
+                f"{self._core.get_property(_DEVICE, 'FULL_DEVICE_NAME')}. Leave --compute out for the fastest it has."
             )
-        self._float = "bf16" if has_bf16 and compute != "fp32" else "f32"
-        self._rounds_rows = compute == "fastest"
+        self._bf16 = has_bf16 and compute != "fp32"
+        self._int8 = compute == "fastest"
         self.name = name
         self.threads = threads or usable_cores()
-        told = {"bf16": "bf16", "f32": "fp32"}[self._float]
+        floats = "bf16" if self._bf16 else "fp32"
         self.versions = {
             "openvino": openvino.__version__,
-            "compute": f"{told}, int8 where weights are quantised" if self._rounds_rows else told,
+            "compute": f"{floats}, int8 where weights are" if self._int8 else floats,
         }
 
     def load(self, model: Model) -> _OpenVinoEngine:
-        compiled = self._compiled(model, self._reader.read(model, self.name))
-        return _OpenVinoEngine(model.graph, compiled.create_infer_request())
+        return _OpenVinoEngine(self._compiled(model, self._read(model)))
 
-    def load_decoder(
-        self, model: Model, layers: range, form: CacheForm, wrap: Callable[[Engine], Engine]
-    ) -> _OpenVinoDecoder:
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> _OpenVinoDecoder:
         if form != "in-place":
             raise BackendError(
-                f"backend '{self.name}' takes graphs whose caches are written in place, and '{model.file.path}' gives "
-                "its new rows. Export the bundle again with --dialect opset24."
+                f"backend '{self.name}' takes decoder segments that write into caches, and '{model.file.path}' gives "
+                "rows that another must write. Export the bundle again with --dialect opset24."
             )
-        read = self._reader.read(model, self.name)
-        self._reader.keep_caches(read, layers)
-        return _OpenVinoDecoder(model.graph, self._compiled(model, read), wrap)
+        read = self._read(model)
+        self._reader.keep_caches(read, model.spec)
+        return _OpenVinoDecoder(self._compiled(model, read), wrap)
 
-    def _compiled(self, model: Model, read: Any) -> Any:
-        """The model that `read` is, compiled and run once.
+    def _read(self, model: Model) -> Any:
+        try:
+            return self._reader.read(model)
+        except RuntimeError as error:
+            raise self._refusal(model, error) from error
 
-        With its first call OpenVINO packs matrices anew, for all shapes, and reads the files of weights no more.
+    def _compiled(self, model: Model, read: Any) -> _Compiled:
+        """The model that `read` is, compiled.
+
+        OpenVINO packs matrices when it first runs them, then for rows of any number, and reads their files no more:
+        that is done here, while the files are known to be what was checked.
         """
-        selects = not model.weights
-        own = "f32" if selects else self._float
+        precision = "bf16" if self._bf16 and model.weights else "f32"
         properties = {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": 1,
             "INFERENCE_NUM_THREADS": self.threads,
-            "INFERENCE_PRECISION_HINT": own,
-            "KV_CACHE_PRECISION": own,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": rows_in_int8(read) if self._rounds_rows else 0,
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
         }
+        inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
         try:
-            if selects:
-                return self._core.compile_model(read, _DEVICE, properties)
-            with model.by_path():
-                compiled = self._core.compile_model(read, _DEVICE, properties)
-                compiled.create_infer_request().infer([_smallest(port) for port in read.inputs])
-                return compiled
+            with model.by_path() if model.weights else nullcontext():
+                library = self._core.compile_model(read, _DEVICE, properties)
+                if model.weights:
+                    library.create_infer_request().infer(_smallest_inputs(model, inputs))
+            return _Compiled(model.graph, library, inputs, outputs)
         except RuntimeError as error:
-            raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}.") from error
+            raise self._refusal(model, error) from error
+
+    def _refusal(self, model: Model, error: RuntimeError) -> BackendError:
+        return BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}.")
 
     def tensor(self, array: Array) -> Array:
         return np.ascontiguousarray(array)
 
     def numpy(self, tensor: Array) -> Array:
-        """`tensor`, which is a host array in memory of its own."""
+        """`tensor`, which is a host array."""
         return tensor
 
     def join(self, parts: Sequence[Array], order: Array) -> Array:
@@ -111,60 +116,73 @@ class OpenVinoBackend(Backend):
         return (end - start) * 1e3
 
 
-class _OpenVinoEngine:
-    """One compiled model with an inference request of its own."""
+@dataclass(frozen=True)
+class _Compiled:
+    """A compiled model and the graph's own names: the library's may be those of values that it found to be equal."""
 
-    def __init__(self, graph: str, request: Any) -> None:
-        self._graph, self._request = graph, request
+    graph: str
+    library: Any
+    inputs: list[str]
+    outputs: list[str]
+
+
+class _OpenVinoEngine:
+    """One compiled model, run by an inference request of its own."""
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self._compiled, self._request = compiled, compiled.library.create_infer_request()
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return _infer(self._graph, self._request, inputs)
+        """All outputs by name, in memory of their own; raises `BackendError` where openvino gives up."""
+        own = {name: inputs[name] for name in self._compiled.inputs}
+        try:
+            self._request.infer(dict(enumerate(own.values())), share_inputs=True, share_outputs=True)
+        except RuntimeError as error:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in own.items())
+            raise BackendError(
+                f"graph '{self._compiled.graph}' failed in openvino on {shapes}: {words(error)}. If memory ran out, "
+                "end other programs; if not, export the bundle again."
+            ) from error
+        return {
+            name: self._request.get_output_tensor(place).data.copy()
+            for place, name in enumerate(self._compiled.outputs)
+        }
 
 
-class _OpenVinoCache:
-    """The keys and values of one segment, of one answer: the states of an inference request."""
+class _OpenVinoCache(Cache):
+    """The keys and values of one segment, of one answer: states of the inference request that `engine` runs."""
 
-    def __init__(self, request: Any) -> None:
-        self.request, self.length = request, 0
+    def __init__(self, engine: _OpenVinoEngine) -> None:
+        self.engine, self.length = engine, 0
 
 
-class _OpenVinoDecoder:
-    """One compiled segment, whose caches are states of inference requests, one for each answer."""
+class _OpenVinoDecoder(Decoder):
+    """One compiled segment; every answer has an inference request of its own, with the caches as its states."""
 
-    def __init__(self, graph: str, compiled: Any, wrap: Callable[[Engine], Engine]) -> None:
-        self._graph, self._compiled = graph, compiled
-        self._engine = wrap(self._run)
-        self._request: Any = None
+    def __init__(self, compiled: _Compiled, wrap: Callable[[Engine], Engine]) -> None:
+        self._compiled = compiled
+        self._running = self.new_cache()
+        self._engine = wrap(lambda inputs: self._running.engine(inputs))
 
     def new_cache(self) -> _OpenVinoCache:
-        return _OpenVinoCache(self._compiled.create_infer_request())
+        return _OpenVinoCache(_OpenVinoEngine(self._compiled))
 
-    def __call__(self, inputs: Mapping[str, Array], rows: int, cache: _OpenVinoCache) -> dict[str, Array]:
-        self._request = cache.request
-        outputs = self._engine({**inputs, "past_length": np.array([cache.length]), BEAM: np.zeros(1, np.int32)})
-        cache.length += rows
+    def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoCache) -> dict[str, Array]:
+        self._running = cache
+        length = np.array([cache.length], np.int64)
+        outputs = self._engine({**inputs, "past_length": length, BEAM: np.zeros(1, np.int32)})
+        cache.length += inputs["hidden"].shape[1]
         return outputs
 
-    def _run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        return _infer(self._graph, self._request, inputs)
+
+def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
+    """Zeros for the inputs `names` of a graph, in a shape that it takes and that is soon computed."""
+    declared = {tensor.name: tensor for tensor in (*model.spec.inputs, TensorSpec(BEAM, "int32", (1,)))}
+    sizes = [[_size(size) for size in declared[name].shape] for name in names]
+    return [np.zeros(shape, declared[name].dtype) for name, shape in zip(names, sizes, strict=True)]
 
 
-def _infer(graph: str, request: Any, inputs: Mapping[str, Array]) -> dict[str, Array]:
-    """All outputs of `request` by name, in memory of their own; raises `BackendError`."""
-    compiled = request.get_compiled_model()
-    own = {port.any_name: inputs[port.any_name] for port in compiled.inputs}
-    try:
-        request.infer(own, share_inputs=True, share_outputs=True)
-    except RuntimeError as error:
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in own.items())
-        raise BackendError(
-            f"graph '{graph}' failed in openvino on {shapes}: {words(error)}. If memory ran out, end other programs; "
-            "if not, export the bundle again."
-        ) from error
-    return {port.any_name: request.get_tensor(port).data.copy() for port in compiled.outputs}
-
-
-def _smallest(port: Any) -> Array:
-    """Zeros for an input of a model, in the smallest shape that every tower and segment takes."""
-    sizes = [size.get_length() if size.is_static else _ANY_SIZE for size in port.partial_shape]
-    return np.zeros(sizes, port.element_type.to_dtype())
+def _size(declared: int | str) -> int:
+    if isinstance(declared, int):
+        return declared
+    return _PATCHES if declared == "patches" else 1

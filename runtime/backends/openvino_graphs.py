@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.errors import BackendError
-from sinkprune.contract.manifest import TensorSpec
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.runtime.backends.inlined import inlined
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.openvino_library import words
+from sinkprune.runtime.kv_cache import cache_names
 
 BEAM = "beam_idx"
 """The input that the gather of states needs: the one answer there is, always 0."""
 _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
 _SMALL_BYTES = 64 << 20
+_LARGEST_GROUP = 128
 _AXIS_OF_ROWS = 2
 
 
@@ -37,36 +37,32 @@ class GraphReader:
         for added in self._extensions:
             core.add_extension(added)
 
-    def read(self, model: Model, name: str) -> Any:
-        """The ONNX file of `model`, whose weights stay mapped from their file; small ones lie in memory of their own.
+    def read(self, model: Model) -> Any:
+        """The ONNX file of `model`; large weights stay mapped from their files, small ones get memory of their own.
 
         Without weights it is read from memory: later, too, when nobody knows what its file's name leads to.
-        `name` is the backend's, for messages. Raises `BackendError`.
+        Raises `BackendError`, and openvino's `RuntimeError`.
         """
-        source = nullcontext(inlined(model.onnx)) if not model.weights else model.by_path()
-        with source as path_or_bytes:
-            try:
-                read = self._core.read_model(path_or_bytes)
-            except RuntimeError as error:
-                raise BackendError(f"backend '{name}' cannot load '{model.file.path}': {words(error)}.") from error
+        with model.by_path() if model.weights else nullcontext(inlined(model.onnx)) as path_or_bytes:
+            read = self._core.read_model(path_or_bytes)
         model.check_interface(_specs(read.inputs), _specs(read.outputs))
-        held = {weight.name: weight for weight in model.weights if not weight.multiplied}
+        small = {weight.name: weight for weight in model.weights if not weight.multiplied}
         for node in read.get_ops():
-            weight = held.get(node.get_friendly_name())
+            weight = small.get(node.get_friendly_name())
             if weight is not None and weight.bytes < _SMALL_BYTES:
                 constant = self._ops.constant(model.weight(weight), name=weight.name)
                 for target in node.output(0).get_target_inputs():
                     target.replace_source_output(constant.output(0))
         return read
 
-    def keep_caches(self, read: Any, layers: range) -> None:
-        """Make the keys and values of `layers` a state of the model: it takes and gives them no more."""
+    def keep_caches(self, read: Any, spec: GraphSpec) -> None:
+        """Make the keys and values of the segment `spec` states of the model: it takes and gives them no more."""
         beam = self._ops.parameter([-1], np.int32, name=BEAM)
         beam.output(0).get_tensor().set_names({BEAM})
         read.add_parameters([beam])
         sinks = []
-        for name in (f"{which}_{layer}" for layer in layers for which in ("key", "value")):
-            past, grown = read.input(f"past_{name}"), read.output(name)
+        for name, past_name in cache_names(spec).items():
+            past, grown = read.input(past_name), read.output(name)
             info = self._ov.op.util.VariableInfo()
             info.data_shape, info.data_type, info.variable_id = past.partial_shape, past.element_type, name
             state = self._ov.op.util.Variable(info)
@@ -107,22 +103,22 @@ class GraphReader:
         return self._ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
 
 
-def rows_in_int8(read: Any) -> int:
-    """How many values of a row may share a scale when they meet the int8 or int4 weights of a model; 0 without any.
+def group_in_int8(read: Any) -> int:
+    """How many values of a row may share a scale when they are rounded to int8 for a model's int8 or int4 weights.
 
-    Larger groups are faster. A group never goes beyond a block of the weights, or OpenVINO would not round at all.
+    Larger groups are faster; one larger than a block of the weights, and OpenVINO would not round at all. 0 is none.
     """
-    blocks = [_LARGEST_GROUP]
-    quantised = False
-    for node in read.get_ops():
-        if node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in ("i8", "i4", "u8", "u4"):
-            shape = node.get_output_shape(0)
-            quantised = quantised or len(shape) > 1
-            blocks += [shape[1]] if len(shape) == 3 else []
-    return min(blocks) if quantised else 0
+    shapes = [node.get_output_shape(0) for node in read.get_ops() if _is_quantised(node)]
+    return min([_LARGEST_GROUP, *(shape[1] for shape in shapes if len(shape) == 3)]) if shapes else 0
 
 
-_LARGEST_GROUP = 128
+def _is_quantised(node: Any) -> bool:
+    """Whether it is a matrix of int8 or int4 values."""
+    return (
+        node.get_type_name() == "Constant"
+        and node.get_element_type().get_type_name() in ("i8", "i4")
+        and len(node.get_output_shape(0)) > 1
+    )
 
 
 def _specs(ports: Any) -> list[TensorSpec]:
