@@ -21,10 +21,8 @@ from sinkprune.contract.trust import ANY, Trust
 FORMAT_VERSION = 3
 MANIFEST = "engines.json"
 
-Target = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
+Target = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 """The library that engines are built by and run in."""
-ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "openvino")
-"""The libraries whose engines have no optimisation profiles, because they take any shape."""
 Realisation = Literal["plugin", "function", "stripped"]
 """What became of a `TopRho` or `DiversitySelect` node: our plugin, named as such by the parser; the compiled function
 body; or our plugin, after the function that would have won (before TensorRT 10.7) was stripped."""
@@ -107,7 +105,7 @@ ENGINES = ManifestFile(
     folder="engines",
     a_folder="a folder of engines",
     error=EnginesError,
-    make="sinkprune-build BUNDLE -o {root} --target onnxruntime|openvino|tensorrt|tensorrt-rtx",
+    make="sinkprune-build BUNDLE -o {root} --target onnxruntime|tensorrt|tensorrt-rtx",
     again="Build or copy the engines again.",
     upgrade="Upgrade sinkprune, or build the engines again with this one.",
 )
@@ -145,7 +143,7 @@ def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
     for graph, engine in manifest.engines.items():
         if engine.file not in manifest.files:
             raise EnginesError(f"'{path}' has no size and sha256 for '{engine.file}'. {ENGINES.again}")
-        if bool(engine.optimisation_profiles) != (manifest.target not in ANY_SHAPE):
+        if bool(engine.optimisation_profiles) != (manifest.target != "onnxruntime"):
             raise EnginesError(
                 f"'{path}' has {len(engine.optimisation_profiles)} optimisation profiles for '{graph}', which does "
                 f"not go with target '{manifest.target}'. {ENGINES.again}"

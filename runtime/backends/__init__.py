@@ -111,7 +111,7 @@ class Backend(Protocol):
 def load_backend(
     name: str, threads: int | None = None, built: BuiltEngines | None = None, compute: Compute | None = None
 ) -> Backend:
-    """The backend `name`, found to fit the engines `built`, which TensorRT cannot do without and all others can.
+    """The backend `name`, found to fit the engines `built`: ORT can do without, TensorRT cannot, OpenVINO takes none.
 
     `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for backend openvino (default:
     fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
@@ -121,7 +121,7 @@ def load_backend(
     threads = None if threads is None else THREADS.check(threads)
     if compute is not None and name != "openvino":
         raise UsageError(
-            f"compute is {shown(compute)}, but backend '{name}' computes in the precision of the bundle. Leave it out."
+            f"compute is {shown(compute)}, but backend '{name}' computes in the bundle's precision. Leave it out."
         )
     if compute is not None and compute not in COMPUTES:
         raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
@@ -130,10 +130,7 @@ def load_backend(
     if name == "openvino":
         from sinkprune.runtime.backends.openvino import OpenVinoBackend
 
-        opened = OpenVinoBackend(name, threads, compute or "fastest")
-        if built is not None:
-            built.check_library("openvino", opened.versions["openvino"])
-        return opened
+        return OpenVinoBackend(name, threads, compute or "fastest")
     if name in _PROVIDERS:
         from sinkprune.runtime.backends.ort import OrtBackend
 

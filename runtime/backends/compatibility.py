@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import ANY_SHAPE, Engines, Limits, Target, read_engines
+from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
 
-TARGETS: dict[str, Target] = {
+TARGETS: dict[str, Target | None] = {
     "ort-cpu": "onnxruntime",
     "ort-cuda": "onnxruntime",
-    "openvino": "openvino",
+    "openvino": None,
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
-"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name."""
+"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; None for
+those that run bundles only."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class BuiltEngines:
 
     @property
     def limits(self) -> Limits | None:
-        """What a request may be at most; None for engines that take any shape."""
+        """What a request may be at most; None for onnxruntime, whose models take any shape."""
         manifest = self.engines.manifest
-        return None if manifest.target in ANY_SHAPE else manifest.limits
+        return None if manifest.target == "onnxruntime" else manifest.limits
 
     def check_bundle(self) -> None:
         """Refuse engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""
@@ -64,6 +65,11 @@ class BuiltEngines:
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, TARGETS[backend]
+        if expected is None:
+            raise EnginesError(
+                f"{self._were} built for target {built}, and backend '{backend}' runs the bundle itself: it is soon "
+                "compiled. Leave --engines out."
+            )
         if built != expected:
             raise EnginesError(
                 f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "

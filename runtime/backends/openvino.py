@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.manifest import CacheForm, TensorSpec
+from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Compute, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
@@ -24,6 +24,7 @@ from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.openvino_library import import_openvino, words
 
 _DEVICE = "CPU"
+_NO_BEAM = np.zeros(1, np.int32)
 # Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
 _PATCHES = 64
 
@@ -53,7 +54,7 @@ class OpenVinoBackend(Backend):
         }
 
     def load(self, model: Model) -> _OpenVinoEngine:
-        return _OpenVinoEngine(self._compiled(model, self._read(model)))
+        return _OpenVinoEngine(self._compiled(model))
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> _OpenVinoDecoder:
         if form != "in-place":
@@ -61,43 +62,33 @@ class OpenVinoBackend(Backend):
                 f"backend '{self.name}' takes decoder segments that write into caches, and '{model.file.path}' gives "
                 "rows that another must write. Export the bundle again with --dialect opset24."
             )
-        read = self._read(model)
-        self._reader.keep_caches(read, model.spec)
-        return _OpenVinoDecoder(self._compiled(model, read), wrap)
+        return _OpenVinoDecoder(self._compiled(model), wrap)
 
-    def _read(self, model: Model) -> Any:
-        try:
-            return self._reader.read(model)
-        except RuntimeError as error:
-            raise self._refusal(model, error) from error
-
-    def _compiled(self, model: Model, read: Any) -> _Compiled:
-        """The model that `read` is, compiled.
+    def _compiled(self, model: Model) -> _Compiled:
+        """The compiled model of a graph, run once.
 
         OpenVINO packs matrices when it first runs them, then for rows of any number, and reads their files no more:
         that is done here, while the files are known to be what was checked.
         """
-        precision = "bf16" if self._bf16 and model.weights else "f32"
-        properties = {
-            "PERFORMANCE_HINT": "LATENCY",
-            "NUM_STREAMS": 1,
-            "INFERENCE_NUM_THREADS": self.threads,
-            "INFERENCE_PRECISION_HINT": precision,
-            "KV_CACHE_PRECISION": precision,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
-        }
-        inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
         try:
+            read = self._reader.read(model)
+            precision = "bf16" if self._bf16 and model.weights else "f32"
+            properties = {
+                "PERFORMANCE_HINT": "LATENCY",
+                "NUM_STREAMS": 1,
+                "INFERENCE_NUM_THREADS": self.threads,
+                "INFERENCE_PRECISION_HINT": precision,
+                "KV_CACHE_PRECISION": precision,
+                "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
+            }
+            inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
             with model.by_path() if model.weights else nullcontext():
                 library = self._core.compile_model(read, _DEVICE, properties)
                 if model.weights:
                     library.create_infer_request().infer(_smallest_inputs(model, inputs))
             return _Compiled(model.graph, library, inputs, outputs)
-        except RuntimeError as error:
-            raise self._refusal(model, error) from error
-
-    def _refusal(self, model: Model, error: RuntimeError) -> BackendError:
-        return BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}.")
+        except (RuntimeError, MemoryError) as error:
+            raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}.") from error
 
     def tensor(self, array: Array) -> Array:
         return np.ascontiguousarray(array)
@@ -137,7 +128,7 @@ class _OpenVinoEngine:
         own = {name: inputs[name] for name in self._compiled.inputs}
         try:
             self._request.infer(dict(enumerate(own.values())), share_inputs=True, share_outputs=True)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in own.items())
             raise BackendError(
                 f"graph '{self._compiled.graph}' failed in openvino on {shapes}: {words(error)}. If memory ran out, "
@@ -149,37 +140,43 @@ class _OpenVinoEngine:
         }
 
 
+@dataclass
 class _OpenVinoCache(Cache):
     """The keys and values of one segment, of one answer: states of the inference request that `engine` runs."""
 
-    def __init__(self, engine: _OpenVinoEngine) -> None:
-        self.engine, self.length = engine, 0
+    engine: _OpenVinoEngine
+    length: int = 0
 
 
 class _OpenVinoDecoder(Decoder):
-    """One compiled segment; every answer has an inference request of its own, with the caches as its states."""
+    """One compiled segment; every answer has an inference request of its own, with its caches as states."""
 
     def __init__(self, compiled: _Compiled, wrap: Callable[[Engine], Engine]) -> None:
         self._compiled = compiled
-        self._running = self.new_cache()
-        self._engine = wrap(lambda inputs: self._running.engine(inputs))
+        # One engine is wrapped, for all caches; whose request it runs is not among its inputs.
+        self._asked: list[_OpenVinoEngine] = []
+        self._engine = wrap(lambda inputs: self._asked[-1](inputs))
 
     def new_cache(self) -> _OpenVinoCache:
         return _OpenVinoCache(_OpenVinoEngine(self._compiled))
 
     def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoCache) -> dict[str, Array]:
-        self._running = cache
         length = np.array([cache.length], np.int64)
-        outputs = self._engine({**inputs, "past_length": length, BEAM: np.zeros(1, np.int32)})
+        self._asked.append(cache.engine)
+        try:
+            outputs = self._engine({**inputs, "past_length": length, BEAM: _NO_BEAM})
+        finally:
+            self._asked.pop()
         cache.length += inputs["hidden"].shape[1]
         return outputs
 
 
 def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
     """Zeros for the inputs `names` of a graph, in a shape that it takes and that is soon computed."""
-    declared = {tensor.name: tensor for tensor in (*model.spec.inputs, TensorSpec(BEAM, "int32", (1,)))}
-    sizes = [[_size(size) for size in declared[name].shape] for name in names]
-    return [np.zeros(shape, declared[name].dtype) for name, shape in zip(names, sizes, strict=True)]
+    inputs = {
+        tensor.name: np.zeros([_size(size) for size in tensor.shape], tensor.dtype) for tensor in model.spec.inputs
+    }
+    return [_NO_BEAM if name == BEAM else inputs[name] for name in names]
 
 
 def _size(declared: int | str) -> int:

@@ -1,18 +1,19 @@
-"""ONNX graphs as OpenVINO models: functions inlined, attention as its own operator, and caches that stay in the model.
+"""ONNX graphs as OpenVINO models: functions inlined, attention as one operator, caches as states of the model.
 
-OpenVINO's CPU plugin keeps a cache in place where it finds a state, gathered by beam, that new rows are appended to
-and one ScaledDotProductAttention reads. Its own conversion of ONNX's Attention is none: it copies keys for every query
-head and looks for rows that see nothing.
+OpenVINO's CPU plugin leaves a cache where it is if it finds a state that is gathered by beam, that new rows are
+appended to, and that a ScaledDotProductAttention reads. In its own conversion of ONNX's Attention it does not: that
+copies keys for every query head, and looks for rows that see nothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.manifest import GraphSpec, TensorSpec
+from sinkprune.contract.manifest import TensorSpec
 from sinkprune.runtime.backends.inlined import inlined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.kv_cache import cache_names
@@ -38,9 +39,10 @@ class GraphReader:
             core.add_extension(added)
 
     def read(self, model: Model) -> Any:
-        """The ONNX file of `model`; large weights stay mapped from their files, small ones get memory of their own.
+        """The ONNX file of `model`, with its caches as states; `BEAM` is an input where there are any.
 
-        Without weights it is read from memory: later, too, when nobody knows what its file's name leads to.
+        Large weights stay mapped from their files, small ones get memory of their own. Without weights it is read
+        from memory: later, too, when nobody knows what its file's name leads to.
         Raises `BackendError`, and openvino's `RuntimeError`.
         """
         with model.by_path() if model.weights else nullcontext(inlined(model.onnx)) as path_or_bytes:
@@ -53,15 +55,18 @@ class GraphReader:
                 constant = self._ops.constant(model.weight(weight), name=weight.name)
                 for target in node.output(0).get_target_inputs():
                     target.replace_source_output(constant.output(0))
+        self._keep_caches(read, cache_names(model.spec))
         return read
 
-    def keep_caches(self, read: Any, spec: GraphSpec) -> None:
-        """Make the keys and values of the segment `spec` states of the model: it takes and gives them no more."""
+    def _keep_caches(self, read: Any, caches: Mapping[str, str]) -> None:
+        """Make `caches`, inputs by the outputs that stand for them, states of the model: no more taken nor given."""
+        if not caches:
+            return
         beam = self._ops.parameter([-1], np.int32, name=BEAM)
         beam.output(0).get_tensor().set_names({BEAM})
         read.add_parameters([beam])
         sinks = []
-        for name, past_name in cache_names(spec).items():
+        for name, past_name in caches.items():
             past, grown = read.input(past_name), read.output(name)
             info = self._ov.op.util.VariableInfo()
             info.data_shape, info.data_type, info.variable_id = past.partial_shape, past.element_type, name
