@@ -36,12 +36,10 @@ def _expanded(nodes: Any, functions: dict[Any, Any], prefix: str) -> Iterator[An
 
 def _body(function: Any, call: Any, prefix: str) -> Iterator[Any]:
     """The nodes of `function` on the values of `call`."""
-    # Values that a call leaves out at its end are the empty name.
-    pairs = chain(
-        zip(function.input, chain(call.input, repeat("")), strict=False),
-        zip(function.output, call.output, strict=False),
-    )
-    names = {"": "", **dict(pairs)}
+    # An input that a call leaves out has no name anywhere; an output has one still, for the other nodes.
+    given = dict(zip(function.input, chain(call.input, repeat("")), strict=False))
+    made = {name: other for name, other in zip(function.output, call.output, strict=False) if other}
+    names = {"": "", **given, **made}
     attributes = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}
     for node in function.node:
         own = message_class("Node")()

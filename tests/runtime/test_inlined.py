@@ -55,7 +55,7 @@ def model(nodes: list[onnx.NodeProto], outputs: list[str]) -> bytes:
 def computed(data: bytes) -> list[np.ndarray]:
     ort = import_onnxruntime("ort-cpu")
     session = ort.InferenceSession(data, session_options(ort), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": X, "low": np.float32(-1.5), "high": np.float32(2.5)})
+    return session.run(None, {"x": X, "low": np.array(-1.5, np.float32), "high": np.array(2.5, np.float32)})
 
 
 CALLS: dict[str, tuple[list[onnx.NodeProto], list[str]]] = {
