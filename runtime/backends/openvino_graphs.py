@@ -22,6 +22,8 @@ BEAM = "beam_idx"
 """The input that the gather of states needs: the one answer there is, always 0."""
 _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
 _SMALL_BYTES = 64 << 20
+_STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
+"""The marks of a Convert of weights that are stored in a smaller type than is computed in."""
 _LARGEST_GROUP = 128
 _AXIS_OF_ROWS = 2
 
@@ -50,6 +52,10 @@ class GraphReader:
         model.check_interface(_specs(read.inputs), _specs(read.outputs))
         small = {weight.name: weight for weight in model.weights if not weight.multiplied}
         for node in read.get_ops():
+            if node.get_type_name() == "Convert" and _is_constant(node.input_value(0).get_node(), "bf16", "f16"):
+                # Or such a matrix would be held in fp32 too.
+                for mark in _STORED_SMALLER:
+                    node.get_rt_info()[mark] = True
             weight = small.get(node.get_friendly_name())
             if weight is not None and weight.bytes < _SMALL_BYTES:
                 constant = self._ops.constant(model.weight(weight), name=weight.name)
@@ -119,11 +125,12 @@ def group_in_int8(read: Any) -> int:
 
 def _is_quantised(node: Any) -> bool:
     """Whether it is a matrix of int8 or int4 values."""
-    return (
-        node.get_type_name() == "Constant"
-        and node.get_element_type().get_type_name() in ("i8", "i4")
-        and len(node.get_output_shape(0)) > 1
-    )
+    return _is_constant(node, "i8", "i4") and len(node.get_output_shape(0)) > 1
+
+
+def _is_constant(node: Any, *types: str) -> bool:
+    """Whether it is a constant of one of these types, in openvino's words."""
+    return node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in types
 
 
 def _specs(ports: Any) -> list[TensorSpec]:
