@@ -25,8 +25,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain chat_template embedding grid_boxes image_settings images "
-        "onnxruntime_library peak_memory picture_segments pixel_values plot prompt rotary sampling stopwatch "
+        "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes image_settings images "
+        "onnxruntime_library openvino_library peak_memory picture_segments pixel_values plot prompt rotary sampling stopwatch "
         "template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
