@@ -26,8 +26,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes image_settings images "
-        "onnxruntime_library openvino_library peak_memory picture_segments pixel_values plot prompt rotary sampling stopwatch "
-        "template_environment template_meter tensorrt_library torchvision_resize",
+        "onnxruntime_library openvino_library peak_memory picture_segments pixel_values plot prompt rotary sampling "
+        "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
