@@ -27,8 +27,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain chat_template embedding grid_boxes heap image_settings images "
-        "onnxruntime_library picture_segments pixel_values plot processor prompt rotary sampling "
+        "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes heap image_settings images "
+        "onnxruntime_library openvino_library picture_segments pixel_values plot processor prompt rotary sampling "
         "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
