@@ -257,7 +257,7 @@ def check_dialect(forms: WeightForms, dialect: DialectName, repacked: Quantisati
         if form == "uint4":
             raise UsageError(
                 f"weights are uint4, and TensorRT takes no zero points. Export with {option} int4, which rounds them "
-                "again and says by how much they differ, or for other engines with --dialect opset23."
+                "again and says by how much they differ, or for other engines with --dialect opset24."
             )
     if repacked and repacked.form == "int8" and repacked.group_size is not None:
         raise UsageError(

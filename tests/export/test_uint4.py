@@ -132,11 +132,11 @@ def test_a_graph_computes_with_the_dequantised_weights(
 def test_it_is_not_for_tensorrt(option: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     export = ("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "bundle", "--budgets", "retain-64")
     refused = run(*export, option, "uint4", "--dialect", "opset20")
-    assert_refused(refused, "takes no zero points", f"Export with {option} int4", "--dialect opset23")
+    assert_refused(refused, "takes no zero points", f"Export with {option} int4", "--dialect opset24")
     assert not (tmp_path / "bundle").exists()
     assert run(*export, option, "uint4", "--precision", "fp16").code == 0
     build = ("sinkprune-build", tmp_path / "bundle", "-o", tmp_path / "engines")
     refused = run(*build, "--target", "tensorrt-rtx", "--sm", "86")
-    assert_refused(refused, "has uint4 weights, and tensorrt-rtx takes no zero points", f"opset23 {option} int4")
+    assert_refused(refused, "has uint4 weights, and tensorrt-rtx takes no zero points", f"opset24 {option} int4")
     assert not (tmp_path / "engines").exists()
     assert run(*build, "--target", "onnxruntime").code == 0
