@@ -25,7 +25,7 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
-from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, load_backend
+from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
@@ -88,6 +88,7 @@ class Pipeline:
         backend: str = "ort-cpu",
         threads: int | None = None,
         engines: str | os.PathLike[str] | None = None,
+        compute: Compute | None = None,
         check_sums: bool = True,
         sha256: str | None = None,
         engines_sha256: str | None = None,
@@ -97,6 +98,7 @@ class Pipeline:
     ) -> Pipeline:
         """Load a bundle, read or by its path, or the `engines` that sinkprune-build made of it.
 
+        `compute` is what backend openvino computes in: fastest (the default), bf16 or fp32.
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
         the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
         the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle
@@ -131,7 +133,7 @@ class Pipeline:
         began = time.perf_counter()
         built = open_engines(engines, opened, engines_pinned) if engines is not None else None
         # What is missing is told before the sums, which take their time.
-        library = load_backend(backend, threads, built)
+        library = load_backend(backend, threads, built, compute)
         if check_sums:
             with during("checking sums"):
                 opened.verify()

@@ -15,7 +15,8 @@ import numpy as np
 
 from sinkprune.contract.errors import BackendError
 
-GARBAGE = 0xA5
+# NaN as a float of any size, and no size or index as a number
+GARBAGE = 0xFF
 _ALIGNMENT = 256
 
 

@@ -13,13 +13,15 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.processor import instructions, machine
 
-TARGETS: dict[str, Target] = {
+TARGETS: dict[str, Target | None] = {
     "ort-cpu": "onnxruntime",
     "ort-cuda": "onnxruntime",
+    "openvino": None,
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
-"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name."""
+"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; None for
+those that run bundles only."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class BuiltEngines:
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, TARGETS[backend]
+        if expected is None:
+            raise EnginesError(
+                f"{self._were} built for target {built}, and backend '{backend}' runs the bundle itself: it is soon "
+                "compiled. Leave --engines out."
+            )
         if built != expected:
             raise EnginesError(
                 f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "
