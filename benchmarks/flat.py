@@ -3,8 +3,8 @@
     python benchmarks/flat.py BUNDLE
     python benchmarks/flat.py BUNDLE --requests 500 --budget retain-64 --json flat.json
 
-The first fifth is a warm-up. Of the rest the medians of the first and the last third are compared: resident memory may
-grow by 1 % or 4 MB, whichever is more, and the time of a request by 10 %. Exit code 1 where one grows more.
+The first fifth is a warm-up. Of the rest the medians of the first and the last third are compared: resident memory
+may grow by 1 % or 4 MB, whichever is more, and the time of a request by 10 %. Exit code 1 where one grows more.
 """
 
 from __future__ import annotations
