@@ -123,7 +123,7 @@ def load_backend(
         raise UsageError(
             f"compute is {shown(compute)}, but backend '{name}' computes in the bundle's precision. Leave it out."
         )
-    if compute is not None and compute not in COMPUTES:
+    if compute is not None and not (isinstance(compute, str) and compute in COMPUTES):
         raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
     if built is not None:
         built.check_backend(name)
