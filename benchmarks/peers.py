@@ -36,7 +36,7 @@ from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.export.checkpoint import read_json
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.runtime.profile import machine_name
+from sinkprune. import machine_name
 
 REFERENCE = "openvino-genai bf16"
 # With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.

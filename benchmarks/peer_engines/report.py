@@ -13,7 +13,7 @@ from rich.table import Table
 from peer_engines.rounds import Measured, Plan, Row
 from sinkprune.contract.report import Spread
 from sinkprune.runtime.plot import figure_bytes, import_matplotlib
-from sinkprune.runtime.profile import machine_name
+from sinkprune. import machine_name
 
 # Okabe-Ito, told apart by everyone
 _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}
