@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,15 @@ class Rounded(NamedTuple):
     """[outputs,inputs] int8, from -most to most."""
     scales: Array
     """[outputs,blocks] floats above 0."""
+
+
+Rounding = Callable[[str, Array, int, int, np.dtype[Any]], Rounded]
+"""A rule: takes the name of a matrix, and then what `rounded` takes."""
+
+
+def to_nearest(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+    """The rule that is the same for all matrices: `rounded`."""
+    return rounded(weight, most, block, dtype)
 
 
 def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.precision import PRECISIONS, Precision
-from sinkprune.export.rounding import packed, rounded
+from sinkprune.export.rounding import Rounding, packed, to_nearest
 
 DEFAULT_BLOCK_SIZE = max(BLOCK_SIZES)
 """Engines round states in groups no larger than a block, and larger groups are faster."""
@@ -78,8 +78,11 @@ class Int8Form:
 
     least_opset = 19
 
+    def __init__(self, rounding: Rounding) -> None:
+        self._rounding = rounding
+
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        halves = _Halves(graph, name, [outputs, inputs], 127, inputs)
+        halves = _Halves(graph, name, [outputs, inputs], self._rounding, 127, inputs)
         codes = graph.stored(name, ir.DataType.INT8, [inputs, outputs], lambda: ir.Tensor(halves.codes().T))
         scales = graph.stored(
             f"{name}.scale", graph.precision.onnx, [outputs], lambda: ir.Tensor(halves.scales()[:, 0])
@@ -93,12 +96,13 @@ class Int4Form:
     # Of INT4 and of blocks
     least_opset = 21
 
-    def __init__(self, most_in_block: int) -> None:
-        self._most_in_block = most_in_block
+    def __init__(self, most_in_block: int, rounding: Rounding) -> None:
+        self._most_in_block, self._rounding = most_in_block, rounding
 
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
         block = _block_of(name, inputs, self._most_in_block)
-        shape, halves = ir.Shape([inputs, outputs]), _Halves(graph, name, [outputs, inputs], 7, block)
+        shape = ir.Shape([inputs, outputs])
+        halves = _Halves(graph, name, [outputs, inputs], self._rounding, 7, block)
         codes = graph.stored(
             name,
             ir.DataType.INT4,
@@ -123,16 +127,18 @@ def _typed(graph: Matrices, matrix: ir.Value, codes: ir.Value) -> ir.Value:
 class _Halves:
     """A matrix that is read and rounded once, when its codes are asked for; its scales are asked for next."""
 
-    def __init__(self, graph: Matrices, name: str, shape: Sequence[int], most: int, block: int) -> None:
+    def __init__(
+        self, graph: Matrices, name: str, shape: Sequence[int], rounding: Rounding, most: int, block: int
+    ) -> None:
         self._graph, self._name, self._shape = graph, name, shape
-        self._most, self._block = most, block
+        self._rounding, self._most, self._block = rounding, most, block
         self._scales: Array | None = None
 
     def codes(self) -> Array:
         precision, weight = self._graph.precision, self._graph.read(self._name, self._shape)
         # Refused where the graph's type cannot hold it, rounded from what was read.
         precision.converted(self._name, weight)
-        codes, self._scales = rounded(weight, self._most, self._block, precision.numpy)
+        codes, self._scales = self._rounding(self._name, weight, self._most, self._block, precision.numpy)
         return codes
 
     def scales(self) -> Array:
@@ -153,12 +159,12 @@ def _block_of(name: str, inputs: int, most: int) -> int:
     )
 
 
-def form_of(name: WeightsName, block_size: int | None) -> WeightForm:
-    """The form of that name; `block_size` is that of forms in blocks."""
+def form_of(name: WeightsName, block_size: int | None, rounding: Rounding = to_nearest) -> WeightForm:
+    """The form of that name; `block_size` is that of forms in blocks, `rounding` the rule of forms that round."""
     if name == "int8":
-        return Int8Form()
+        return Int8Form(rounding)
     if name == "int4":
-        return Int4Form(block_size or DEFAULT_BLOCK_SIZE)
+        return Int4Form(block_size or DEFAULT_BLOCK_SIZE, rounding)
     return FloatForm(name)
 
 
