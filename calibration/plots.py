@@ -81,9 +81,10 @@ def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
     ours = [100 * layer.error.relative_l2 for layer in report.layers]
     axes.plot(places, ours, "o", color=_OWN_COLOUR, markersize=4, label="calibrated")
     first = {layer.graph: place for place, layer in reversed(list(enumerate(report.layers)))}
-    for graph, place in first.items():
+    for number, (graph, place) in enumerate(first.items()):
         axes.axvline(place - 0.5, color="#000000", linewidth=0.5, alpha=0.3)
-        axes.text(place - 0.3, 1.01, graph, transform=axes.get_xaxis_transform(), fontsize=8, rotation=20)
+        # In two lines: a projector has few layers, and a long name.
+        axes.text(place - 0.3, 1.01 + 0.05 * (number % 2), graph, transform=axes.get_xaxis_transform(), fontsize=8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("linear layers, in the order in which they run")
     axes.set_ylabel("error of the output, % of its length")

@@ -89,8 +89,8 @@ def _of_all_others(damped: Array) -> Array:
 
 
 def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype: np.dtype[Any]) -> Array:
-    """[blocks,outputs]: of each block of `exact` [inputs,outputs] the scale with which values to the nearest are least
-    off, in squares weighted by the inputs' `weights` [inputs]. Smaller ones clip the largest values."""
+    """[blocks,outputs]: the scale with which each block of `exact` [inputs,outputs], rounded to the nearest, is least
+    off, in squares weighted by the inputs' `weights` [inputs]. Smaller scales clip the largest values."""
     inputs, outputs = exact.shape
     blocks, weights = exact.reshape(-1, block, outputs), weights.reshape(-1, block, 1)
     largest = np.abs(blocks).max(axis=1) / np.float32(most)
