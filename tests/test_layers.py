@@ -12,9 +12,10 @@ from import_statements import PACKAGE, ROOT, imports, package_of
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "export": (
-        "__init__ config_fields dialects limits precision presets progress rounding",
-        "weight_forms",
+        "__init__ config_fields dialects limits packages precision presets progress rounding",
+        "weight_forms calibrated_rounding",
         "graph",
+        "rewriting",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",
         "methods planning",

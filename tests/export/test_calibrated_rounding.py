@@ -79,9 +79,7 @@ WEIGHTS = arrays.arrays(np.float32, (3, 8), elements=st.floats(-1e3, 1e3, width=
 SEEN = arrays.arrays(np.float32, (5, 8), elements=st.floats(-1e3, 1e3, width=32))
 
 
-@given(
-    WEIGHTS, SEEN, st.sampled_from([(127, 8), (7, 8), (7, 4)]), st.sampled_from([np.float32, np.float16])
-)
+@given(WEIGHTS, SEEN, st.sampled_from([(127, 8), (7, 8), (7, 4)]), st.sampled_from([np.float32, np.float16]))
 def test_no_output_is_further_off_than_to_the_nearest(
     weight: Array, seen: Array, kind: tuple[int, int], dtype: Any
 ) -> None:
