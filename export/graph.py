@@ -140,10 +140,11 @@ class WeightedGraph(Graph):
         self._weights[value] = weight
         return value
 
-    def kept(self, value: ir.Value, tensor: ir.TensorProtocol) -> None:
-        """An initializer of the graph that was begun, which is written with the others."""
+    def kept(self, value: ir.Value, tensor: ir.TensorProtocol, read: Callable[[], Array]) -> None:
+        """An initializer of the graph that was begun, `tensor`; `read` gives its values, and they are written with
+        the others."""
         shape = ir.Shape(tensor.shape.numpy())
-        self._weights[value] = _Weight(lambda: tensor, tensor.dtype, shape, name=tensor.name)
+        self._weights[value] = _Weight(lambda: ir.Tensor(read()), tensor.dtype, shape, name=tensor.name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """`x @ weight.T + bias`, with the matrix in this graph's form, [inputs,outputs] as MatMul reads it."""

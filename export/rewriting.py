@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.external_data import set_base_dir
 
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
@@ -21,42 +20,46 @@ _PIXELS = "pixel_values"
 
 
 class RewrittenGraph(WeightedGraph):
-    """The graph of an ONNX file, all as it is but its matrices, which are stored in `form`."""
+    """The graph of an ONNX file, all as it is but its matrices of floats, which are stored in another form."""
 
-    def __init__(self, name: str, precision: Precision, dialect: Dialect, form: WeightForm, graph: ir.Graph) -> None:
-        """Takes `graph` for its own, of which matrices are floats."""
+    def __init__(
+        self,
+        name: str,
+        precision: Precision,
+        dialect: Dialect,
+        form: WeightForm,
+        graph: ir.Graph,
+        read_weight: Callable[[str], Array],
+    ) -> None:
+        """Takes `graph` for its own. `read_weight` gives what lies in the file beside it, when it is saved."""
         super().__init__(name, precision, dialect, form, self._read_matrix, graph)
-        multiplied, casts = multiplications(graph), set[ir.Node]()
+        self._read_weight = read_weight
         self.shapes: dict[str, tuple[int, int]] = {}
         """Inputs and outputs of each matrix by its name, in their order in the file."""
-        self._matrices: dict[str, ir.TensorProtocol] = {}
+        multiplied, casts = multiplications(graph), set[ir.Node]()
         for weight, value in list(graph.initializers.items()):
             tensor = value.const_value
-            if tensor is None or not isinstance(tensor, ir.ExternalTensor):
+            if not isinstance(tensor, ir.ExternalTensor):
                 continue
             if weight in multiplied:
-                inputs, outputs = tensor.shape.numpy()
-                self.shapes[weight], self._matrices[weight] = (inputs, outputs), tensor
+                inputs, outputs = self.shapes[weight] = shape_of(tensor)
                 casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
                 del graph.initializers[weight]
                 multiplied[weight].replace_input_with(1, form.matrix(self, weight, inputs, outputs))
             else:
-                self.kept(value, tensor)
+                self.kept(value, tensor, partial(read_weight, weight))
         graph.remove(casts, safe=True)
         graph.sort()
 
     def _read_matrix(self, name: str, shape: Sequence[int]) -> Array:
         """[outputs,inputs] floats of the matrix, which lies the other way round."""
-        array = self._matrices[name].numpy().T
+        array = self._read_weight(name).T
         return array if array.dtype in (np.float16, np.float32) else array.astype(np.float32)
 
 
-def read_graph(data: bytes, folder: Path) -> ir.Graph:
-    """The graph of an ONNX file of our own, of which `data` are the bytes; weights are read in `folder` when they are
-    needed."""
-    graph = ir.from_proto(onnx.ModelProto.FromString(data)).graph
-    set_base_dir(graph, folder)
-    return graph
+def read_graph(data: bytes) -> ir.Graph:
+    """The graph of an ONNX file of our own, of which `data` are the bytes."""
+    return ir.from_proto(onnx.ModelProto.FromString(data)).graph
 
 
 def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
@@ -72,3 +75,9 @@ def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
         if value is not None and value.is_initializer() and value.name is not None:
             found[value.name] = node
     return found
+
+
+def shape_of(matrix: ir.TensorProtocol) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer's matrix."""
+    inputs, outputs = matrix.shape.numpy()
+    return inputs, outputs

@@ -14,7 +14,7 @@ from sinkprune.contract.system_memory import available_bytes
 
 _LOOKED_AT, _FLOAT = 4, 4
 """How often a prompt runs through a graph: tapped, with floats, with codes of both roundings; bytes of an fp32."""
-_ROUNDING_PRODUCTS, _ROUNDING_BYTES = 10, 40
+_ROUNDING_PRODUCTS, _ROUNDING_BYTES = 18, 40
 """Products of the errors with X^T X that rounding a matrix comes to, and bytes it takes beside for each value of
 X^T X."""
 _SAMPLE, _TRIES = 1024, 3

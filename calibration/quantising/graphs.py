@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from sinkprune.calibration.quantising.sessions import Session
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.precision import WeightForms, WeightsName
+from sinkprune.contract.precision import Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph, read_graph
@@ -34,14 +34,18 @@ class Graphs:
 
     def read(self, graph: str) -> ir.Graph:
         """As it is, read anew; raises what `Model.onnx` raises."""
-        model = Model.of_bundle(self._bundle, graph)
-        return read_graph(model.onnx, model.file.path.parent)
+        return read_graph(Model.of_bundle(self._bundle, graph).onnx)
 
     def rewritten(self, graph: str, rounding: Rounding) -> RewrittenGraph:
         """As it will be, with its matrices rounded by a rule; raises `UsageError` where one does not fit its form."""
         form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding)
-        precision = PRECISIONS[self._bundle.manifest.precision]
-        return RewrittenGraph(graph, precision, self._dialect, form, self.read(graph))
+        precision, model = PRECISIONS[self._bundle.manifest.precision], Model.of_bundle(self._bundle, graph)
+        weights = {weight.name: weight for weight in model.weights}
+
+        def read(name: str) -> Array:
+            return model.weight(weights[name])
+
+        return RewrittenGraph(graph, precision, self._dialect, form, read_graph(model.onnx), read)
 
     def file(self, graph: str) -> str:
         """The name of its ONNX file in the bundle."""
@@ -59,7 +63,7 @@ class Graphs:
     def open_written(self, graph: str, root: Path) -> Session:
         """A session of a graph as it was written into the folder `root`; raises `BackendError`."""
         path = root / self.file(graph)
-        return self.open(read_graph(path.read_bytes(), path.parent), path.parent)
+        return self.open(read_graph(path.read_bytes()), path.parent)
 
     @staticmethod
     def _form(graph: str, forms: WeightForms) -> WeightsName:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from sinkprune.calibration.quantising.sessions import Session
 from sinkprune.calibration.quantising.walk import Tensors
 from sinkprune.contract.precision import Array
-from sinkprune.export.rewriting import multiplications
+from sinkprune.export.rewriting import multiplications, shape_of
 
 MOST_BYTES = 2 << 30
 """The products that are held at a time, more than one layer's only up to so many bytes."""
@@ -64,10 +64,10 @@ def inputs_of_matrices(graph: ir.Graph) -> dict[str, tuple[str, int]]:
     """By the name of each matrix: the value it is multiplied with, and how many inputs that has."""
     found = {}
     for matrix, node in multiplications(graph).items():
-        shape = graph.initializers[matrix].shape
-        if node.inputs[0] is None or node.inputs[0].name is None or shape is None:
+        tensor = graph.initializers[matrix].const_value
+        if node.inputs[0] is None or node.inputs[0].name is None or tensor is None:
             raise ValueError(f"the matrix '{matrix}' is multiplied with nothing")
-        found[matrix] = node.inputs[0].name, int(shape.numpy()[0])
+        found[matrix] = node.inputs[0].name, shape_of(tensor)[0]
     return found
 
 

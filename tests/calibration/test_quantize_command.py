@@ -162,7 +162,10 @@ def test_the_logits_error_is_that_of_the_two_bundles(
     )
     assert outcome.code == 0, outcome.stderr
     # The first picture with its first question, the second with its second.
-    asked = [(Image.open(task.parent / file), question) for file, question in zip(("a.png", "b.png"), QUESTIONS)]
+    asked = [
+        (Image.open(task.parent / file), question)
+        for file, question in zip(("a.png", "b.png"), QUESTIONS, strict=True)
+    ]
     exact = logits(pipeline(name), iter(asked))
     found = logits(Pipeline.load(tmp_path / "out"), iter(asked))
     report = json.loads(told.read_text())["logits"]

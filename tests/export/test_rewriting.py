@@ -19,6 +19,7 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph, read_graph
 from sinkprune.export.rounding import Rounded, rounded, to_nearest
 from sinkprune.export.weight_forms import form_of
+from sinkprune.runtime.backends.models import Model
 
 Bundles = Callable[..., Path]
 
@@ -26,13 +27,15 @@ Bundles = Callable[..., Path]
 def rewritten(bundle: Path, graph: str, weights: WeightsName, folder: Path, rounding: Any = to_nearest) -> Path:
     """The graph's file of `bundle`, written again in `folder`."""
     read = read_bundle(bundle)
-    manifest, path = read.manifest, read.graph_path(graph)
+    manifest, model = read.manifest, Model.of_bundle(read, graph)
+    held = {weight.name: weight for weight in model.weights}
     again = RewrittenGraph(
         graph,
         PRECISIONS[manifest.precision],
         DIALECTS[manifest.dialect],
         form_of(weights, 128, rounding),
-        read_graph(path.read_bytes(), path.parent),
+        read_graph(model.onnx),
+        lambda name: model.weight(held[name]),
     )
     assert again.save(folder, manifest.graphs[graph].file) == manifest.graphs[graph]
     return folder / manifest.graphs[graph].file
