@@ -4,7 +4,6 @@ prompts of a user's own."""
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from itertools import groupby, islice
@@ -29,7 +28,7 @@ from sinkprune.contract.system_memory import available_bytes
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
 from sinkprune.export.packages import packages_told_of
-from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands import (
     add_report_options,
     key_files,
@@ -93,7 +92,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             shown,
             forms,
             Limits(options.max_error, options.max_layer_error),
-            threads=options.threads or os.cpu_count() or 1,
+            threads=load_backend("ort-cpu", options.threads).threads,
             force=options.force,
             sign=sign,
             progress=progress,
@@ -194,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="the same for each layer's output (default: 0.3)",
     )
-    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
+    add("--threads", type=THREADS, help="CPU threads that graphs run with (default: all cores)")
     add("--force", action="store_true", help="replace an existing bundle")
     add_report_options(parser, "the error of every layer")
     add_trust_options(parser)
