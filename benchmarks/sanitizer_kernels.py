@@ -28,7 +28,7 @@ from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import binary
-from sinkprune.export.dialects import opset23
+from sinkprune.export.dialects import opset24
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.functions import diversity_select, top_rho
@@ -89,14 +89,14 @@ def plain_selection(
 
 def bodies(shape: Shape) -> Graph:
     """Both function bodies as one graph: tokens, norms, candidate, reserved to sink, outlier, chosen."""
-    graph = Graph("bodies", PRECISIONS[NAMES[shape.dtype]], opset23)
+    graph = Graph("bodies", PRECISIONS[NAMES[shape.dtype]], opset24)
     op, n, fp32, flag, integer = graph.op, shape.tokens, ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
     tokens = graph.input("tokens", ["G", n, shape.width])
     norms = graph.input("norms", ["G", n], fp32)
     candidate = graph.input("candidate", ["G", n], flag)
     reserved = graph.input("reserved", ["G", shape.reserve], integer)
-    sink, outlier = op.call(top_rho(opset23.OPSET), norms, tokens, per_mille=PER_MILLE)
-    select = diversity_select(-(-shape.diverse // shape.batch), opset23.OPSET)
+    sink, outlier = op.call(top_rho(opset24.OPSET), norms, tokens, per_mille=PER_MILLE)
+    select = diversity_select(-(-shape.diverse // shape.batch), opset24.OPSET)
     chosen = op.call(select, tokens, candidate, reserved, [shape.diverse], batch=shape.batch)
     graph.output("sink", sink, ["G", 1, shape.width])
     graph.output("outlier", outlier, ["G", n], flag)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.folders import recover
@@ -18,7 +18,7 @@ from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile
 from sinkprune.contract.schema import Bounds, Count, Few, Size
 from sinkprune.contract.trust import ANY, Trust
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "engines.json"
 
 Target = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
@@ -99,14 +99,6 @@ class EnginesManifest:
     """Size and sha256 of every file of the folder but `engines.json`, by its path relative to the folder."""
 
 
-def from_format_1(data: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of format 1 in the words of format 2: `profiles` were TensorRT's optimisation profiles."""
-    engines = {graph: dict(engine) for graph, engine in data["engines"].items()}
-    for engine in engines.values():
-        engine["optimisation_profiles"] = engine.pop("profiles")
-    return {**data, "format_version": 2, "engines": engines}
-
-
 ENGINES = ManifestFile(
     name=MANIFEST,
     format_version=FORMAT_VERSION,
@@ -115,7 +107,6 @@ ENGINES = ManifestFile(
     error=EnginesError,
     make="sinkprune-build BUNDLE -o {root} --target onnxruntime|tensorrt|tensorrt-rtx",
     again="Build or copy the engines again.",
-    former={1: from_format_1},
     upgrade="Upgrade sinkprune, or build the engines again with this one.",
 )
 

@@ -62,30 +62,35 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     def index(*names: str) -> list[TensorSpec]:
         return [TensorSpec(name, "int64", (None,)) for name in names]
 
-    def caches(prefix: str, layers: range) -> Iterator[TensorSpec]:
+    def heads(name: str, count: int, rows: Any = None) -> TensorSpec:
+        return floats(name, 1, count, rows, lm.head_dim)
+
+    def caches(prefix: str, layers: range, rows: Any) -> Iterator[TensorSpec]:
         for layer in layers:
-            yield floats(f"{prefix}key_{layer}", 1, lm.num_kv_heads, None, lm.head_dim)
-            yield floats(f"{prefix}value_{layer}", 1, lm.num_kv_heads, None, lm.head_dim)
+            yield heads(f"{prefix}key_{layer}", lm.num_kv_heads, rows)
+            yield heads(f"{prefix}value_{layer}", lm.num_kv_heads, rows)
 
     # Without a projector the tower's tokens are the decoder's rows.
     features = [floats("tokens", None, tokens, width if manifest.projector else lm.hidden_size)]
     features += [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
-    query = floats("query", 1, lm.num_heads, None, lm.head_dim)
+    query, key = heads("query", lm.num_heads), heads("key", lm.num_kv_heads)
     yield "vision", manifest.graphs["vision"].inputs, features
     if manifest.projector:
         embeddings = floats("embeddings", None, None, lm.hidden_size)
         yield manifest.projector, [floats("tokens", None, None, width)], [embeddings]
     for number, layers in enumerate(manifest.segments):
-        asked = [query] if layers.stop != lm.num_layers else []
-        gives = chain([*rows("_out")[:1], *asked], caches("", layers))
-        yield f"decoder_{number}", chain(rows(), caches("past_", layers)), gives
+        asked = [query, key] if layers.stop != lm.num_layers else []
+        # By their names: what is given says by its size which form of cache it is.
+        given = {"in-place": "C", "rows": "S"}[manifest.cache]
+        gives = chain([*rows("_out")[:1], *asked], caches("", layers, given))
+        takes = chain(rows(), [TensorSpec("past_length", "int64", (1,))], caches("past_", layers, "C"))
+        yield f"decoder_{number}", takes, gives
     yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
             yield plan.sanitizer, features, [floats("kept_tokens", None, kept, width), index_of_kept]
-        key = floats("key", 1, lm.num_kv_heads, None, lm.head_dim)
         selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), features[1]]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():

@@ -23,10 +23,13 @@ TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
-DialectName = Literal["opset23", "opset20"]
+DialectName = Literal["opset24", "opset20"]
 """The operators of the graphs, by the ONNX opset they are of: 20 is what TensorRT 10.3 (JetPack 6) takes."""
-FORMER_DIALECTS: dict[str, DialectName] = {"onnx24": "opset23", "trt10": "opset20"}
-"""What they were called up to format 3."""
+FORMER_DIALECTS: dict[str, DialectName] = {"onnx24": "opset24", "opset23": "opset24", "trt10": "opset20"}
+"""What they, or what they took the place of, were called up to formats 3 and 4."""
+CacheForm = Literal["in-place", "rows"]
+"""What a decoder segment gives of the caches it is given: all their rows, the new ones written in their places, so
+that input and output may be one buffer; or the new rows only, for whoever holds the cache to write."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Manifest:
     weights: WeightForms
     """The forms that the matrices of linear layers are stored in."""
     dialect: DialectName
+    cache: CacheForm
     checkpoint: Checkpoint
     language_model: LanguageModel
     vision: Tower
@@ -161,15 +165,6 @@ def decoder_segments(cut_after: Sequence[int], num_layers: int) -> tuple[range, 
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True))
 
 
-def from_format_3(data: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of format 3 in the words of format 4: dialects after their opset, and what `batch` of a budget was."""
-    budgets = {name: dict(budget) for name, budget in data["budgets"].items()}
-    for budget in budgets.values():
-        budget["diversity_group_size"] = budget.pop("batch")
-    dialect = FORMER_DIALECTS.get(data["dialect"], data["dialect"])
-    return {**data, "format_version": 4, "dialect": dialect, "budgets": budgets}
-
-
 BUNDLE = ManifestFile(
     name=MANIFEST,
     format_version=FORMAT_VERSION,
@@ -178,6 +173,5 @@ BUNDLE = ManifestFile(
     error=BundleError,
     make="sinkprune-export CHECKPOINT -o {root}",
     again="Export or copy the bundle again.",
-    former={3: from_format_3},
     upgrade="Upgrade sinkprune, or export the checkpoint again with this one.",
 )

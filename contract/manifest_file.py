@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
@@ -52,8 +52,6 @@ class ManifestFile:
     """What a user can do about a damaged folder, as a sentence."""
     upgrade: str
     """What a user can do about a folder of an unknown format version, as a sentence."""
-    former: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
-    """By older format version: what puts its JSON into the words of the next."""
 
     def read(self, root: Path, kind: type[T], trust: Trust) -> tuple[T, str]:
         """The manifest in the folder `root`, as the dataclass `kind`, and its sha256; raises `error`."""
@@ -67,23 +65,16 @@ class ManifestFile:
         except UnreadableError as error:
             raise self.error(f"'{path}' {error}. {self.again}") from error
         version = parsed.get("format_version") if isinstance(parsed, dict) else None
-        read = " and ".join(map(str, [self.format_version, *self.former]))
-        if type(version) is not int or version not in (self.format_version, *self.former):
-            raise self.error(f"'{path}' has format version {version!r}, this sinkprune reads {read}. {self.upgrade}")
+        if type(version) is not int or version != self.format_version:
+            older = type(version) is int and version < self.format_version
+            way_out = f"Make it again: {self.make.format(root=root)} --force" if older else self.upgrade
+            raise self.error(
+                f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {way_out}"
+            )
         try:
-            return from_json(kind, self._current(parsed)), digest
+            return from_json(kind, parsed), digest
         except SchemaError as error:
             raise self.error(f"'{path}' is malformed at {error}. {self.again}") from error
-
-    def _current(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Parsed JSON of a known format version, in the words of this one."""
-        while data["format_version"] in self.former:
-            version = data["format_version"]
-            try:
-                data = self.former[version](data)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise SchemaError(f"$: not of format version {version} ({type(error).__name__}: {error})") from error
-        return data
 
     def write(self, root: Path, manifest: Any, sign: Sign | None = None) -> None:
         """Write the manifest into the folder `root`, and with `sign` its signature beside it.

@@ -14,10 +14,11 @@ from typing import NamedTuple
 from sinkprune.contract.engines_manifest import Limits, OptimisationProfile, OptimisationProfiles, Range
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.manifest import GraphSpec, Manifest
+from sinkprune.contract.manifest import CacheForm, GraphSpec, Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.schedule import PictureSchedule, schedule
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.kv_cache import ROOM, room_for
 
 _USUAL_PROMPT = 64
 
@@ -52,7 +53,8 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
         )
         sizes = {name: _Span(*span) for name, span in family.vision_sizes(layout.tokens, layout.groups).items()}
         pictures[kind] = _Picture(manifest, layout, planned, sizes)
-    return {graph: _of_graph(graph, spec, limits, pictures) for graph, spec in manifest.graphs.items()}
+    form = manifest.cache
+    return {graph: _of_graph(graph, spec, form, limits, pictures) for graph, spec in manifest.graphs.items()}
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,7 @@ class _Picture:
             "N": _Span(1, n, n),
             "n": _Span(fewest, median_low(visual), max(visual)),
             "S": rows,
-            "P": _Span(0, 0, 0),
-            "T": rows,
+            "C": _Span(0, 0, 0),
             "V": _Span(fewest, median_low(visual), most),
             "V2": _Span(1, median_low(visual), most),
             "L": _Span(0, usual_prompt, limits.prompt_tokens),
@@ -107,7 +108,9 @@ class _Picture:
         }
 
 
-def _of_graph(graph: str, spec: GraphSpec, limits: Limits, pictures: Mapping[str, _Picture]) -> OptimisationProfiles:
+def _of_graph(
+    graph: str, spec: GraphSpec, form: CacheForm, limits: Limits, pictures: Mapping[str, _Picture]
+) -> OptimisationProfiles:
     if len(pictures) == 1 or not any("G" in tensor.shape for tensor in spec.inputs):
 
         def tokens(picture: _Picture) -> tuple[int, int]:
@@ -117,8 +120,11 @@ def _of_graph(graph: str, spec: GraphSpec, limits: Limits, pictures: Mapping[str
     sizes = {name: picture.sizes(graph, limits) for name, picture in pictures.items()}
     if graph == "head" or graph.startswith("decoder_"):
         rows = sizes["prefill"]["S"]
-        past = _Span(1, rows.opt + limits.new_tokens // 2, rows.max + limits.new_tokens - 1)
-        sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "P": past}
+        usual, most = room_for(rows.opt + limits.new_tokens // 2), room_for(rows.max + limits.new_tokens - 1)
+        sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "C": _Span(ROOM, usual, most)}
+        if form == "in-place":
+            # The one that the longest request needs: TensorRT takes no range of them.
+            sizes = {name: {**spans, "C": _Span(most, most, most)} for name, spans in sizes.items()}
     return {name: _ranges(graph, spec, spans) for name, spans in sizes.items()}
 
 

@@ -92,6 +92,7 @@ def export_bundle(
                 precision=precision.name,
                 weights=forms,
                 dialect=request.dialect,
+                cache=dialect.CACHE,
                 checkpoint=source.checkpoint,
                 language_model=lm,
                 vision=family.vision,

@@ -168,8 +168,8 @@ def _parser() -> argparse.ArgumentParser:
         # What they were called before is understood too.
         type=lambda name: FORMER_DIALECTS.get(name, name),
         choices=get_args(DialectName),
-        default="opset23",
-        help="operators of the graphs: opset20 for TensorRT 10.3, as on JetPack 6 (default: opset23)",
+        default="opset24",
+        help="operators of the graphs: opset20 for TensorRT 10.3, as on JetPack 6 (default: opset24)",
     )
     add(
         "--random-weights",

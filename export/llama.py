@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import LanguageModel
+from sinkprune.export.dialects.cached import Attended, Past
 from sinkprune.export.graph import Dim, WeightedGraph
 
 
@@ -31,23 +32,27 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
     table: list[Dim] = [1, "S", facts.head_dim // 2]
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
-    past = {}
-    for layer in layers:
-        shape: list[Dim] = [1, facts.num_kv_heads, "P", facts.head_dim]
-        past[layer] = graph.input(f"past_key_{layer}", shape), graph.input(f"past_value_{layer}", shape)
-    mask = _causal_mask(graph, hidden, past[layers.start][0])
-    cache: list[Dim] = [1, facts.num_kv_heads, "P + S", facts.head_dim]
-    caches = []
-    query = None
-    for layer in layers:
-        hidden, query, key, value = _layer(graph, llama, layer, hidden, cos, sin, *past[layer], mask)
-        caches.append((layer, key, value))
+    length = graph.input("past_length", [1], ir.DataType.INT64)
+    buffer: list[Dim] = [1, facts.num_kv_heads, "C", facts.head_dim]
+    new_rows: list[Dim] = [1, facts.num_kv_heads, "S", facts.head_dim]
+    pasts = {
+        layer: Past(graph.input(f"past_key_{layer}", buffer), graph.input(f"past_value_{layer}", buffer), length)
+        for layer in layers
+    }
+    caches, mask = [], None
+    for layer, past in pasts.items():
+        hidden, query, key, attended = _layer(graph, llama, layer, hidden, cos, sin, past, mask)
+        mask = attended.mask
+        caches.append(attended)
     graph.output("hidden_out", hidden, [1, "S", facts.hidden_size])
-    for layer, key, value in caches:
-        graph.output(f"key_{layer}", key, cache)
-        graph.output(f"value_{layer}", value, cache)
-    if query is not None and layers.stop < facts.num_layers:
+    given = buffer if graph.dialect.CACHE == "in-place" else new_rows
+    for layer, attended in zip(layers, caches, strict=True):
+        graph.output(f"key_{layer}", attended.key, given)
+        graph.output(f"value_{layer}", attended.value, given)
+    if layers.stop < facts.num_layers:
         graph.output("query", query, [1, facts.num_heads, "S", facts.head_dim])
+        # Of its own, where the cache's rows are the same tensor: a tensor can be an output once.
+        graph.output("key", graph.op.Identity(key), new_rows)
 
 
 def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
@@ -62,16 +67,6 @@ def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
     graph.output("logits", logits, [1, facts.vocab_size])
 
 
-def _causal_mask(graph: WeightedGraph, hidden: ir.Value, past_key: ir.Value) -> ir.Value:
-    """[S, P+S] bool, aligned bottom-right: row r sees keys 0 ... P+r."""
-    op = graph.op
-    new = op.Squeeze(op.Shape(hidden, start=1, end=2))
-    past = op.Squeeze(op.Shape(past_key, start=2, end=3))
-    rows = op.Unsqueeze(op.Range(past, op.Add(past, new), 1), [1])
-    keys = op.Unsqueeze(op.Range(0, op.Add(past, new), 1), [0])
-    return op.LessOrEqual(keys, rows)
-
-
 def _layer(
     graph: WeightedGraph,
     llama: Llama,
@@ -79,11 +74,10 @@ def _layer(
     hidden: ir.Value,
     cos: ir.Value,
     sin: ir.Value,
-    past_key: ir.Value,
-    past_value: ir.Value,
-    mask: ir.Value,
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """One decoder layer; returns hidden, the rotated query, and the grown key and value caches."""
+    past: Past,
+    mask: ir.Value | None,
+) -> tuple[ir.Value, ir.Value, ir.Value, Attended]:
+    """One decoder layer; returns hidden, the rotated query and key, and what became of its cache."""
     op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
     d, width = facts.hidden_size, facts.num_heads * facts.head_dim
 
@@ -97,15 +91,14 @@ def _layer(
     x = norm(hidden, "input_layernorm")
     query = dialect.rotary(op, heads(x, "q_proj", facts.num_heads), cos, sin)
     key = dialect.rotary(op, heads(x, "k_proj", facts.num_kv_heads), cos, sin)
-    key = op.Concat(past_key, key, axis=2)
-    value = op.Concat(past_value, heads(x, "v_proj", facts.num_kv_heads), axis=2)
-    mixed = dialect.attention(op, query, key, value, mask)
-    mixed = op.Reshape(op.Transpose(mixed, perm=[0, 2, 1, 3]), [0, 0, width])
+    value = heads(x, "v_proj", facts.num_kv_heads)
+    attended = dialect.cached_attention(op, query, key, value, past, mask)
+    mixed = op.Reshape(op.Transpose(attended.mixed, perm=[0, 2, 1, 3]), [0, 0, width])
     hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias))
 
     x = norm(hidden, "post_attention_layernorm")
     y = gated_mlp(graph, x, f"{name}.mlp", d, facts.intermediate_size, bias=llama.mlp_bias)
-    return op.Add(hidden, y), query, key, value
+    return op.Add(hidden, y), query, key, attended
 
 
 def gated_mlp(graph: WeightedGraph, x: ir.Value, name: str, width: int, inner: int, *, bias: bool) -> ir.Value:

@@ -32,7 +32,7 @@ class ExportRequest:
     """Budget names; None is every budget of the family."""
     methods: tuple[str, ...] = ("sinkpruner",)
     precision: str = "fp32"
-    dialect: DialectName = "opset23"
+    dialect: DialectName = "opset24"
     random_weights: bool = False
     min_pixels: int | None = None
     """Images are enlarged to at least as many; None is what the checkpoint says."""

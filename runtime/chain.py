@@ -13,26 +13,31 @@ import numpy as np
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import DTYPES
-from sinkprune.runtime.backends import Backend, Engine
+from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.rotary import Rotary
 
 
 class Chain:
     """The engines of one bundle on one backend, with their names in the graph contract."""
 
-    def __init__(self, manifest: Manifest, backend: Backend, load: Callable[[str], Engine]) -> None:
-        """Loads the weight engines; `load` gives the engine of a graph by the graph's name."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        backend: Backend,
+        load: Callable[[str], Engine],
+        load_decoder: Callable[[str], Decoder],
+    ) -> None:
+        """Loads the weight engines; `load` and `load_decoder` give that of a graph by the graph's name."""
         self.backend, self._load = backend, load
         self.model = model = manifest.language_model
         self.dtype: np.dtype[Any] = DTYPES[manifest.precision]
         self.segments = manifest.segments
         self.several_images = manifest.max_images > 1
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
-        self.no_past = backend.tensor(np.zeros((1, model.num_kv_heads, 0, model.head_dim), self.dtype))
         self._plan_engines: dict[str, Engine] = {}
         self.vision = load("vision")
         self.projector = load(manifest.projector) if manifest.projector else None
-        self.decoders = [load(f"decoder_{segment}") for segment in range(len(self.segments))]
+        self.decoders = [load_decoder(f"decoder_{segment}") for segment in range(len(self.segments))]
         self.head = load("head")
 
     def plan_engine(self, graph: str) -> Engine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
-from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.backends import Cache, Tensor
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.prompt_rows import PromptRows
 from sinkprune.runtime.stopwatch import Stopwatch
@@ -20,12 +19,14 @@ from sinkprune.runtime.stopwatch import Stopwatch
 class KVCache:
     """The caches of every decoder segment, each at its own length."""
 
-    past: list[dict[str, Tensor]]
-    """For each segment its `past_key_i` and `past_value_i` [1,Hkv,P,h]."""
-    lengths: list[int]
-    """How many rows P each segment's caches hold."""
+    segments: list[Cache]
     next_positions: list[int]
     """The position id the next token has in each segment; they differ where positions are compact."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many rows each segment's cache holds."""
+        return [cache.length for cache in self.segments]
 
 
 @dataclass
@@ -62,15 +63,14 @@ def prefill(
             "text_index": backend.tensor(rows.text.astype(np.int64)),
         }
         told = {} if norms is None else {"norms": norms}
-        result = Prefill(None, KVCache([], [], []))
+        result = Prefill(None, KVCache([], []))
         picture = rows.picture
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
             # Known from the schedule: asking the device for a shape would wait for it.
             length = text + sum(kept.reaching(layers.start) for kept in schedule.pictures)
-            past = {name: chain.no_past for layer in layers for name in _past_names(layer)}
-            outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **past})
-            result.cache.past.append(_grown(outputs, layers))
-            result.cache.lengths.append(length)
+            cache = decoder.new_cache()
+            outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"]}, cache)
+            result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
             result.tokens_per_layer += [length] * len(layers)
             state["hidden"] = outputs["hidden_out"]
@@ -78,7 +78,7 @@ def prefill(
             if plan is not None and str(last) in plan.select_after:
                 select, kept_rows = chain.plan_engine(plan.select_after[str(last)]), schedule.kept_after(last)
                 with clock.measure("select"):
-                    asked = {"query": outputs["query"], "key": outputs[f"key_{last}"], **told}
+                    asked = {"query": outputs["query"], "key": outputs["key"], **told}
                     if chain.several_images:
                         quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
                         asked |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
@@ -117,29 +117,19 @@ def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
     backend = chain.backend
     hidden = backend.tensor(row[None, None])
     tables: dict[int, dict[str, Tensor]] = {}
-    for segment, (decoder, layers) in enumerate(zip(chain.decoders, chain.segments, strict=True)):
+    for segment, decoder in enumerate(chain.decoders):
         position = cache.next_positions[segment]
         if position not in tables:
             cos, sin = chain.rotary.tables(np.array([position]))
             tables[position] = {"cos": backend.tensor(cos), "sin": backend.tensor(sin)}
-        outputs = decoder({"hidden": hidden, **tables[position], **cache.past[segment]})
-        cache.past[segment] = _grown(outputs, layers)
-        cache.lengths[segment] += 1
+        outputs = decoder({"hidden": hidden, **tables[position]}, cache.segments[segment])
         cache.next_positions[segment] += 1
         hidden = outputs["hidden_out"]
     return chain.head({"hidden": hidden})["logits"]
 
 
 def kv_bytes(chain: Chain, cache: KVCache) -> int:
-    """Bytes of all keys and values in `cache`."""
+    """Bytes of all keys and values in `cache`, without the room it has for more."""
     model = chain.model
     row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
     return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))
-
-
-def _past_names(layer: int) -> Sequence[str]:
-    return (f"past_key_{layer}", f"past_value_{layer}")
-
-
-def _grown(outputs: Mapping[str, Tensor], layers: range) -> dict[str, Tensor]:
-    return {f"past_{which}_{layer}": outputs[f"{which}_{layer}"] for layer in layers for which in ("key", "value")}

@@ -25,7 +25,7 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
-from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
+from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
@@ -66,13 +66,17 @@ class Pipeline:
             engine = backend.load(model(graph))
             return engine if wrap is None else wrap(graph, engine, backend)
 
+        def load_decoder(graph: str) -> Decoder:
+            own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
+            return backend.load_decoder(model(graph), manifest.cache, own)
+
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         self.family = load_family(manifest)
         tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
         self.prompts = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
         self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
-        self.chain = Chain(manifest, backend, load)
+        self.chain = Chain(manifest, backend, load, load_decoder)
 
     @classmethod
     def load(
@@ -180,7 +184,7 @@ class Pipeline:
         """The steps of a request, each told to `observer`; yields, returns and raises what `stream` does."""
         sampler, stop = request.new_sampler(), self.bundle.manifest.tokens.stop
         start = self._start(request, sampler, observer)
-        # Before decoding grows the caches
+        # Before decoding fills the caches
         cache_bytes = kv_bytes(self.chain, start.prefill.cache)
         token, ids, steps, texts = start.token, [start.token], [], []
         text = AnswerText(self.prompts.tokenizer)

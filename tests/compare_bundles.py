@@ -18,7 +18,7 @@ import onnx
 from google.protobuf.message import Message
 from onnx.numpy_helper import to_array
 
-from sinkprune.contract.manifest import BUNDLE, MANIFEST
+from sinkprune.contract.manifest import MANIFEST
 
 _EXAMPLE = "example:\n  python tests/compare_bundles.py before/llava-7b after/llava-7b\n"
 _OF_THE_VERSION = {"format_version", "sinkprune_version", "files"}
@@ -57,10 +57,8 @@ def differences(old: Path, new: Path) -> dict[str, list[str]]:
 
 
 def _manifest(bundle: Path) -> dict[str, Any]:
-    """`bundle.json`, in the words of the current format."""
+    """`bundle.json`."""
     data: dict[str, Any] = json.loads((bundle / MANIFEST).read_text(encoding="utf-8"))
-    while data["format_version"] in BUNDLE.former:
-        data = BUNDLE.former[data["format_version"]](data)
     return data
 
 

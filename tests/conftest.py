@@ -79,7 +79,7 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         name: str,
         precision: str = "fp32",
         budgets: tuple[str, ...] | None = None,
-        dialect: DialectName = "opset23",
+        dialect: DialectName = "opset24",
         max_images: int = 1,
         max_frames: int = 0,
         weights: WeightsName | None = None,

@@ -15,7 +15,8 @@ import numpy as np
 
 from sinkprune.contract.errors import BackendError
 
-GARBAGE = 0xA5
+# NaN as a float of any size, and no size or index as a number
+GARBAGE = 0xFF
 _ALIGNMENT = 256
 
 
@@ -85,6 +86,24 @@ class FakeDevice:
     def copy(self, destination: int, source: int, size: int) -> None:
         self.calls.append("copy")
         self.enqueue(lambda: ctypes.memmove(destination, source, size))
+
+    def copy_lines(self, destination: int, pitch: int, source: int, source_pitch: int, size: int, lines: int) -> None:
+        self.calls.append("copy_lines")
+
+        def copy() -> None:
+            for line in range(lines):
+                ctypes.memmove(destination + line * pitch, source + line * source_pitch, size)
+
+        self.enqueue(copy)
+
+    def zero_lines(self, destination: int, pitch: int, size: int, lines: int) -> None:
+        self.calls.append("zero_lines")
+
+        def zero() -> None:
+            for line in range(lines):
+                ctypes.memset(destination + line * pitch, 0, size)
+
+        self.enqueue(zero)
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")

@@ -40,16 +40,17 @@ ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
 LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
 
 _ROWS = 800
+_ROOM = 832
 _RANGES = {
     "G": (1, 1, 1),
     "n": (1, 64, 576),
     "S": (1, 100, _ROWS),
-    "P": (0, 0, 0),
-    "T": (1, 100, _ROWS),
+    "C": (0, 0, 0),
     "V": (1, 64, 576),
     "L": (1, 40, 60),
 }
-_DECODE = {"S": (1, 1, 1), "P": (1, 100, _ROWS)}
+_DECODE = {"S": (1, 1, 1), "C": (64, 128, _ROOM)}
+_IN_PLACE = {"C": (_ROOM, _ROOM, _ROOM)}
 
 
 class TensorIOMode(Enum):
@@ -148,6 +149,7 @@ class FakeEngine:
         self._session = onnxruntime.InferenceSession(description["onnx"], options, providers=["CPUExecutionProvider"])
         self.inputs = {value.name: _dtype(value.type) for value in self._session.get_inputs()}
         self.outputs = {value.name: _dtype(value.type) for value in self._session.get_outputs()}
+        self.in_place: dict[str, str] = description["in_place"]
         self.contexts: list[FakeContext] = []
         self._shapes: dict[tuple[tuple[str, Shape], ...], dict[str, Shape]] = {}
 
@@ -245,6 +247,8 @@ class FakeContext:
         assert stream == device.stream
         assert self.activations[0] != 0
         shapes, addresses = dict(self._shapes), dict(self._addresses)
+        for name, source in self._engine.in_place.items():
+            assert addresses[name] == addresses[source], "a cache and its update are one memory (IKVCacheUpdateLayer)"
         if device.capturing:
             # "Call enqueueV3() once before capturing, to flush deferred updates" (TensorRT's guide on CUDA graphs)
             assert self._up_to_date_for == shapes
@@ -268,9 +272,10 @@ class FakeBuild:
 
 def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfiles:
     """What holds all that the tests' images come to."""
-    profiles = {"prefill": _ranges(spec, _RANGES)}
+    caches = _IN_PLACE if any("C" in tensor.shape for tensor in spec.outputs) else {}
+    profiles = {"prefill": _ranges(spec, {**_RANGES, **caches})}
     if graph.startswith("decoder_") or graph == "head":
-        profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE})
+        profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE, **caches})
     return profiles
 
 
@@ -292,6 +297,7 @@ def build_fake_engines(
                 {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
             ],
             "device_memory": need,
+            "in_place": {tensor.name: f"past_{tensor.name}" for tensor in spec.outputs if "C" in tensor.shape},
         }
         file = f"engines/{graph}.engine"
         (folder / file).parent.mkdir(parents=True, exist_ok=True)

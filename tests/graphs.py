@@ -19,7 +19,7 @@ from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
 from sinkprune.export import bundle_writer
 from sinkprune.export.checkpoint import RandomWeights
-from sinkprune.export.dialects import opset23
+from sinkprune.export.dialects import opset24
 from sinkprune.export.families import Family
 from sinkprune.export.graph import Graph, WeightedGraph
 from sinkprune.export.methods import load_method
@@ -44,14 +44,14 @@ def language_model(num_heads: int = 4, num_kv_heads: int = 4, head_dim: int = 8)
 
 def sanitizer_graph(n: int, d: int, budget: Budget, precision: str = "fp32") -> Graph:
     """`sanitizer` of `budget` for groups of `n` tokens of width `d`."""
-    graph: Graph = _plan(PlanFacts(language_model(), n, d, PRECISIONS[precision], opset23), budget).sanitizer
+    graph: Graph = _plan(PlanFacts(language_model(), n, d, PRECISIONS[precision], opset24), budget).sanitizer
     return graph
 
 
 def select_graph(model: LanguageModel, budget: Budget, tokens: int, precision: str = "fp32") -> Graph:
     """The first `select_after_*` of `budget` for an image of `tokens` visual tokens."""
     graph: Graph = _plan(
-        PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision], opset23), budget
+        PlanFacts(model, tokens, model.hidden_size, PRECISIONS[precision], opset24), budget
     ).select_after[0]
     return graph
 
@@ -89,7 +89,7 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
 @cache
 def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking, precision: str = "fp32") -> Run:
     """A select that keeps the `kept` visual rows the rows of `asking` attend to most, loaded."""
-    graph = Graph("select", PRECISIONS[precision], opset23)
+    graph = Graph("select", PRECISIONS[precision], opset24)
     build_select(graph, model, best(kept), budget, asking)
     return loaded(graph)
 
@@ -97,7 +97,7 @@ def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking
 @cache
 def quota_select(model: LanguageModel, images: int, budget: Budget, precision: str = "fp32") -> Run:
     """A select of every text row that keeps the own quota of each of up to `images` images, loaded."""
-    graph = Graph("select", PRECISIONS[precision], opset23)
+    graph = Graph("select", PRECISIONS[precision], opset24)
     build_select(graph, model, best_of_each_image(images), budget, every_text_row)
     return loaded(graph)
 
@@ -106,7 +106,7 @@ def parameters_of(family: Family) -> int:
     """How many weights an export of the family says it will write."""
     graphs = []
     for name, write in family.graphs([range(1)], ()).items():
-        graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset23, FloatForm("fp32"), RandomWeights().tensor))
+        graphs.append(WeightedGraph(name, PRECISIONS["fp32"], opset24, FloatForm("fp32"), RandomWeights().tensor))
         write(graphs[-1])
     return bundle_writer.weight_bytes_of(family, graphs, PRECISIONS["fp32"]) // 4
 
@@ -125,7 +125,7 @@ def operators_on_fp16(graph: Graph) -> set[str]:
 
 
 def _deep_facts(n: int, d: int, precision: str) -> PlanFacts:
-    return PlanFacts(replace(language_model(), num_layers=32), n, d, PRECISIONS[precision], opset23)
+    return PlanFacts(replace(language_model(), num_layers=32), n, d, PRECISIONS[precision], opset24)
 
 
 def _plan(facts: PlanFacts, budget: Budget) -> Any:

@@ -69,11 +69,10 @@ def sanitize(
 def text_attention(
     query: Array, key: Array, visual: list[int], text: list[int], *, visual_keys: bool = False
 ) -> Array:
-    """p [V] of section 2 from query [H,S,h] and key [Hkv,P+S,h]; indices are into the S new rows."""
+    """p [V] of section 2 from query [H,S,h] and key [Hkv,S,h]."""
     if not visual:
         return np.zeros(0)
     query, key = query.astype(np.float64), key.astype(np.float64)
-    past = key.shape[1] - query.shape[1]
     received = np.zeros(key.shape[1])
     text = text or [query.shape[1] - 1]
     for head in range(len(query)):
@@ -81,13 +80,13 @@ def text_attention(
         for row in text:
             # Row by row, so that equal keys get equal scores.
             logits = (keys * query[head, row]).sum(axis=1) / np.sqrt(query.shape[2])
-            visible = np.arange(len(keys)) <= past + row
+            visible = np.arange(len(keys)) <= row
             if visual_keys:
-                visible &= np.isin(np.arange(len(keys)), past + np.array(visual))
+                visible &= np.isin(np.arange(len(keys)), visual)
             logits = np.where(visible, logits, -np.inf)
             weights = np.exp(logits - logits.max())
             received += weights / weights.sum()
-    return received[past + np.array(visual, dtype=int)] / (len(query) * len(text))
+    return received[np.array(visual, dtype=int)] / (len(query) * len(text))
 
 
 def keep_rows(scores: Array, rows: int, visual: list[int], kept: int) -> list[int]:

@@ -30,7 +30,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "onnxruntime_library peak_memory picture_segments pixel_values plot prompt rotary sampling stopwatch "
         "template_environment template_meter tensorrt_library torchvision_resize",
         "device",
-        "backends",
+        "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
         "families",
         "pictures request context_length",

@@ -15,6 +15,7 @@ from sinkprune.engines.plugin_graph import layers, read_model, realisations
 from sinkprune.engines.preflight import Memory, OutOfMemoryError, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
+from sinkprune.runtime.kv_cache import cache_names, fixed_room
 from sinkprune.runtime.tensorrt_library import new_error_log
 
 HOST_COPIES = 2.2
@@ -37,10 +38,10 @@ class TensorRTBuilder:
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle whose attention is in fp32, which does not build; raises `EnginesError`."""
-        if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset23":
+        if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset24":
             raise EnginesError(
                 f"bundle '{bundle.path}' is fp32, and {self.target} compiles ONNX's Attention in fp16 only. "
-                f"{export_again(bundle.manifest, dialect='opset23')}"
+                f"{export_again(bundle.manifest, dialect='opset24')}"
             )
 
     def memories(self) -> tuple[Memory, ...]:
@@ -71,7 +72,7 @@ class TensorRTBuilder:
         What the library parsed is compared with the bundle's contract before it is compiled. `progress` is told of
         the library's phases. Ctrl-C ends the build with `KeyboardInterrupt`.
         """
-        model = self.fit(read_model(job.model))
+        model = with_fixed_room(self.fit(read_model(job.model)), job)
         log = new_error_log(self._trt)
         builder = self._trt.Builder(log)
         network = builder.create_network(self.network_flags())
@@ -167,6 +168,23 @@ class TensorRTBuilder:
             kind = OutOfMemoryError if "memory" in words.lower() else EnginesError
             raise kind(f"{failed}: {words}.")
         return engine
+
+
+def with_fixed_room(model: onnx.ModelProto, job: Job) -> onnx.ModelProto:
+    """`model` with the size of its caches written in, where they may have one only; the original is left alone.
+
+    TensorRT wants to know it before it compiles what updates them in place.
+    """
+    room = fixed_room(job.model.spec, job.optimisation_profiles)
+    if room is None:
+        return model
+    fixed = onnx.ModelProto()
+    fixed.CopyFrom(model)
+    caches = set(cache_names(job.model.spec).values())
+    for value in fixed.graph.input:
+        if value.name in caches:
+            value.type.tensor_type.shape.dim[2].dim_value = room
+    return fixed
 
 
 def export_again(manifest: Manifest, *, dialect: str) -> str:

@@ -27,7 +27,7 @@ from sinkprune.runtime.tensorrt_library import import_tensorrt
 # The least there must be, to time kernels on them.
 _GPU_COPIES = 1
 # The first version whose parser takes RMSNormalization and RotaryEmbedding.
-_FIRST_WITH_OPSET23 = (10, 15)
+_FIRST_WITH_OPSET24 = (10, 15)
 # Orin and Thor, whose GPU uses the machine's memory.
 _BOARDS = (87, 110)
 
@@ -45,15 +45,15 @@ class TensorRT(TensorRTBuilder):
         super().__init__(trt, (self._device.compute_capability,), flags)
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse fp32 attention, opset 23 before 10.15, and of opset 20 what 10.3 does not parse.
+        """Refuse fp32 attention, opset 24 before 10.15, and of opset 20 what 10.3 does not parse.
 
         Raises `EnginesError`.
         """
         super().check_bundle(bundle)
         manifest = bundle.manifest
-        if manifest.dialect == "opset23" and _version(self._trt) < _FIRST_WITH_OPSET23:
+        if manifest.dialect == "opset24" and _version(self._trt) < _FIRST_WITH_OPSET24:
             raise EnginesError(
-                f"bundle '{bundle.path}' is of dialect opset23, which needs TensorRT 10.15 or later; "
+                f"bundle '{bundle.path}' is of dialect opset24, which needs TensorRT 10.15 or later; "
                 f"{self._trt.__version__} is installed here. {export_again(manifest, dialect='opset20')}"
             )
         if manifest.dialect == "opset20":

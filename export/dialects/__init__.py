@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
-from sinkprune.contract.manifest import DialectName
-from sinkprune.export.dialects import opset20, opset23
+from sinkprune.contract.manifest import CacheForm, DialectName
+from sinkprune.export.dialects import opset20, opset24
+from sinkprune.export.dialects.cached import Attended, Past
 
 
 class Dialect(Protocol):
@@ -18,6 +19,8 @@ class Dialect(Protocol):
 
     OPSET: int
     IR_VERSION: int
+    CACHE: CacheForm
+    """What becomes of the caches that a decoder segment is given."""
 
     def rms_norm(self, op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
         """x / rms(x) * weight over the last axis; fp32 up to the product with `weight`."""
@@ -32,8 +35,16 @@ class Dialect(Protocol):
         seen, and every row sees one.
         """
 
+    def cached_attention(
+        self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
+    ) -> Attended:
+        """Attention of new rows, [1,H,S,h] and [1,Hkv,S,h], to those of a cache and to those up to their own.
+
+        `mask` is what the layer before gave, None in a segment's first.
+        """
+
     def running_sum(self, op: Any, x: ir.Value) -> ir.Value:
         """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24."""
 
 
-DIALECTS: dict[DialectName, Dialect] = {"opset23": opset23, "opset20": opset20}
+DIALECTS: dict[DialectName, Dialect] = {"opset24": opset24, "opset20": opset20}

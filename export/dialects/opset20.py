@@ -1,4 +1,4 @@
-"""Dialect `opset20`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `opset23`.
+"""Dialect `opset20`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `opset24`.
 
 The parser of 10.3 is built with ONNX 1.16, so that IR version 10 is the last it knows. What it takes is in
 `sinkprune.engines.trt10_checker`.
@@ -10,13 +10,14 @@ from typing import Any
 
 import onnx_ir as ir
 
+from sinkprune.contract.manifest import CacheForm
+from sinkprune.export.dialects.cached import HIDDEN, Attended, Past
+
 OPSET = 20
 IR_VERSION = 10
+CACHE: CacheForm = "rows"
 
 _FLOAT = ir.DataType.FLOAT
-# What is added to the score of a key that is not seen: half of fp16's lowest number, so that the sum is finite. Of
-# -inf a fused kernel could make NaN where it meets a block of hidden keys first.
-_HIDDEN = -32752.0
 # How many elements of a running sum are added up at once.
 _LINE = 128
 
@@ -51,8 +52,30 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
         key, value = (_repeated(op, x, heads, kv_heads, head_dim) for x in (key, value))
     scores = op.MatMul(op.Mul(query, head_dim**-0.5), op.Transpose(key, perm=[0, 1, 3, 2]))
     if mask is not None:
-        scores = op.Add(scores, op.CastLike(op.Where(mask, 0.0, _HIDDEN), query))
+        scores = op.Add(scores, op.CastLike(op.Where(mask, 0.0, HIDDEN), query))
     return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+def cached_attention(
+    op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
+) -> Attended:
+    """Attention of new rows to themselves and to those of a cache; given back are the new rows, which whoever holds
+    the cache writes into it.
+
+    Both parts have products of their own, so that no cache is copied to join them; only their scores are. Query heads
+    that share keys stand below each other: no head of a cache is repeated.
+    """
+    heads, kv_heads, head_dim = _size(query, 1), _size(key, 1), _size(query, 3)
+    if mask is None:
+        mask = _cache_mask(op, query, past, heads // kv_heads)
+    rows = op.Reshape(op.Mul(query, head_dim**-0.5), [1, kv_heads, -1, head_dim])
+    scores = [op.MatMul(rows, op.Transpose(keys, perm=[0, 1, 3, 2])) for keys in (past.key, key)]
+    shares = op.Softmax(op.Add(op.Concat(*scores, axis=-1), mask), axis=-1)
+    room = op.Shape(past.key, start=2, end=3)
+    of_past = op.MatMul(op.Slice(shares, [0], room, [3]), past.value)
+    of_new = op.MatMul(op.Slice(shares, room, [2**31 - 1], [3]), value)
+    mixed = op.Reshape(op.Add(of_past, of_new), [1, heads, -1, head_dim])
+    return Attended(mixed, key, value, mask)
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
@@ -69,6 +92,18 @@ def running_sum(op: Any, x: ir.Value) -> ir.Value:
     before = op.Sub(_running_sums(op, totals), totals)
     sums = op.Reshape(op.Add(_running_sums(op, table), op.Unsqueeze(before, [1])), [-1])
     return op.Cast(op.Slice(sums, [0], count, [0]), to=ir.DataType.INT64)
+
+
+def _cache_mask(op: Any, query: ir.Value, past: Past, group: int) -> ir.Value:
+    """[group*S, C+S], what is added to scores: every row sees the cache's rows, and the new ones up to its own."""
+    new, room = (op.Shape(tensor, start=2, end=3) for tensor in (query, past.key))
+    places = op.Range(0, op.Squeeze(new), 1)
+    row = op.Reshape(op.Expand(op.Unsqueeze(places, [0]), op.Concat([group], new, axis=0)), [-1, 1])
+    causal = op.LessOrEqual(op.Unsqueeze(places, [0]), row)
+    filled = op.Unsqueeze(op.Less(op.Range(0, op.Squeeze(room), 1), past.length), [0])
+    filled = op.Expand(filled, op.Concat(op.Shape(row, start=0, end=1), room, axis=0))
+    seen = op.Concat(filled, causal, axis=1)
+    return op.CastLike(op.Where(seen, 0.0, HIDDEN), query)
 
 
 def _running_sums(op: Any, x: ir.Value) -> ir.Value:

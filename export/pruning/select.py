@@ -31,9 +31,9 @@ class Stage(NamedTuple):
     query: ir.Value
     """[1,H,S,h] float."""
     key: ir.Value
-    """[1,Hkv,P+S,h] float."""
+    """[1,Hkv,S,h] float."""
     visual: ir.Value
-    """[V] int64: visual rows, among the S new ones."""
+    """[V] int64: visual rows."""
     text: ir.Value
     """[L] int64: text rows behind them."""
     size: ir.Value
@@ -44,7 +44,7 @@ class Asked(NamedTuple):
     """The rows whose attention counts."""
 
     rows: ir.Value
-    """[R] int64, among the S new rows."""
+    """[R] int64."""
     weights: ir.Value | None = None
     """[R] fp32: how much each counts; None where all count alike."""
 
@@ -107,7 +107,7 @@ def build_select(graph: Graph, model: LanguageModel, choice: Choice, budget: Bud
     hidden = graph.input("hidden", [1, "S", model.hidden_size])
     cos, sin = graph.input("cos", table), graph.input("sin", table)
     query = graph.input("query", [1, model.num_heads, "S", h])
-    key = graph.input("key", [1, model.num_kv_heads, "T", h])
+    key = graph.input("key", [1, model.num_kv_heads, "S", h])
     visual = graph.input("visual_index", ["V"], _INT64)
     text = graph.input("text_index", ["L"], _INT64)
 
@@ -140,8 +140,6 @@ def received_attention(graph: Graph, model: LanguageModel, stage: Stage, budget:
     """p [V] fp32: the attention each visual row receives from the asking rows, mean over rows and heads."""
     op, h = graph.op, model.head_dim
     repeats = model.num_heads // model.num_kv_heads
-    total = op.Shape(stage.key, start=2, end=3)
-    past = op.Sub(total, stage.size)
     asked, rated = asking(graph, stage)
 
     q = op.Cast(op.Gather(stage.query, asked, axis=2), to=_FLOAT)
@@ -149,18 +147,15 @@ def received_attention(graph: Graph, model: LanguageModel, stage: Stage, budget:
     q = op.Reshape(q, [1, model.num_kv_heads, -1, h])
     k = op.Transpose(op.Cast(stage.key, to=_FLOAT), perm=[0, 1, 3, 2])
     logits = op.MatMul(op.Mul(q, h**-0.5), k)
-    visual_keys = op.Add(stage.visual, past)
-    seen = op.LessOrEqual(
-        op.Unsqueeze(op.Range(0, op.Squeeze(total), 1), [0]), op.Unsqueeze(op.Add(asked, past), [1])
-    )
+    seen = op.LessOrEqual(op.Unsqueeze(op.Range(0, op.Squeeze(stage.size), 1), [0]), op.Unsqueeze(asked, [1]))
     if budget.scores_over == "visual_keys":
-        logits, seen = op.Gather(logits, visual_keys, axis=3), op.Gather(seen, visual_keys, axis=1)
+        logits, seen = op.Gather(logits, stage.visual, axis=3), op.Gather(seen, stage.visual, axis=1)
     hidden_keys = op.Where(op.Tile(seen, [repeats, 1]), 0.0, -3.4028234663852886e38)
     weights = op.Softmax(op.Add(logits, hidden_keys), axis=-1)
     if rated is not None:
         weights = op.Mul(weights, op.Unsqueeze(op.Tile(rated, [repeats]), [-1]))
     received = op.ReduceMean(weights, [0, 1, 2], keepdims=0)
-    return received if budget.scores_over == "visual_keys" else op.Gather(received, visual_keys, axis=0)
+    return received if budget.scores_over == "visual_keys" else op.Gather(received, stage.visual, axis=0)
 
 
 def _where_alive(graph: Graph, values: ir.Value, alive: ir.Value, count: ir.Value) -> ir.Value:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
+from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.shown import shown
@@ -33,6 +34,31 @@ class Engine(Protocol):
         """
 
 
+class Cache(Protocol):
+    """The keys and values of one decoder segment's layers, of one answer.
+
+    Its memory goes back with the last reference to it.
+    """
+
+    length: int
+    """How many rows it holds."""
+
+
+class Decoder(Protocol):
+    """A loaded decoder segment, which keeps the keys and values of all rows it has seen in a cache."""
+
+    def new_cache(self) -> Any:
+        """A `Cache` that is empty, for calls of this decoder only. It takes its memory as it grows."""
+
+    def __call__(self, inputs: Mapping[str, Tensor], cache: Any) -> dict[str, Tensor]:
+        """`hidden_out`, and where a select follows `query` and `key`, from `hidden`, `cos` and `sin` of new rows.
+
+        There may be more outputs. New rows see those of `cache` and, of themselves, those up to their own; then they
+        are among those of `cache`. Answers may take turns, each with caches of its own. Raises `BackendError` where
+        the library gives up or memory runs out; the cache is of no use then.
+        """
+
+
 class Backend(Protocol):
     """An engine library on a device: loads graphs, holds tensors, and tells the time of what they do."""
 
@@ -48,6 +74,13 @@ class Backend(Protocol):
 
         Raises `BackendError`, also where it takes or gives something else than the bundle says; and what a held file
         raises that was altered since it was opened.
+        """
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        """The decoder segment of one graph, whose caches are of the form that the bundle names.
+
+        It calls `wrap` of its engine in that one's place. Where caches are buffers, that is given all inputs of the
+        graph contract. Raises what `load` raises.
         """
 
     def tensor(self, array: Array) -> Tensor:

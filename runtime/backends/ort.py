@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.manifest import TensorSpec
+from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.ort_buffers import CpuMemory, GpuMemory
 from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names
 from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
 
 _DTYPES: dict[str, Any] = {
@@ -44,8 +46,18 @@ class OrtBackend(Backend):
         self.name = name
         self.threads = threads or _cores()
         self.versions = {"onnxruntime": ort.__version__}
+        self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
     def load(self, model: Model) -> _OrtEngine:
+        return self._load(model, {})
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        # Bound to one buffer, or onnxruntime would copy all of it.
+        in_place = cache_names(model.spec) if form == "in-place" else {}
+        return DECODERS[form](wrap(self._load(model, in_place)), self._caches, model.spec)
+
+    def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
+        """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
         options = session_options(self._ort)
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
@@ -72,7 +84,7 @@ class OrtBackend(Backend):
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
-        return _OrtEngine(model.graph, session, self._device, held)
+        return _OrtEngine(model.graph, session, self._device, held, in_place)
 
     def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
         """Small weights in memory of our own, which must live as long as the session.
@@ -113,8 +125,8 @@ class OrtBackend(Backend):
 class _OrtEngine:
     """One session, its inputs and outputs bound to OrtValues."""
 
-    def __init__(self, graph: str, session: Any, device: str, held: list[Any]) -> None:
-        self._graph, self._session, self._held = graph, session, held
+    def __init__(self, graph: str, session: Any, device: str, held: list[Any], in_place: Mapping[str, str]) -> None:
+        self._graph, self._session, self._held, self._in_place = graph, session, held, in_place
         self._device = device
         self._inputs = [value.name for value in session.get_inputs()]
         self._outputs = [value.name for value in session.get_outputs()]
@@ -125,7 +137,10 @@ class _OrtEngine:
         for name in self._inputs:
             binding.bind_ortvalue_input(name, inputs[name])
         for name in self._outputs:
-            binding.bind_output(name, self._device)
+            if name in self._in_place:
+                binding.bind_ortvalue_output(name, inputs[self._in_place[name]])
+            else:
+                binding.bind_output(name, self._device)
         try:
             self._session.run_with_iobinding(binding)
         except Exception as error:

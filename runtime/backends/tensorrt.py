@@ -6,7 +6,7 @@ safe. Never run on a GPU yet; tested with fakes of the library and the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from math import prod
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
 from sinkprune.runtime.backends.models import Model
@@ -23,6 +24,7 @@ from sinkprune.runtime.backends.row_runs import row_runs
 from sinkprune.runtime.backends.tensorrt_engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
 from sinkprune.runtime.device import Device, open_device
 from sinkprune.runtime.device.memory_pool import MemoryPool
+from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names, fixed_room
 from sinkprune.runtime.tensorrt_library import import_tensorrt, new_error_log
 
 PLUGINS = "sinkprune.tensorrt_plugins"
@@ -34,7 +36,7 @@ def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
     return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
 
 
-class TensorRTBackend(Backend):
+class TensorRTBackend(Backend, CacheMemory):
     """TensorRT or TensorRT-RTX on a device, with engines that were found to fit both.
 
     Tensors are `DeviceTensor`. All work is enqueued on the device's one stream; only `numpy` and `elapsed_ms` wait.
@@ -63,6 +65,16 @@ class TensorRTBackend(Backend):
         self._runtime = library.Runtime(log)
 
     def load(self, model: Model) -> TensorRTEngine:
+        return self._load(model, {})
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        in_place = cache_names(model.spec) if form == "in-place" else {}
+        engine = wrap(self._load(model, in_place))
+        profiles = self._built.engines.manifest.engines[model.graph].optimisation_profiles
+        return DECODERS[form](engine, self, model.spec, fixed_room(model.spec, profiles))
+
+    def _load(self, model: Model, in_place: Mapping[str, str]) -> TensorRTEngine:
+        """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
         free, _ = self._device.memory()
         self._session.errors.clear()
         # Mapped, not read: a file of gigabytes must not lie in the host's memory and the device's at once.
@@ -74,7 +86,8 @@ class TensorRTBackend(Backend):
                 f"{free / 1e6:.1f} MB of GPU memory free{self._session.reason()}. If the file is damaged: "
                 f"{self._built.rebuild}"
             )
-        return TensorRTEngine(model.graph, engine, self._built.engines.manifest.engines[model.graph], self._session)
+        spec = self._built.engines.manifest.engines[model.graph]
+        return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
 
     def tensor(self, array: Array) -> DeviceTensor:
         array = np.ascontiguousarray(array)
@@ -96,6 +109,25 @@ class TensorRTBackend(Backend):
         for part, first, count, place in row_runs([prod(part.shape[:-1]) for part in parts], order):
             self._device.copy(joined.address + place * row, parts[part].address + first * row, count * row)
         return joined
+
+    def rows(self, tensor: DeviceTensor) -> int:
+        return tensor.shape[1]
+
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceTensor:
+        return DeviceTensor(self._pool.allocate(prod(shape) * dtype.itemsize), shape, dtype)
+
+    def copy_rows(self, source: DeviceTensor, target: DeviceTensor, place: int) -> None:
+        _, heads, rows, size = source.shape
+        row, room = size * source.dtype.itemsize, target.shape[2]
+        self._device.copy_lines(
+            target.address + place * row, room * row, source.address, rows * row, rows * row, heads
+        )
+
+    def zero_rows(self, target: DeviceTensor, first: int) -> None:
+        _, heads, room, size = target.shape
+        row = size * target.dtype.itemsize
+        if first < room:
+            self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
 
     def mark(self) -> Any:
         return self._device.record_event()

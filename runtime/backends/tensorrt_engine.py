@@ -83,12 +83,15 @@ class Session:
 class TensorRTEngine:
     """A loaded engine of TensorRT or TensorRT-RTX, called with device tensors by the names of its graph's inputs."""
 
-    def __init__(self, graph: str, engine: Any, spec: EngineSpec, session: Session) -> None:
+    def __init__(
+        self, graph: str, engine: Any, spec: EngineSpec, session: Session, in_place: Mapping[str, str]
+    ) -> None:
         """`engine` is an `ICudaEngine` of the graph named `graph`, and `spec` what engines.json says of it.
 
-        Raises `BackendError` if the two differ, or where device memory runs out.
+        `in_place` has the inputs whose memory outputs are written into, by the output's name. Raises `BackendError`
+        if the two differ, or where device memory runs out.
         """
-        self._graph, self._session = graph, session
+        self._graph, self._session, self._in_place = graph, session, in_place
         library = session.library
         names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
         self._inputs = [name for name in names if engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
@@ -112,10 +115,12 @@ class TensorRTEngine:
         tensors = [inputs[name] for name in self._inputs]
         shapes = tuple(tensor.shape for tensor in tensors)
         profile = self._optimisation_profile(shapes)
-        outputs = [
-            DeviceTensor(self._session.pool.allocate(_bytes(shape, dtype)), shape, dtype)
-            for shape, dtype in zip(profile.output_shapes(shapes), self._outputs.values(), strict=True)
-        ]
+        outputs = []
+        for (name, dtype), shape in zip(self._outputs.items(), profile.output_shapes(shapes), strict=True):
+            if name in self._in_place:
+                outputs.append(inputs[self._in_place[name]])
+            else:
+                outputs.append(DeviceTensor(self._session.pool.allocate(_bytes(shape, dtype)), shape, dtype))
         addresses = tuple(tensor.address for tensor in (*tensors, *outputs))
 
         def enqueue() -> None:

@@ -52,6 +52,17 @@ class Device(Protocol):
     def copy(self, destination: Address, source: Address, size: int) -> None:
         """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
 
+    def copy_lines(
+        self, destination: Address, pitch: int, source: Address, source_pitch: int, size: int, lines: int
+    ) -> None:
+        """Enqueue a copy of `lines` lines of `size` bytes, at least one of each, within the device's memory.
+
+        A line starts `pitch` bytes behind the one before in the destination, `source_pitch` in the source.
+        """
+
+    def zero_lines(self, destination: Address, pitch: int, size: int, lines: int) -> None:
+        """Enqueue zeros for `lines` lines of `size` bytes, at least one of each, that start `pitch` bytes apart."""
+
     def synchronize(self) -> None:
         """Wait until the stream has done all it was given."""
 

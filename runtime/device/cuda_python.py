@@ -94,6 +94,19 @@ class CudaPythonDevice(Device):
     def copy(self, destination: Address, source: Address, size: int) -> None:
         self._do(self._cuda.cuMemcpyDtoDAsync, destination, source, size, self._stream)
 
+    def copy_lines(
+        self, destination: Address, pitch: int, source: Address, source_pitch: int, size: int, lines: int
+    ) -> None:
+        copy, on_device = self._cuda.CUDA_MEMCPY2D(), self._cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        copy.srcMemoryType = copy.dstMemoryType = on_device
+        copy.srcDevice, copy.srcPitch = source, source_pitch
+        copy.dstDevice, copy.dstPitch = destination, pitch
+        copy.WidthInBytes, copy.Height = size, lines
+        self._do(self._cuda.cuMemcpy2DAsync, copy, self._stream)
+
+    def zero_lines(self, destination: Address, pitch: int, size: int, lines: int) -> None:
+        self._do(self._cuda.cuMemsetD2D8Async, destination, pitch, 0, size, lines, self._stream)
+
     def synchronize(self) -> None:
         self._do(self._cuda.cuStreamSynchronize, self._stream)
 

@@ -79,6 +79,19 @@ class PycudaDevice(Device):
     def copy(self, destination: Address, source: Address, size: int) -> None:
         self._do(self._cuda.memcpy_dtod_async, destination, source, size, self._stream)
 
+    def copy_lines(
+        self, destination: Address, pitch: int, source: Address, source_pitch: int, size: int, lines: int
+    ) -> None:
+        copy = self._do(self._cuda.Memcpy2D)
+        copy.set_src_device(source)
+        copy.set_dst_device(destination)
+        copy.src_pitch, copy.dst_pitch = source_pitch, pitch
+        copy.width_in_bytes, copy.height = size, lines
+        self._do(copy, self._stream)
+
+    def zero_lines(self, destination: Address, pitch: int, size: int, lines: int) -> None:
+        self._do(self._cuda.memset_d2d8_async, destination, pitch, 0, size, lines, self._stream)
+
     def synchronize(self) -> None:
         self._do(self._stream.synchronize)
 

@@ -89,11 +89,12 @@ def test_a_bundle_that_lacks_a_weight_graph_is_refused(graph: str, copied: Path)
         (
             "language_model.num_kv_heads",
             4,
-            "key_0 float32[1, 2, 'P + S', 16], expected key_0 float32[1, 4, None, 16]",
+            "key float32[1, 2, 'S', 16], expected key float32[1, 4, None, 16]",
         ),
         ("language_model.head_dim", 32, "graph 'decoder_0'"),
         ("language_model.vocab_size", 385, "logits float32[1, 384], expected logits float32[1, 385]"),
         ("precision", "fp16", "tokens float32['G', 64, 64], expected tokens float16[None, 64, 64]"),
+        ("cache", "rows", "key_0 float32[1, 2, 'C', 16], expected key_0 float32[1, 2, 'S', 16]"),
         ("cut_after", [1, 2, 5], "select"),
         ("graphs.head.inputs", [{"name": "states", "dtype": "float32", "shape": [1, "S", 64]}], "expected none"),
         ("graphs.vision.outputs", [], "is none, expected tokens"),

@@ -98,25 +98,13 @@ def test_another_format_version(tmp_path: Path) -> None:
     assert "format version 7" in refusal(tmp_path)
 
 
-def test_engines_of_format_1_load_under_the_names_they_had(tmp_path: Path) -> None:
-    written = write_engines(tmp_path)
-    (tmp_path / "plans").mkdir()
-    (tmp_path / ENGINE).rename(tmp_path / "plans/head.plan")
-    data = json.loads((tmp_path / MANIFEST).read_text().replace(ENGINE, "plans/head.plan"))
-    head = data["engines"]["head"]
-    head["profiles"] = head.pop("optimisation_profiles")
-    (tmp_path / MANIFEST).write_text(json.dumps({**data, "format_version": 1}))
-    found = read_engines(tmp_path)
-    found.verify()
-    assert found.engine_path("head").read_bytes() == b"machine code"
-    assert found.manifest.format_version == FORMAT_VERSION
-    assert found.manifest.engines["head"] == replace(written.engines["head"], file="plans/head.plan")
-
-
-def test_a_damaged_manifest_of_format_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_format_is_refused_with_the_command_that_makes_it_again(version: int, tmp_path: Path) -> None:
     write_engines(tmp_path)
-    edit(tmp_path, "format_version", change=set_to(1))
-    assert "malformed at $: not of format version 1" in refusal(tmp_path)
+    edit(tmp_path, "format_version", change=set_to(version))
+    message = refusal(tmp_path)
+    assert f"format version {version}" in message and f"reads {FORMAT_VERSION}" in message
+    assert f"sinkprune-build BUNDLE -o {tmp_path} --target" in message and message.endswith("--force")
 
 
 def test_a_truncated_engine(tmp_path: Path) -> None:

@@ -100,7 +100,17 @@ def test_the_usual_shape_is_between_the_budgets(manifest: Manifest) -> None:
     assert profiles["projector"]["prefill"]["tokens"] == Range((1, 65, 64), (1, 257, 64), (1, 576, 64))
     last = profiles["decoder_3"]
     assert last["prefill"]["hidden"] == Range((1, 1, 64), (1, 92 + 64, 64), (1, 576 + 100, 64))
-    assert last["decode"]["past_key_4"] == Range((1, 4, 1, 16), (1, 4, 92 + 64 + 25, 16), (1, 4, 576 + 149, 16))
+    room = (1, 4, 768, 16)
+    assert 768 - 64 < 576 + 149 <= 768
+    assert last["prefill"]["past_key_4"] == last["decode"]["past_key_4"] == Range(room, room, room)
+
+
+def test_caches_of_rows_have_room_for_any_past(manifest: Manifest) -> None:
+    last = optimisation_profiles(replace(manifest, cache="rows"), Limits(100, 50, 1))["decoder_3"]
+    none, least, usual, most = ((1, 4, room, 16) for room in (0, 64, 192, 768))
+    assert last["prefill"]["past_key_4"] == Range(none, none, none)
+    assert last["decode"]["past_key_4"] == Range(least, usual, most)
+    assert last["decode"]["past_length"] == Range((1,), (1,), (1,))
 
 
 def test_a_dimension_the_contract_does_not_know(manifest: Manifest) -> None:
@@ -132,6 +142,4 @@ def test_every_shape_the_chain_sends_lies_in_an_optimisation_profile(
     assert not shapes_sent.outside_optimisation_profiles(bundle, limits)
     tight, sent = optimisation_profiles(bundle.manifest, limits)["decoder_0"], shapes_sent.by_graph["decoder_0"]
     assert max(shapes["hidden"][1] for shapes in sent) == tight["prefill"]["hidden"].max[1]
-    # The last new token is not fed back, so one past length less is reached.
-    longest_past = max(shapes["past_key_0"][2] for shapes in sent)
-    assert longest_past == tight["decode"]["past_key_0"].max[2] - 1
+    assert max(shapes["past_key_0"][2] for shapes in sent) == tight["decode"]["past_key_0"].max[2]

@@ -98,11 +98,11 @@ def test_networks_are_strongly_typed(library: Libraries) -> None:
     assert library("11.4.0").network_flags() == 0
 
 
-def test_opset23_needs_10_15(library: Libraries, bundle: Callable[..., Bundle]) -> None:
-    library("10.15.1").check_bundle(bundle("opset23"))
+def test_opset24_needs_10_15(library: Libraries, bundle: Callable[..., Bundle]) -> None:
+    library("10.15.1").check_bundle(bundle("opset24"))
     for version in ("10.3.0", "10.14.1"):
         with pytest.raises(EnginesError) as caught:
-            library(version).check_bundle(bundle("opset23"))
+            library(version).check_bundle(bundle("opset24"))
         message = str(caught.value)
         assert f"needs TensorRT 10.15 or later; {version} is installed here" in message
         assert "-o BUNDLE --precision fp16 --dialect opset20 --random-weights" in message
@@ -110,7 +110,7 @@ def test_opset23_needs_10_15(library: Libraries, bundle: Callable[..., Bundle]) 
 
 def test_fp32_attention_is_refused_and_its_lowering_is_not(library: Libraries, bundle: Callable[..., Bundle]) -> None:
     with pytest.raises(EnginesError, match=r"is fp32, and tensorrt compiles ONNX's Attention in fp16 only"):
-        library().check_bundle(bundle("opset23", "fp32"))
+        library().check_bundle(bundle("opset24", "fp32"))
     library("10.3.0").check_bundle(bundle("opset20", "fp32"))
 
 

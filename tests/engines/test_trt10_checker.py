@@ -120,8 +120,8 @@ def test_every_opset20_graph_with_quantised_weights_passes(weights: str, tmp_pat
         assert opset == (21 if weights == "int4" and name in INT4_GRAPHS else 20)
 
 
-def test_every_opset23_graph_is_refused(export: Export) -> None:
-    graphs = export("opset23", "fp16")
+def test_every_opset24_graph_is_refused(export: Export) -> None:
+    graphs = export("opset24", "fp16")
     for name, model in graphs.items():
         message = refusal(model, name)
         if name == "vision" or name.startswith("decoder_"):
@@ -129,7 +129,7 @@ def test_every_opset23_graph_is_refused(export: Export) -> None:
         elif name == "head":
             assert "RMSNormalization is not in TensorRT 10.3's list" in message
         else:
-            assert "is of opset 23; TensorRT 10.3 takes up to 20" in message
+            assert "is of opset 24; TensorRT 10.3 takes up to 20" in message
 
 
 def test_the_list_is_of_operators_that_opset_20_has() -> None:

@@ -13,7 +13,7 @@ import graphs
 from sinkprune.contract.budgets import Counts, Share, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
-from sinkprune.export.dialects import opset23
+from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import all_methods
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import (
@@ -38,7 +38,7 @@ AT_LEAST = {"fastv": 54.9, "sparsevlm": 54.9, "sinkpruner-no-sanitizer": 54.9, "
 
 def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     model = replace(graphs.language_model(), num_layers=num_layers)
-    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset23)
+    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24)
 
 
 def realised(plan: PlanGraphs, num_layers: int) -> Fraction:

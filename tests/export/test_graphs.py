@@ -19,7 +19,7 @@ SELECT = {
     "cos": ("float", (1, "S", HEAD // 2)),
     "sin": ("float", (1, "S", HEAD // 2)),
     "query": ("float", (1, H, "S", HEAD)),
-    "key": ("float", (1, HKV, "T", HEAD)),
+    "key": ("float", (1, HKV, "S", HEAD)),
     "visual_index": ("int64", ("V",)),
     "text_index": ("int64", ("L",)),
 }
@@ -37,9 +37,11 @@ def load(root: Path, graph: str) -> onnx.ModelProto:
     return onnx.load(root / "graphs" / f"{graph}.onnx", load_external_data=False)
 
 
+@pytest.mark.parametrize(("dialect", "cache"), [("opset24", "in-place"), ("opset20", "rows")])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_interfaces_are_the_contract(precision: str, bundle: Bundles) -> None:
-    manifest = read_bundle(bundle("gqa-112", precision, ("retain-64",))).manifest
+def test_interfaces_are_the_contract(precision: str, dialect: str, cache: str, bundle: Bundles) -> None:
+    manifest = read_bundle(bundle("gqa-112", precision, ("retain-64",), dialect)).manifest
+    assert manifest.cache == cache
     real = {"fp32": "float32", "fp16": "float16"}[precision]
     assert manifest.cut_after == (1, 2, 4)
     expected: dict[str, tuple[dict, dict]] = {
@@ -70,12 +72,13 @@ def test_interfaces_are_the_contract(precision: str, bundle: Bundles) -> None:
     for segment, layers in enumerate([range(2), range(2, 3), range(3, 5), range(5, 8)]):
         inputs = {name: SELECT[name] for name in ("hidden", "cos", "sin")}
         outputs = {"hidden_out": ("float", (1, "S", D))}
+        inputs["past_length"] = ("int64", (1,))
         for layer in layers:
             for part in ("key", "value"):
-                inputs[f"past_{part}_{layer}"] = ("float", (1, HKV, "P", HEAD))
-                outputs[f"{part}_{layer}"] = ("float", (1, HKV, "P + S", HEAD))
+                inputs[f"past_{part}_{layer}"] = ("float", (1, HKV, "C", HEAD))
+                outputs[f"{part}_{layer}"] = ("float", (1, HKV, {"in-place": "C", "rows": "S"}[cache], HEAD))
         if segment < 3:
-            outputs["query"] = SELECT["query"]
+            outputs |= {name: SELECT[name] for name in ("query", "key")}
         expected[f"decoder_{segment}"] = (inputs, outputs)
     assert set(manifest.graphs) == set(expected)
     for name, (inputs, outputs) in expected.items():
@@ -92,7 +95,9 @@ def test_a_decoder_layer_is_a_few_native_operators(bundle: Bundles) -> None:
     assert operators["Attention"] == layers
     assert operators["RotaryEmbedding"] == operators["RMSNormalization"] == 2 * layers
     assert operators["MatMul"] == 7 * layers
-    mask = 12
+    assert operators["TensorScatter"] == 2 * layers
+    assert operators["Concat"] == 0
+    mask = 14
     assert len(graph.node) <= 28 * layers + mask
 
 

@@ -27,7 +27,7 @@ BUDGET = parse_budget("llava", "retain-64")
 
 
 def stage(
-    heads: str, past: int, rows: int, dtype: Any = np.float32, seed: int = 0, head_dim: int = HEAD_DIM
+    heads: str, rows: int, dtype: Any = np.float32, seed: int = 0, head_dim: int = HEAD_DIM
 ) -> dict[str, Array]:
     """Random inputs of a select, all but the indices."""
     rng = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ def stage(
         "cos": (1, rows, head_dim // 2),
         "sin": (1, rows, head_dim // 2),
         "query": (1, query_heads, rows, head_dim),
-        "key": (1, key_heads, past + rows, head_dim),
+        "key": (1, key_heads, rows, head_dim),
     }
     return {name: (1.5 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
 
@@ -68,13 +68,12 @@ def expected_rows(
     return reference.keep_rows(scores, inputs["hidden"].shape[1], visual, KEPT)
 
 
-@pytest.mark.parametrize("past", [0, 11])
 @pytest.mark.parametrize("text", [0, 1, 9])
 @pytest.mark.parametrize("option", ["", "+visual-keys"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("method", IN_LLM)
-def test_selection_equals_the_reference(method: str, heads: str, option: str, text: int, past: int) -> None:
-    inputs = stage(heads, past, 4 + 40 + text, seed=past + text)
+def test_selection_equals_the_reference(method: str, heads: str, option: str, text: int) -> None:
+    inputs = stage(heads, 4 + 40 + text, seed=text)
     visual, asked = list(range(4, 44)), list(range(44, 44 + text))
     budget = parse_budget("llava", f"retain-64{option}")
     expected = expected_rows(method, inputs, visual, asked, visual_keys=bool(option))
@@ -84,7 +83,7 @@ def test_selection_equals_the_reference(method: str, heads: str, option: str, te
 
 @pytest.mark.parametrize("method", IN_LLM)
 def test_fp16_inputs_are_scored_in_fp32(method: str) -> None:
-    inputs = stage("gqa", 3, 50, np.float16)
+    inputs = stage("gqa", 50, np.float16)
     visual, text = list(range(5, 41)), list(range(41, 50))
     expected = expected_rows(method, inputs, visual, text)
     assert kept_rows(method, "gqa", inputs, visual, text, precision="fp16") == expected
@@ -93,7 +92,7 @@ def test_fp16_inputs_are_scored_in_fp32(method: str) -> None:
 @pytest.mark.parametrize("method", IN_LLM)
 @pytest.mark.parametrize("visual", [0, 1, KEPT])
 def test_nothing_happens_where_no_more_than_the_kept_are_left(method: str, visual: int) -> None:
-    inputs = stage("mha", 2, visual + 7)
+    inputs = stage("mha", visual + 7)
     rows = list(range(visual + 7))
     assert kept_rows(method, "mha", inputs, rows[3 : 3 + visual], rows[3 + visual :]) == rows
 
@@ -104,19 +103,18 @@ def test_ties_duplicates_and_zero_rows(method: str) -> None:
     @given(
         st.lists(st.integers(0, 3), min_size=1, max_size=24),
         st.lists(st.integers(0, 5), max_size=6),
-        st.integers(0, 2),
     )
-    def holds(keys: list[int], kinds: list[int], past: int) -> None:
+    def holds(keys: list[int], kinds: list[int]) -> None:
         """Visual rows of one key kind are equal keys; hidden rows are one of four directions or zero."""
         size = 2 + len(keys) + len(kinds)
-        inputs = stage("gqa", past, size, seed=1)
-        same = stage("gqa", 0, 4, seed=2)["key"]
+        inputs = stage("gqa", size, seed=1)
+        same = stage("gqa", 4, seed=2)["key"]
         same[:, :, 0] = 0
         visual, text = list(range(2, 2 + len(keys))), list(range(2 + len(keys), size))
         # Unit vectors: their cosines, and means of eight of them, are exact.
         inputs["hidden"][:] = 0
         for row, kind in zip(range(2, size), [*keys, *kinds], strict=True):
-            inputs["key"][:, :, past + row] = same[:, :, kind] if row in visual else inputs["key"][:, :, past + row]
+            inputs["key"][:, :, row] = same[:, :, kind] if row in visual else inputs["key"][:, :, row]
             if kind < 4:
                 inputs["hidden"][0, row, kind] = 2.0**kind
         assert kept_rows(method, "gqa", inputs, visual, text) == expected_rows(method, inputs, visual, text)
@@ -126,7 +124,7 @@ def test_ties_duplicates_and_zero_rows(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["fastv", "pyramiddrop"])
 def test_only_the_last_row_asks(method: str) -> None:
-    inputs = stage("mha", 0, 60)
+    inputs = stage("mha", 60)
     visual, text = list(range(2, 50)), list(range(50, 60))
     before = kept_rows(method, "mha", inputs, visual, text)
     inputs["query"][:, :, :59] = 0
@@ -135,7 +133,7 @@ def test_only_the_last_row_asks(method: str) -> None:
 
 
 def test_text_unlike_the_image_does_not_ask_sparsevlm() -> None:
-    inputs = stage("mha", 0, 60)
+    inputs = stage("mha", 60)
     visual, text = list(range(2, 50)), list(range(50, 60))
     like = rows_like_the_image(inputs["hidden"][0], visual, text)
     assert 0 < len(like) < len(text)
@@ -149,7 +147,7 @@ def test_text_unlike_the_image_does_not_ask_sparsevlm() -> None:
 @pytest.mark.parametrize("option", ["", "+visual-keys"])
 def test_sparsevlm_and_sinkpruner_share_one_scorer(option: str) -> None:
     """Where every text row is as like the image as the others, they keep the same."""
-    inputs = stage("gqa", 3, 60, seed=4)
+    inputs = stage("gqa", 60, seed=4)
     visual, text = list(range(2, 50)), list(range(50, 60))
     inputs["hidden"][:, 50:] = inputs["hidden"][:, 50:51]
     budget = parse_budget("llava", f"retain-64{option}")
@@ -166,7 +164,7 @@ def test_methods_ask_the_rows_they_should(method: str) -> None:
     plan = graphs.method_plan(method, 576, 32, parse_budget("llava", "retain-192"))
     (layer, graph), *_ = plan.select_after.items()
     assert layer == {"fastv": 2, "pyramiddrop": 8, "sparsevlm": 2}[method]
-    inputs = stage("mha", 0, 610, head_dim=8)
+    inputs = stage("mha", 610, head_dim=8)
     visual, text = list(range(4, 580)), list(range(580, 610))
     out = graphs.loaded(graph)(**inputs, visual_index=np.array(visual), text_index=np.array(text))
     asking = asking_rows(method, inputs["hidden"][0], visual, text)

@@ -34,7 +34,7 @@ def budget_of(kept: int, **options: Any) -> Budget:
     return Budget(Share(1, 2), Share(1, 2), (Share(kept, 1000),) * 3, **options)
 
 
-def stage(heads: str, past: int, rows: int, dtype: Any, seed: int = 0) -> dict[str, Array]:
+def stage(heads: str, rows: int, dtype: Any, seed: int = 0) -> dict[str, Array]:
     """Random inputs of a select, all but the indices."""
     rng = np.random.default_rng(seed)
     query_heads, key_heads = HEADS[heads]
@@ -43,7 +43,7 @@ def stage(heads: str, past: int, rows: int, dtype: Any, seed: int = 0) -> dict[s
         "cos": (1, rows, HEAD_DIM // 2),
         "sin": (1, rows, HEAD_DIM // 2),
         "query": (1, query_heads, rows, HEAD_DIM),
-        "key": (1, key_heads, past + rows, HEAD_DIM),
+        "key": (1, key_heads, rows, HEAD_DIM),
     }
     return {name: (1.5 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
 
@@ -81,13 +81,12 @@ def assert_equals_reference(
     return keep
 
 
-@pytest.mark.parametrize("past", [0, 11])
 @pytest.mark.parametrize("text", [0, 1, 6])
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_outputs_equal_the_reference(precision: str, heads: str, scores_over: str, text: int, past: int) -> None:
-    inputs = stage(heads, past, 4 + 40 + text, DTYPES[precision], seed=past + text)
+def test_outputs_equal_the_reference(precision: str, heads: str, scores_over: str, text: int) -> None:
+    inputs = stage(heads, 4 + 40 + text, DTYPES[precision], seed=text)
     budget = budget_of(KEPT, scores_over=scores_over)
     visual, questions = list(range(4, 44)), list(range(44, 44 + text))
     keep = assert_equals_reference(budget, heads, inputs, visual, questions, precision)
@@ -97,16 +96,15 @@ def test_outputs_equal_the_reference(precision: str, heads: str, scores_over: st
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("heads", ["mha", "gqa"])
 def test_compact_renumbers_the_survivors(heads: str, precision: str) -> None:
-    inputs = stage(heads, 3, 50, DTYPES[precision])
+    inputs = stage(heads, 50, DTYPES[precision])
     budget = budget_of(KEPT, positions="compact")
     assert_equals_reference(budget, heads, inputs, list(range(5, 44)), list(range(44, 50)), precision)
 
 
-@pytest.mark.parametrize("past", [0, 11])
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
-def test_visual_rows_need_not_be_contiguous(scores_over: str, past: int) -> None:
+def test_visual_rows_need_not_be_contiguous(scores_over: str) -> None:
     visual = [2, 3, 5, 8, 9, 10, 14, 15, 16, 17, 20, 22, 23, 24, 25, 28]
-    inputs = stage("gqa", past, 35, np.float32, seed=5)
+    inputs = stage("gqa", 35, np.float32, seed=5)
     budget = budget_of(KEPT, scores_over=scores_over)
     keep = assert_equals_reference(budget, "gqa", inputs, visual, list(range(29, 35)))
     assert set(range(35)) - set(visual) < set(keep)
@@ -115,7 +113,7 @@ def test_visual_rows_need_not_be_contiguous(scores_over: str, past: int) -> None
 @pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
 @pytest.mark.parametrize("visual", [0, 1, KEPT - 1, KEPT])
 def test_nothing_happens_where_no_more_than_the_kept_are_left(visual: int, option: dict[str, Any]) -> None:
-    inputs = stage("mha", 2, visual + 7, np.float32)
+    inputs = stage("mha", visual + 7, np.float32)
     rows = visual + 7
     keep = assert_equals_reference(
         budget_of(KEPT, **option),
@@ -128,7 +126,7 @@ def test_nothing_happens_where_no_more_than_the_kept_are_left(visual: int, optio
 
 
 def test_one_visual_row_too_many_drops_the_least_asked_for() -> None:
-    inputs = stage("mha", 0, KEPT + 8, np.float32)
+    inputs = stage("mha", KEPT + 8, np.float32)
     keep = assert_equals_reference(
         budget_of(KEPT), "mha", inputs, list(range(3, KEPT + 4)), list(range(KEPT + 4, KEPT + 8))
     )
@@ -138,7 +136,7 @@ def test_one_visual_row_too_many_drops_the_least_asked_for() -> None:
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
 def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision: str) -> None:
-    inputs = stage("gqa", 0, 70, DTYPES[precision])
+    inputs = stage("gqa", 70, DTYPES[precision])
     inputs["query"][:] = 0
     budget = budget_of(KEPT, scores_over=scores_over)
     keep = assert_equals_reference(budget, "gqa", inputs, list(range(4, 64)), list(range(64, 70)), precision)
@@ -147,7 +145,7 @@ def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision:
 
 def test_text_rows_do_not_see_later_text() -> None:
     """The mask matters: a key behind the first asking row would take its attention away."""
-    inputs = stage("mqa", 0, 12, np.float32)
+    inputs = stage("mqa", 12, np.float32)
     inputs["query"][:], inputs["key"][:] = 0, 0
     # Row 10 asks for 2, row 11 for 3 and, stronger, for itself.
     inputs["query"][..., 10, 0], inputs["query"][..., 11, 1] = 8, 8
@@ -159,7 +157,7 @@ def test_text_rows_do_not_see_later_text() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_logits_beyond_fp16_are_computed_in_fp32(sign: int) -> None:
-    inputs = stage("mha", 0, 40, np.float16, seed=3)
+    inputs = stage("mha", 40, np.float16, seed=3)
     # Adds 90000 to every product of a query and a key; fp16 ends at 65504.
     inputs["query"][..., 0], inputs["key"][..., 0] = 300, sign * 300
     assert_equals_reference(budget_of(KEPT), "mha", inputs, list(range(4, 34)), list(range(34, 40)), "fp16")
@@ -182,18 +180,17 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
     @given(
         st.lists(st.integers(-1, 3), min_size=1, max_size=24),
         st.integers(0, 3),
-        st.integers(0, 2),
         st.integers(0, 5),
     )
-    def holds(kinds: list[int], text: int, past: int, before: int) -> None:
+    def holds(kinds: list[int], text: int, before: int) -> None:
         """Rows of kind -1 are text between visual rows; those of one other kind have the same keys."""
         first_text = before + len(kinds)
-        inputs = stage(heads, past, first_text + text, np.float32, seed=1)
-        same = stage(heads, 0, 4, np.float32, seed=2)["key"]
+        inputs = stage(heads, first_text + text, np.float32, seed=1)
+        same = stage(heads, 4, np.float32, seed=2)["key"]
         same[:, :, 0] = 0
         visual = [before + place for place, kind in enumerate(kinds) if kind >= 0]
         for row in visual:
-            inputs["key"][:, :, past + row] = same[:, :, kinds[row - before]]
+            inputs["key"][:, :, row] = same[:, :, kinds[row - before]]
         if inputs["hidden"].shape[1] > 0:
             assert_equals_reference(budget, heads, inputs, visual, list(range(first_text, first_text + text)))
 
@@ -209,7 +206,7 @@ def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect:
     choice = best(300) if images == 1 else best_of_each_image(images)
     build_select(graph, model, choice, budget_of(1), every_text_row)
     path = tmp_path / graph.save(tmp_path, "graph.onnx").file
-    inputs = stage("mha", 0, size + 3, np.float32, seed=1)
+    inputs = stage("mha", size + 3, np.float32, seed=1)
     inputs |= {"visual_index": np.arange(size), "text_index": np.arange(size, size + 3)}
     if images > 1:
         inputs |= {"visual_group": np.arange(size) * images // size, "quota": np.arange(300) // 100}
@@ -232,9 +229,9 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
         rows += int(size) + 1
     rows += 3
     text = list(range(visual[-1] + 1, rows))
-    inputs = stage("gqa", 4, rows, np.float32, seed)
+    inputs = stage("gqa", rows, np.float32, seed)
     # Some are alike, within an image and across images: the earlier wins.
-    alike = [4 + visual[place] for place in (0, len(visual) // 3, len(visual) // 2, -1)]
+    alike = [visual[place] for place in (0, len(visual) // 3, len(visual) // 2, -1)]
     inputs["key"][:, :, alike] = inputs["key"][:, :, alike[:1]]
     group = np.repeat(np.arange(3), sizes)
     model = graphs.language_model(*HEADS["gqa"], HEAD_DIM)

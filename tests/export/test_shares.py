@@ -11,7 +11,7 @@ import graphs
 import reference
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
-from sinkprune.export.dialects import opset23
+from sinkprune.export.dialects import opset24
 from sinkprune.export.methods import all_methods, load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, UpTo
@@ -29,7 +29,7 @@ NAMES = [
 
 
 def facts(most: int = 480, precision: str = "fp32", images: int = 1) -> PlanFacts:
-    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], opset23, images=images)
+    return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], opset24, images=images)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
@@ -120,14 +120,14 @@ def test_more_than_topk_gives_is_refused_with_the_size_that_fits(
 
 
 def test_what_is_ranked_of_a_clip_is_of_all_its_frames_unless_they_stand_apart() -> None:
-    clip = PlanFacts(MODEL, UpTo(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], opset23, groups=11, joined=True)
+    clip = PlanFacts(MODEL, UpTo(1280, 784, 11 * 1000), D, PRECISIONS["fp32"], opset24, groups=11, joined=True)
     with pytest.raises(BudgetError, match=r"up to 11000 .* keeps 4400 in one step.*fewer --max-frames.*per-frame"):
         load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80"))
     assert load_method("sinkpruner")(clip, parse_budget("qwen2.5-vl", "prune-80+per-frame")).sanitizer is not None
 
 
 def test_an_image_of_many_tiles_can_be_too_much_to_rank() -> None:
-    tiles = PlanFacts(graphs.language_model(), 576, D, PRECISIONS["fp32"], opset23, groups=37)
+    tiles = PlanFacts(graphs.language_model(), 576, D, PRECISIONS["fp32"], opset24, groups=37)
     with pytest.raises(BudgetError, match=r"up to 21312 visual tokens, .* keeps 4070 .* 3840. Choose a smaller"):
         load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-320"))
     assert load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-160")).sanitizer is not None

@@ -153,6 +153,20 @@ def test_copies_out_wait(fake: FakeDriver) -> None:
     assert len(fake.arguments("cuMemcpyDtoHAsync")) == 1
 
 
+def test_lines_are_copied_and_made_zero_in_one_call_each(fake: FakeDriver) -> None:
+    device = CudaPythonDevice()
+    device.copy_lines(4096, 640, 8192, 64, 32, 4)
+    device.zero_lines(4096, 640, 32, 4)
+    assert fake.names()[-2:] == ["cuMemcpy2DAsync", "cuMemsetD2D8Async"]
+    ((copy, stream),) = fake.arguments("cuMemcpy2DAsync")
+    assert int(stream) == 77
+    assert copy.srcMemoryType == copy.dstMemoryType == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    assert (int(copy.dstDevice), copy.dstPitch, int(copy.srcDevice), copy.srcPitch) == (4096, 640, 8192, 64)
+    assert (copy.WidthInBytes, copy.Height) == (32, 4)
+    ((*zeros, stream),) = fake.arguments("cuMemsetD2D8Async")
+    assert (zeros, int(stream)) == ([4096, 640, 0, 32, 4], 77)
+
+
 def test_events_tell_milliseconds_and_are_destroyed(fake: FakeDriver) -> None:
     device = CudaPythonDevice()
     start, end = device.record_event(), device.record_event()

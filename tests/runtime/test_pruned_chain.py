@@ -112,8 +112,10 @@ def plan_of(pipe: Pipeline, budget: str) -> Plan | None:
 
 
 def cache_lengths(result: Prefill) -> list[int]:
-    """The true KV length of every layer, from the tensors."""
-    return [tensor.shape()[2] for segment in result.cache.past for name, tensor in segment.items() if "key" in name]
+    """How many rows of every layer's buffers are filled: behind them all are zero."""
+    buffers = [cache.buffers.items() for cache in result.cache.segments]
+    keys = [tensor.numpy() for segment in buffers for name, tensor in segment if "key" in name]
+    return [int(np.flatnonzero(np.any(key != 0, axis=(0, 1, 3)))[-1]) + 1 for key in keys]
 
 
 @pytest.mark.parametrize(("name", "budget"), CASES)
@@ -169,8 +171,8 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
 
 def positions_of(result: Prefill) -> list[int]:
     """The position id of the next token in every layer."""
-    per_segment = zip(result.cache.past, result.cache.next_positions, strict=True)
-    return [position for past, position in per_segment for _ in range(len(past) // 2)]
+    per_segment = zip(result.cache.segments, result.cache.next_positions, strict=True)
+    return [position for cache, position in per_segment for _ in range(len(cache.buffers) // 2)]
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -81,6 +81,17 @@ class FakePycudaDriver:
 
         self.enqueued.append(copy)
 
+    def Memcpy2D(self) -> FakeLines:
+        return FakeLines(self)
+
+    def memset_d2d8_async(self, address: int, pitch: int, value: int, width: int, height: int, stream: Any) -> None:
+        def fill() -> None:
+            for line in range(height):
+                start = address % 4096 + line * pitch
+                self.memory[address - address % 4096][start : start + width] = value
+
+        self.enqueued.append(fill)
+
     def module_from_buffer(self, image: bytes) -> Any:
         if not image.startswith(b"\x7fELF"):
             raise self.Error("no kernel image is available")
@@ -103,6 +114,36 @@ class FakeAllocation:
 
     def free(self) -> None:
         del self._driver.memory[self._address]
+
+
+class FakeLines:
+    """A copy of lines; memory is found by the address that its block starts at, a multiple of 4096."""
+
+    def __init__(self, driver: FakePycudaDriver) -> None:
+        self._driver = driver
+
+    def set_src_device(self, address: int) -> None:
+        self._source = address
+
+    def set_dst_device(self, address: int) -> None:
+        self._target = address
+
+    def __call__(self, stream: Any) -> None:
+        def copy() -> None:
+            source, target = (
+                self._driver.memory[address - address % 4096][address % 4096 :]
+                for address in (self._source, self._target)
+            )
+            for line in range(self.height):
+                read, written = line * self.src_pitch, line * self.dst_pitch
+                target[written : written + self.width_in_bytes] = source[read : read + self.width_in_bytes]
+
+        self._driver.enqueued.append(copy)
+
+    src_pitch: int
+    dst_pitch: int
+    width_in_bytes: int
+    height: int
 
 
 class FakeEvent:
@@ -192,6 +233,18 @@ def test_copies_go_there_and_back_in_the_stream_s_order(fake: FakePycudaDriver) 
     back = np.empty((2, 3), np.float32)
     device.copy_out(back, address)
     assert back.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_lines_are_copied_and_made_zero(fake: FakePycudaDriver) -> None:
+    device = PycudaDevice()
+    source, target = device.allocate(64), device.allocate(64)
+    device.copy_in(source, np.arange(1, 7, dtype=np.uint8))
+    device.copy_in(target, np.full(12, 9, np.uint8))
+    device.copy_lines(target + 1, 4, source, 2, 2, 3)
+    device.zero_lines(target + 3, 4, 1, 3)
+    back = np.empty(12, np.uint8)
+    device.copy_out(back, target)
+    assert back.tolist() == [9, 1, 2, 0, 9, 3, 4, 0, 9, 5, 6, 0]
 
 
 def test_pinned_memory_lives_until_its_copy_is_done(fake: FakePycudaDriver) -> None:

@@ -1,7 +1,8 @@
 """The TensorRT backend on a GPU: replays of CUDA graphs give what eager calls give. Never run yet.
 
 TensorRT's guide advises one execution context for each captured graph: to modify a context makes replaying its graphs
-undefined. Ours captures one for each length of the caches, as NVIDIA's TensorRT-Edge-LLM does. Here it shows.
+undefined. Ours captures one for each room of the caches, which engines that update them in place have one of. Here
+it shows.
 """
 
 from __future__ import annotations
