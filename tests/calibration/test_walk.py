@@ -47,14 +47,19 @@ class Logits(Observer):
         self.kept.append(logits)
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen", "qwen2-vl"])
-def test_the_logits_are_those_of_a_request(name: str, bundle: Bundles, pipeline: Callable[..., Pipeline]) -> None:
-    read, expected = read_bundle(bundle(name)), Logits()
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [("gqa-112", "opset24"), ("gqa-112", "opset20"), ("next", "opset24"), ("qwen", "opset24"), ("qwen2-vl", "opset24")],
+)
+def test_the_logits_are_those_of_a_request(
+    name: str, dialect: str, bundle: Bundles, pipeline: Callable[..., Pipeline]
+) -> None:
+    read, expected = read_bundle(bundle(name, dialect=dialect)), Logits()
     graphs, walk = Graphs(read, read.manifest.weights, 1), Walk(read, show(read, items()))
     for graph in order(read.manifest):
         walk.advance(graphs.open_float(graph))
     for item in items():
-        pipeline(name).generate(item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected)
+        pipeline(name, dialect=dialect).generate(item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected)
     assert len(walk.logits) == 2
     np.testing.assert_allclose(walk.logits, expected.kept, rtol=1e-3, atol=1e-3 * np.abs(expected.kept).max())
 

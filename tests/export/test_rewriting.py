@@ -53,11 +53,11 @@ def content(path: Path) -> tuple[Counter[str], list[Any], dict[str, Array]]:
 @pytest.mark.parametrize(
     ("name", "precision", "dialect", "graphs"),
     [
-        ("gqa-112", "fp32", "opset23", ["vision", "projector", "decoder_0", "decoder_3", "head"]),
+        ("gqa-112", "fp32", "opset24", ["vision", "projector", "decoder_0", "decoder_3", "head"]),
         ("gqa-112", "fp16", "opset20", ["vision", "decoder_1"]),
-        ("qwen", "fp32", "opset23", ["vision", "decoder_0"]),
-        ("qwen2-vl", "fp32", "opset23", ["vision"]),
-        ("next", "fp32", "opset23", ["projector"]),
+        ("qwen", "fp32", "opset24", ["vision", "decoder_0"]),
+        ("qwen2-vl", "fp32", "opset24", ["vision"]),
+        ("next", "fp32", "opset24", ["projector"]),
     ],
 )
 @pytest.mark.parametrize("weights", ["int8", "int4"])
