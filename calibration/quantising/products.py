@@ -13,7 +13,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.rewriting import multiplications, shape_of
 
 MOST_BYTES = 2 << 30
-"""The products that are held at a time, more than one layer's only up to so many bytes."""
+"""What the products that are held at a time may take, unless one layer's alone take more."""
 
 OpenSession = Callable[[ir.Graph, Sequence[str]], Session]
 """Makes a session of a graph that gives what is named."""
@@ -26,9 +26,16 @@ class Products:
     Asked for in the order of the layers, each is computed once.
     """
 
-    def __init__(self, read: Callable[[], ir.Graph], open_session: OpenSession, feeds: Iterable[Tensors]) -> None:
-        """`read` gives the graph anew each time; `feeds` are what it is given."""
-        self._read, self._open, self._feeds = read, open_session, list(feeds)
+    def __init__(
+        self,
+        read: Callable[[], ir.Graph],
+        open_session: OpenSession,
+        feeds: Iterable[Tensors],
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        """`read` gives the graph anew each time; `feeds` are what it is given. More than one layer's products take
+        `most_bytes` at most."""
+        self._read, self._open, self._feeds, self._most_bytes = read, open_session, list(feeds), most_bytes
         self._inputs = inputs_of_matrices(read())
         self._held: dict[str, Array] = {}
 
@@ -48,7 +55,7 @@ class Products:
         for value, width in map(self._inputs.__getitem__, names[names.index(first) :]):
             held = sum(array.nbytes for array in products.values())
             if value not in products:
-                if products and held + 4 * width * width > MOST_BYTES:
+                if products and held + 4 * width * width > self._most_bytes:
                     break
                 products[value] = np.zeros((width, width), np.float32)
         session = self._open(_tapped(self._read(), list(products)), [_tap(value) for value in products])

@@ -49,7 +49,13 @@ class Logits(Observer):
 
 @pytest.mark.parametrize(
     ("name", "dialect"),
-    [("gqa-112", "opset24"), ("gqa-112", "opset20"), ("next", "opset24"), ("qwen", "opset24"), ("qwen2-vl", "opset24")],
+    [
+        ("gqa-112", "opset24"),
+        ("gqa-112", "opset20"),
+        ("next", "opset24"),
+        ("qwen", "opset24"),
+        ("qwen2-vl", "opset24"),
+    ],
 )
 def test_the_logits_are_those_of_a_request(
     name: str, dialect: str, bundle: Bundles, pipeline: Callable[..., Pipeline]
@@ -59,12 +65,15 @@ def test_the_logits_are_those_of_a_request(
     for graph in order(read.manifest):
         walk.advance(graphs.open_float(graph))
     for item in items():
-        pipeline(name, dialect=dialect).generate(item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected)
+        pipeline(name, dialect=dialect).generate(
+            item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected
+        )
     assert len(walk.logits) == 2
     np.testing.assert_allclose(walk.logits, expected.kept, rtol=1e-3, atol=1e-3 * np.abs(expected.kept).max())
 
 
-def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:
+@pytest.mark.parametrize("most_bytes", [1, 1 << 30])
+def test_products_are_those_of_each_layers_inputs(most_bytes: int, bundle: Bundles) -> None:
     read = read_bundle(bundle("gqa-112"))
     graphs, random = Graphs(read, read.manifest.weights, 1), np.random.default_rng(1)
     width = read.manifest.graphs["projector"].inputs[0].shape[2]
@@ -73,6 +82,7 @@ def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:
         lambda: graphs.read("projector"),
         lambda graph, wanted: graphs.open_float("projector", graph, wanted),
         feeds,
+        most_bytes,
     )
     first, second = inputs_of_matrices(graphs.read("projector"))
     seen = np.concatenate([feed["tokens"][0] for feed in feeds])
