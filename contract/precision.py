@@ -17,11 +17,12 @@ DTYPES: dict[PrecisionName, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "fp1
 """The float types a bundle can be exported in, as graphs name them: hidden states, caches, and all weights that have
 no form of their own."""
 
-WeightsName = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+WeightsName = Literal["fp32", "fp16", "bf16", "int8", "int4", "uint4"]
 """How the matrix of a linear layer is stored. Floats; int8 with one scale an output; int4 with one scale for each
-block of inputs."""
+block of inputs; uint4 with a zero point beside each of these scales. Of a checkpoint that was quantised in groups of
+its own int8 is kept in blocks too."""
 BLOCK_SIZES = (32, 64, 128)
-"""How many inputs may share a scale in int4, at most."""
+"""How many inputs may share a scale in blocks, at most."""
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class BudgetReport:
     """Keys and values after the prefill."""
     peak_rss_bytes: int | None
     """Largest resident memory of the process during this budget's runs; None where the system does not tell."""
+    stage_peak_rss_bytes: dict[str, int]
+    """The same while each stage ran: vision, sanitizer, projector, prefill with its selects, decode. Of the budget's
+    first run: engines keep what they once took, so a stage counts what those before it left."""
     decode_tokens_per_s: float | None
     decode_gb_per_s: float | None
     """Decoder and head weights plus KV cache, read once a token."""
@@ -99,5 +102,9 @@ class Report:
     """Text tokens of the rendered prompt."""
     new_tokens: int
     repeat: int
+    load_ms: float | None
+    """Milliseconds from opening the engines to having loaded them, comparing sums included."""
+    first_answer_ms: float | None
+    """The same to the first token of the first answer, which engines take longer for than for others."""
     versions: dict[str, str]
     budgets: dict[str, BudgetReport]

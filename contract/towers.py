@@ -29,6 +29,11 @@ class ViTTower:
     tokens: Annotated[int, Bounds(1, 1 << 14)]
     """N, the visual tokens of a crop."""
 
+    @property
+    def patches_per_token(self) -> int:
+        """How many patches are one visual token."""
+        return 1
+
 
 @dataclass(frozen=True)
 class QwenTower:
@@ -55,6 +60,11 @@ class QwenTower:
     """The 0-based block whose attention is the salience."""
     tokens_per_second: float | None
     """How far positions in time go on in a second of a clip; None where they count frames."""
+
+    @property
+    def patches_per_token(self) -> int:
+        """How many patches are one visual token."""
+        return self.merge_size**2
 
 
 Tower = ViTTower | QwenTower

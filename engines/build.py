@@ -18,6 +18,7 @@ from sinkprune.contract.engines_manifest import (
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.folders import check_outside, replacing
 from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
 from sinkprune.contract.signature import Sign
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free
@@ -48,8 +49,13 @@ def build_engines(
     check_outside(output, bundle.path, ENGINES)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
-    check_memory(bundle, profiles, builder.memories())
-    needed = sum(bundle.manifest.weight_bytes(graph) + _CODE_BYTES for graph in profiles)
+    memories = builder.memories()
+    check_memory(bundle, profiles, memories)
+    needed = sum(int(builder.disk_copies * bundle.manifest.weight_bytes(graph)) + _CODE_BYTES for graph in profiles)
+    if needed >= TOLD_BYTES:
+        largest = max(profiles, key=bundle.manifest.weight_bytes)
+        told = need_and_free(bundle, largest, profiles[largest], memories) if memories else "building needs"
+        progress.needs(f"{told}, and {gigabytes(needed)} of disk")
     way_out = "build a bundle with fewer methods and budgets"
     with replacing(output, ENGINES, needed, way_out, force=force) as root:
         engines = {}

@@ -83,7 +83,7 @@ def _activation_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles
     largest = 0
     for ranges in profiles.values():
         inputs = sum(_item_bytes(spec, name) * prod(shape.max) for name, shape in ranges.items())
-        # What goes in comes out again, longer by what is new.
+        # What goes in comes out again: caches, or the new rows of them.
         needed = 2 * inputs
         if graph.startswith("decoder_"):
             rows = ranges["hidden"].max[1]

@@ -36,11 +36,17 @@ from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.quantised_weights import QuantisedWeights
+from sinkprune.export.repacked_form import CheckpointForm, RepackedForm
+from sinkprune.export.requantised import Requantised
+from sinkprune.export.rounding import Rounded, RoundedFromZero
 from sinkprune.export.source import ExportRequest, Source, open_source
-from sinkprune.export.weight_forms import chosen_forms, form_of
+from sinkprune.export.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
+# transformers, onnx and what they bring along.
+_LIBRARIES_BYTES = 300 << 20
 
 Progress = Callable[[str, int], None]
 """Told what is being done and how many weights it advanced by."""
@@ -53,30 +59,36 @@ def export_bundle(
     force: bool = False,
     sign: Sign | None = None,
     progress: Progress = lambda what, weights: None,
+    needs: Callable[[int, int], None] = lambda memory, disk: None,
     left_out: Callable[[Unreachable], None] = lambda plan: None,
+    requantised: Callable[[Requantised], None] = lambda layer: None,
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
     `sign` signs its manifest (`sinkprune.contract.signature.read_private_key`).
+    `needs` is told beforehand about how many bytes of memory and of disk it will take.
     `left_out` is told of each budget that a method cannot reach, unless it reaches none: that is a `BudgetError`.
+    `requantised` is told of each matrix that the checkpoint had quantised and that is rounded a second time.
     Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
     `output` is left as it was.
     """
     precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
-    forms = chosen_forms(precision, request.weights, request.vision_weights, request.block_size)
     check_replaceable(output, BUNDLE, force=force)
     source = open_source(request)
     with closing(source.weights):
+        forms = _forms(request, precision, source)
         family, lm = source.family, source.family.language_model
         budgets = parse_budgets(family.name, request.budgets)
         facts = _facts(source, precision, dialect, request.max_images)
         planned = plan_graphs(facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        weight_graphs = partial(_weight_graphs, source, precision, dialect, forms, progress)
+        formed = partial(_form, request, source, precision, forms, progress, requantised)
+        weight_graphs = partial(_weight_graphs, source, precision, dialect, formed, progress)
         shallow = list(weight_graphs([range(1)]))
-        _check_memory(family, shallow, precision)
+        memory = _check_memory(family, shallow, precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
+        needs(memory, needed)
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
@@ -122,8 +134,8 @@ def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision:
     return sum(sizes.values()) + (lm.num_layers - 1) * sizes["decoder_0"] + table
 
 
-def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> None:
-    """Refuse a model whose largest tensor does not fit the memory that is free; raises `CheckpointError`."""
+def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
+    """About how many bytes of memory the export takes; raises `CheckpointError` where fewer are free."""
     lm = family.language_model
     largest = max(lm.vocab_size * lm.hidden_size, *(graph.largest for graph in shallow))
     # As it is read, and as it is written.
@@ -134,22 +146,55 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
             f"{free / 1e9:.1f} GB are free. Free memory, or export on a larger machine"
             f"{' or with --precision fp16' if precision.name == 'fp32' else ''}."
         )
+    return needed + _LIBRARIES_BYTES
 
 
 def _weight_graphs(
     source: Source,
     precision: Precision,
     dialect: Dialect,
-    forms: WeightForms,
+    formed: Callable[[str], WeightForm],
     progress: Progress,
     segments: Sequence[range],
 ) -> Iterator[WeightedGraph]:
     """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
     for name, write in source.family.graphs(segments, source.weights).items():
-        form = form_of(forms.vision if name == "vision" else forms.decoder, forms.block_size)
-        graph = WeightedGraph(name, precision, dialect, form, _reader(source, name, progress))
+        graph = WeightedGraph(name, precision, dialect, formed(name), _reader(source, name, progress))
         write(graph)
         yield graph
+
+
+def _forms(request: ExportRequest, precision: Precision, source: Source) -> WeightForms:
+    """The forms of the bundle's matrices; raises `UsageError` for those that the dialect is not for."""
+    quantisation = source.quantisation
+    forms = chosen_forms(precision, request.weights, request.vision_weights, request.block_size, quantisation)
+    repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
+    check_dialect(forms, request.dialect, repacked)
+    return forms
+
+
+def _form(
+    request: ExportRequest,
+    source: Source,
+    precision: Precision,
+    forms: WeightForms,
+    progress: Progress,
+    requantised: Callable[[Requantised], None],
+    graph: str,
+) -> WeightForm:
+    """The form of the matrices of a weight graph."""
+    weights, asked = source.weights, request.weights
+
+    def on_rounded(name: str, weight: Array, found: Rounded | RoundedFromZero) -> None:
+        if isinstance(weights, QuantisedWeights) and weights.quantised(name):
+            requantised(Requantised.between(name, weight, found.values()))
+
+    form = form_of(forms.vision if graph == "vision" else forms.decoder, forms.block_size, on_rounded)
+    if graph == "vision" or not isinstance(weights, QuantisedWeights):
+        return form
+    if weights.quantisation.repacks(asked):
+        form = RepackedForm(weights, forms.block_size, partial(progress, graph))
+    return CheckpointForm(weights, form, form_of(asked or precision.name, forms.block_size))
 
 
 def _reader(source: Source, what: str, progress: Progress) -> ReadTensor:

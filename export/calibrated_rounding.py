@@ -52,15 +52,8 @@ def calibrated(weight: Array, products: Array, most: int, block: int, dtype: np.
 def square_errors(weight: Array, of: Rounded, products: Array) -> Array:
     """[outputs]: how far each output of `weight` [outputs,inputs], rounded, is off on inputs of these `products`; the
     sum of squares."""
-    errors = dequantised(of) - weight.astype(np.float32)
+    errors = of.values() - weight.astype(np.float32)
     found: Array = np.einsum("oi,oi->o", errors @ products, errors)
-    return found
-
-
-def dequantised(of: Rounded) -> Array:
-    """[outputs,inputs] fp32: the weights that codes and scales stand for."""
-    block = of.codes.shape[1] // of.scales.shape[1]
-    found: Array = of.codes * np.repeat(of.scales.astype(np.float32), block, axis=1)
     return found
 
 

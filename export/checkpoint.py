@@ -28,6 +28,7 @@ _SINGLE = "model.safetensors"
 _HEADER_BYTES = 32 << 20
 """The most a shard's header may have: a hundred times what any has."""
 _SHARDS = 1000
+_FLOATS = ("F64", "F32", "F16", "BF16")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 # Checkpoints saved by transformers before and after 4.52 nest the same modules differently.
@@ -137,7 +138,7 @@ class SafetensorsWeights:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._stack = ExitStack()
         self._owners: dict[str, tuple[Any, str]] = {}
         try:
@@ -152,7 +153,7 @@ class SafetensorsWeights:
             for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
                 if _canonical(name) in self._owners:
                     raise CheckpointError(
-                        f"checkpoint '{self._folder}': shard '{shard}' holds tensor '{name}', which has been there "
+                        f"checkpoint '{self.folder}': shard '{shard}' holds tensor '{name}', which has been there "
                         "before, under this name or another version's. Expected one of each; download it again."
                     )
                 self._owners[_canonical(name)] = (handle, name)
@@ -165,52 +166,63 @@ class SafetensorsWeights:
         return name in self._owners
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
-        """The tensor `name`; raises `CheckpointError` if it is missing or not of `shape`."""
+        """The floats `name`; raises `CheckpointError` if they are missing or not of `shape`."""
+        return self._read(name, shape, _FLOATS, "F32, F16 or BF16. Give the unquantised checkpoint")
+
+    def integers(self, name: str, shape: Sequence[int]) -> Array:
+        """The 32-bit integers `name`; raises `CheckpointError` if they are missing or not of `shape`."""
+        return self._read(name, shape, ("I32",), "I32. Download it again, or give the unquantised checkpoint")
+
+    def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
+        if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': '{name}' was quantised, but config.json has no quantization_config "
+                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised one."
+            )
         if name not in self._owners:
             raise CheckpointError(
-                f"checkpoint '{self._folder}' holds no tensor '{name}', expected one of shape {list(shape)}. "
+                f"checkpoint '{self.folder}' holds no tensor '{name}', expected one of shape {list(shape)}. "
                 "The configuration and the weights do not belong together, or a shard is missing."
             )
         handle, stored = self._owners[name]
         found = handle.get_slice(stored)
         if found.get_shape() != list(shape):
             raise CheckpointError(
-                f"checkpoint '{self._folder}': tensor '{stored}' has shape {found.get_shape()}, expected "
+                f"checkpoint '{self.folder}': tensor '{stored}' has shape {found.get_shape()}, expected "
                 f"{list(shape)} by config.json. They do not belong together."
             )
-        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+        if found.get_dtype() not in dtypes:
             raise CheckpointError(
-                f"checkpoint '{self._folder}': tensor '{stored}' is {found.get_dtype()}, expected F32, F16 or BF16. "
-                "Give the unquantised checkpoint."
+                f"checkpoint '{self.folder}': tensor '{stored}' is {found.get_dtype()}, expected {expected}."
             )
         array: Array = handle.get_tensor(stored)
         return array
 
     def _shards(self) -> list[str]:
-        if holds(self._folder, _INDEX):
-            return _shards_of(read_json(self._folder, _INDEX), f"'{self._folder / _INDEX}'")
-        if holds(self._folder, _SINGLE):
+        if holds(self.folder, _INDEX):
+            return _shards_of(read_json(self.folder, _INDEX), f"'{self.folder / _INDEX}'")
+        if holds(self.folder, _SINGLE):
             return [_SINGLE]
         raise CheckpointError(
-            f"checkpoint '{self._folder}': found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert "
+            f"checkpoint '{self.folder}': found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert "
             "others with transformers' save_pretrained."
         )
 
     def _open(self, shard: str) -> Any:
-        path = file_of(self._folder, shard)
+        path = file_of(self.folder, shard)
         try:
             _check_header(path)
             return self._stack.enter_context(safe_open(path, framework="np"))
         except MissingError as error:
             raise CheckpointError(
-                f"checkpoint '{self._folder}': shard '{shard}' is missing, though {_INDEX} names it. "
+                f"checkpoint '{self.folder}': shard '{shard}' is missing, though {_INDEX} names it. "
                 "Download it again."
             ) from error
         except UnreadableError as error:
-            raise _refused(self._folder / shard, error) from error
+            raise _refused(self.folder / shard, error) from error
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"checkpoint '{self._folder}': shard '{shard}' is damaged ({error}). It has {path.stat().st_size} "
+                f"checkpoint '{self.folder}': shard '{shard}' is damaged ({error}). It has {path.stat().st_size} "
                 "bytes; download it again."
             ) from error
 

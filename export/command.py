@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
@@ -23,6 +23,7 @@ from sinkprune.export.presets import PRESETS
 if TYPE_CHECKING:
     from sinkprune.contract.manifest import Manifest
     from sinkprune.export.planning import Unreachable
+    from sinkprune.export.requantised import Requantised
 
 _EXAMPLES = """\
 examples:
@@ -53,9 +54,11 @@ def _export(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.signature import read_private_key
 
     unreachable: list[Unreachable] = []
+    requantised: list[Requantised] = []
     with packages_told_of("exporting"):
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.progress import shown_progress
+        from sinkprune.export.requantised import summary
         from sinkprune.export.source import ExportRequest
 
         request = ExportRequest(
@@ -69,13 +72,18 @@ def _export(arguments: Sequence[str] | None) -> None:
                 force=options.force,
                 sign=sign,
                 progress=progress,
+                needs=_tell_needs,
                 left_out=unreachable.append,
+                requantised=requantised.append,
             )
+        rounded_again = summary(requantised) if requantised else None
     for plan in unreachable:
         sys.stderr.write(f"left out: method '{plan.method}' at budget '{plan.budget}': {plan.why}.\n")
+    if rounded_again:
+        sys.stderr.write(_rounded_again(rounded_again))
     size = sum(spec.size for spec in manifest.files.values())
     if options.json:
-        summary = {
+        told = {
             "bundle": str(options.output),
             "bytes": size,
             "sha256": BUNDLE.sha256(manifest),
@@ -87,9 +95,10 @@ def _export(arguments: Sequence[str] | None) -> None:
             "weights": manifest.weights.decoder,
             "vision_weights": manifest.weights.vision,
             "block_size": manifest.weights.block_size,
+            "requantised": rounded_again,
             "dialect": manifest.dialect,
         }
-        sys.stdout.write(json.dumps(summary) + "\n")
+        sys.stdout.write(json.dumps(told) + "\n")
     else:
         budgets = ", ".join(["none", *manifest.budgets])
         sys.stdout.write(
@@ -98,10 +107,31 @@ def _export(arguments: Sequence[str] | None) -> None:
         )
 
 
+def _tell_needs(memory: int, disk: int) -> None:
+    """One line on stderr, where the bundle is so large that its export takes a while."""
+    from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
+    from sinkprune.contract.system_memory import available_bytes
+
+    if disk >= TOLD_BYTES:
+        free = available_bytes()
+        known = f", of which {gigabytes(free)} are free," if free else ""
+        sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
+
+
 def _numbers(manifest: Manifest) -> str:
     """The bundle's precision, and its weights' form where that is another."""
     precision, weights = manifest.precision, manifest.weights.name
     return precision if weights == precision else f"{precision}, weights {weights}"
+
+
+def _rounded_again(told: dict[str, Any]) -> str:
+    """How far matrices are off that the checkpoint had quantised otherwise."""
+    largest = told["largest"]
+    return (
+        f"rounded a second time: {told['layers']} matrices that the checkpoint had quantised, relative L2 error "
+        f"{told['relative_error']:.2%}; the largest is {largest['relative_error']:.2%}, "
+        f"in {escaped(largest['layer'])}\n"
+    )
 
 
 def _size(count: int) -> str:
@@ -150,18 +180,20 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--weights",
         choices=get_args(WeightsName),
-        help="store the matrices of decoder, projector and head so (default: as --precision)",
+        help="store the matrices of decoder, projector and head so; uint4 is not for TensorRT (default: as "
+        "the checkpoint has quantised them, else as --precision)",
     )
     add(
         "--vision-weights",
         choices=get_args(WeightsName),
-        help="store the vision tower's matrices so (default: int8 beside int8 or int4, else as --weights)",
+        help="store the vision tower's matrices so (default: int8 beside --weights int8, int4 or uint4, else "
+        "as --weights; as --precision where the checkpoint is quantised)",
     )
     add(
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
-        help="int4: at most so many inputs share a scale (default: 128)",
+        help="int4 and uint4: at most so many inputs share a scale (default: 128, or the checkpoint's own)",
     )
     add(
         "--dialect",

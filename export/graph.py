@@ -147,8 +147,8 @@ class WeightedGraph(Graph):
         self._weights[value] = _Weight(lambda: ir.Tensor(read()), tensor.dtype, shape, name=tensor.name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
-        """`x @ weight.T + bias`, with the matrix in this graph's form, [inputs,outputs] as MatMul reads it."""
-        y = self.op.MatMul(x, self.form.matrix(self, f"{name}.weight", inputs, outputs))
+        """`x @ weight.T + bias`, with the matrix in this graph's form."""
+        y = self.form.product(self, x, f"{name}.weight", inputs, outputs)
         return self.op.Add(y, self.parameter(f"{name}.bias", [outputs])) if bias else y
 
     def save(self, root: Path, file: str) -> GraphSpec:

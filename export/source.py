@@ -15,6 +15,8 @@ from sinkprune.export.config_fields import read_fields
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
+from sinkprune.export.quantisation_config import Quantisation, read_quantisation
+from sinkprune.export.quantised_weights import QuantisedWeights
 from sinkprune.export.text import Text, read_text, small_text
 
 _SINGLE = "preprocessor_config.json"
@@ -45,11 +47,13 @@ class ExportRequest:
     max_frames: int = 0
     """The most frames that are taken of a clip; 0 where there is no video."""
     weights: WeightsName | None = None
-    """The form of the matrices of decoder, projector and head; None is as `precision` has it."""
+    """The form of the matrices of decoder, projector and head; None is as `precision` has it, and of matrices that
+    the checkpoint has quantised their own."""
     vision_weights: WeightsName | None = None
-    """The form of the tower's matrices; None is int8 beside quantised `weights`, else as they are."""
+    """The form of the tower's matrices; None is int8 beside quantised `weights`, else as they are, and as `precision`
+    has it where `weights` are the checkpoint's own."""
     block_size: int | None = None
-    """The most inputs that share a scale in int4; None is 128."""
+    """The most inputs that share a scale in blocks; None is 128, or the checkpoint's own."""
 
     def __post_init__(self) -> None:
         if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
@@ -68,16 +72,23 @@ class Source:
     """A checkpoint, opened and checked."""
 
     family: Family
-    weights: SafetensorsWeights | RandomWeights
+    weights: SafetensorsWeights | QuantisedWeights | RandomWeights
     text: Text
     processor: dict[str, Any]
     checkpoint: Checkpoint
+    quantisation: Quantisation | None = None
+    """How the checkpoint's matrices were quantised, where they were."""
 
 
 def open_source(request: ExportRequest) -> Source:
     """What is to be exported; its weights must be closed. Raises `CheckpointError` and `UsageError`."""
     if request.random_weights:
         config = _random_config(request.source)
+        if read_quantisation(request.source, config):
+            raise CheckpointError(
+                f"'{request.source}' has a quantization_config, and random weights are floats. Take it out, and add "
+                "--weights int4 for the size of 4-bit weights."
+            )
         family = read_family(request.source, config, request.salience)
         text = small_text(family.language_model.vocab_size, family.special_tokens, family.chat_template)
         checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=True)
@@ -93,7 +104,9 @@ def open_source(request: ExportRequest) -> Source:
     processor = _processor(family, _processor_settings(request.source, folder, family), request)
     text = read_text(folder, family.image_token, family.chat_template)
     checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
-    return Source(family, SafetensorsWeights(folder), text, processor, checkpoint)
+    quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
+    held = QuantisedWeights(weights, quantisation) if quantisation else weights
+    return Source(family, held, text, processor, checkpoint, quantisation)
 
 
 def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:

@@ -6,7 +6,9 @@ fuse it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -14,9 +16,11 @@ import numpy as np
 import onnx_ir as ir
 
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.precision import PRECISIONS, Precision
-from sinkprune.export.rounding import Rounding, packed, to_nearest
+from sinkprune.export.quantisation_config import Quantisation
+from sinkprune.export.rounding import Rounded, RoundedFromZero, Rounding, packed, rounded_from_zero, to_nearest
 
 DEFAULT_BLOCK_SIZE = max(BLOCK_SIZES)
 """Engines round states in groups no larger than a block, and larger groups are faster."""
@@ -25,6 +29,9 @@ _FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "fp16": DTYPES["fp16"],
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
+
+OnRounded = Callable[[str, Array, Rounded | RoundedFromZero], None]
+"""Told of a matrix that was rounded: the tensor's name, its values [outputs,inputs], and what became of them."""
 
 
 class Matrices(Protocol):
@@ -48,11 +55,17 @@ class WeightForm(Protocol):
     least_opset: int
     """The first opset in which the nodes of this form are what they are meant to be."""
 
+    @abstractmethod
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
         """[inputs,outputs] in the graph's float type, of the checkpoint's tensor `name` [outputs,inputs]."""
 
+    def product(self, graph: Matrices, x: ir.Value, name: str, inputs: int, outputs: int) -> ir.Value:
+        """`x` [...,inputs] times that matrix."""
+        product: ir.Value = graph.op.MatMul(x, self.matrix(graph, name, inputs, outputs))
+        return product
 
-class FloatForm:
+
+class FloatForm(WeightForm):
     """Floats of the type `name`, cast to the graph's where that is another."""
 
     least_opset = 1
@@ -73,119 +86,191 @@ class FloatForm:
         return value if self._dtype == graph.precision.numpy else graph.op.Cast(value, to=graph.precision.onnx)
 
 
-class Int8Form:
+class Int8Form(WeightForm):
     """int8, one scale for each output."""
 
     least_opset = 19
 
-    def __init__(self, rounding: Rounding) -> None:
-        self._rounding = rounding
+    def __init__(self, on_rounded: OnRounded, rounding: Rounding) -> None:
+        self._on_rounded, self._rounding = on_rounded, rounding
 
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        halves = _Halves(graph, name, [outputs, inputs], self._rounding, 127, inputs)
-        codes = graph.stored(name, ir.DataType.INT8, [inputs, outputs], lambda: ir.Tensor(halves.codes().T))
-        scales = graph.stored(
-            f"{name}.scale", graph.precision.onnx, [outputs], lambda: ir.Tensor(halves.scales()[:, 0])
-        )
-        return _typed(graph, graph.op.DequantizeLinear(codes, scales, axis=1), codes)
+        round_ = partial(self._rounding, name, most=127, block=inputs, dtype=graph.precision.numpy)
+        parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
+        codes = graph.stored(name, ir.DataType.INT8, [inputs, outputs], lambda: ir.Tensor(parts.codes().T))
+        scales = graph.stored(f"{name}.scale", graph.precision.onnx, [outputs], lambda: ir.Tensor(parts.next()[:, 0]))
+        return typed(graph, graph.op.DequantizeLinear(codes, scales, axis=1), codes)
 
 
-class Int4Form:
+class Int4Form(WeightForm):
     """int4, one scale for each block of at most `most_in_block` inputs."""
 
     # Of INT4 and of blocks
     least_opset = 21
 
-    def __init__(self, most_in_block: int, rounding: Rounding) -> None:
-        self._most_in_block, self._rounding = most_in_block, rounding
+    def __init__(self, most_in_block: int, on_rounded: OnRounded, rounding: Rounding) -> None:
+        self._most_in_block, self._on_rounded, self._rounding = most_in_block, on_rounded, rounding
 
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        block = _block_of(name, inputs, self._most_in_block)
-        shape = ir.Shape([inputs, outputs])
-        halves = _Halves(graph, name, [outputs, inputs], self._rounding, 7, block)
-        codes = graph.stored(
-            name,
-            ir.DataType.INT4,
-            [inputs, outputs],
-            lambda: ir.PackedTensor(packed(halves.codes().T), ir.DataType.INT4, shape=shape),
-        )
+        block = block_of(name, inputs, self._most_in_block)
+        round_ = partial(self._rounding, name, most=7, block=block, dtype=graph.precision.numpy)
+        parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
+        codes = stored_4_bits(graph, name, ir.DataType.INT4, [inputs, outputs], lambda: parts.codes().T)
         scales = graph.stored(
-            f"{name}.scale",
-            graph.precision.onnx,
-            [inputs // block, outputs],
-            lambda: ir.Tensor(np.ascontiguousarray(halves.scales().T)),
+            f"{name}.scale", graph.precision.onnx, [inputs // block, outputs], lambda: ir.Tensor(parts.next().T)
         )
-        return _typed(graph, graph.op.DequantizeLinear(codes, scales, axis=0, block_size=block), codes)
+        return typed(graph, graph.op.DequantizeLinear(codes, scales, axis=0, block_size=block), codes)
 
 
-def _typed(graph: Matrices, matrix: ir.Value, codes: ir.Value) -> ir.Value:
+class Uint4Form(WeightForm):
+    """uint4, one scale and one zero point for each block of at most `most_in_block` inputs."""
+
+    # Of UINT4 and of blocks
+    least_opset = 21
+
+    def __init__(self, most_in_block: int, on_rounded: OnRounded) -> None:
+        self._most_in_block, self._on_rounded = most_in_block, on_rounded
+
+    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
+        block = block_of(name, inputs, self._most_in_block)
+        round_ = partial(rounded_from_zero, most=15, block=block, dtype=graph.precision.numpy)
+        parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
+        shape = [inputs // block, outputs]
+        codes = stored_4_bits(graph, name, ir.DataType.UINT4, [inputs, outputs], lambda: parts.codes().T)
+        scales = graph.stored(f"{name}.scale", graph.precision.onnx, shape, lambda: ir.Tensor(parts.next().T))
+        zeros = stored_4_bits(graph, f"{name}.zero", ir.DataType.UINT4, shape, lambda: parts.next().T)
+        return typed(graph, graph.op.DequantizeLinear(codes, scales, zeros, axis=0, block_size=block), codes)
+
+
+def stored_4_bits(
+    graph: Matrices, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]
+) -> ir.Value:
+    """A weight of two codes in a byte, of the codes that `read` gives."""
+    return graph.stored(name, dtype, shape, lambda: ir.PackedTensor(packed(read()), dtype, shape=ir.Shape(shape)))
+
+
+def typed(graph: Matrices, matrix: ir.Value, codes: ir.Value) -> ir.Value:
     """`matrix`, of the shape of its `codes`: not every opset's inference tells it, and dialects ask for shapes."""
     matrix.shape, matrix.type = codes.shape, ir.TensorType(graph.precision.onnx)
     return matrix
 
 
-class _Halves:
-    """A matrix that is read and rounded once, when its codes are asked for; its scales are asked for next."""
+class _Parts:
+    """A matrix that is read and rounded once, when its codes are asked for; what else there is of it is asked for
+    next."""
 
     def __init__(
-        self, graph: Matrices, name: str, shape: Sequence[int], rounding: Rounding, most: int, block: int
+        self,
+        graph: Matrices,
+        name: str,
+        shape: Sequence[int],
+        round_: Callable[[Array], Rounded | RoundedFromZero],
+        on_rounded: OnRounded,
     ) -> None:
         self._graph, self._name, self._shape = graph, name, shape
-        self._rounding, self._most, self._block = rounding, most, block
-        self._scales: Array | None = None
+        self._round, self._on_rounded = round_, on_rounded
+        self._others: list[Array] = []
 
     def codes(self) -> Array:
-        precision, weight = self._graph.precision, self._graph.read(self._name, self._shape)
+        weight = self._graph.read(self._name, self._shape)
         # Refused where the graph's type cannot hold it, rounded from what was read.
-        precision.converted(self._name, weight)
-        codes, self._scales = self._rounding(self._name, weight, self._most, self._block, precision.numpy)
+        self._graph.precision.converted(self._name, weight)
+        found = self._round(weight)
+        self._on_rounded(self._name, weight, found)
+        codes, *self._others = found
         return codes
 
-    def scales(self) -> Array:
-        if self._scales is None:
-            raise RuntimeError(f"the codes of '{self._name}' are written before its scales")
-        scales, self._scales = self._scales, None
-        return scales
+    def next(self) -> Array:
+        """Scales, then zero points, each once."""
+        if not self._others:
+            raise RuntimeError(f"the codes of '{self._name}' are written before what belongs to them")
+        return self._others.pop(0)
 
 
-def _block_of(name: str, inputs: int, most: int) -> int:
+def largest_block(inputs: int, most: int) -> int | None:
+    """The largest block of at most `most` that divides so many inputs, if there is one."""
+    return next((block for block in sorted(BLOCK_SIZES, reverse=True) if block <= most and inputs % block == 0), None)
+
+
+def block_of(name: str, inputs: int, most: int) -> int:
     """The largest block of at most `most` that divides the inputs of the matrix `name`; raises `UsageError`."""
-    for block in sorted(BLOCK_SIZES, reverse=True):
-        if block <= most and inputs % block == 0:
-            return block
-    raise UsageError(
-        f"'{name}' has {inputs} inputs, expected a multiple of {min(BLOCK_SIZES)}, the smallest block of int4. "
-        "Export with --weights int8, or --vision-weights int8 where it is the tower's."
-    )
+    block = largest_block(inputs, most)
+    if block is None:
+        raise UsageError(
+            f"'{name}' has {inputs} inputs, expected a multiple of {min(BLOCK_SIZES)}, the smallest block of 4-bit "
+            "weights. Export with --weights int8, or --vision-weights int8 where it is the tower's."
+        )
+    return block
 
 
-def form_of(name: WeightsName, block_size: int | None, rounding: Rounding = to_nearest) -> WeightForm:
-    """The form of that name; `block_size` is that of forms in blocks, `rounding` the rule of forms that round."""
+def form_of(
+    name: WeightsName,
+    block_size: int | None,
+    on_rounded: OnRounded = lambda name, weight, found: None,
+    rounding: Rounding = to_nearest,
+) -> WeightForm:
+    """The form of that name; `block_size` is that of forms in blocks, `rounding` the rule of those without zero
+    points."""
     if name == "int8":
-        return Int8Form(rounding)
+        return Int8Form(on_rounded, rounding)
     if name == "int4":
-        return Int4Form(block_size or DEFAULT_BLOCK_SIZE, rounding)
+        return Int4Form(block_size or DEFAULT_BLOCK_SIZE, on_rounded, rounding)
+    if name == "uint4":
+        return Uint4Form(block_size or DEFAULT_BLOCK_SIZE, on_rounded)
     return FloatForm(name)
 
 
 def chosen_forms(
-    precision: Precision, weights: WeightsName | None, vision: WeightsName | None, block_size: int | None
+    precision: Precision,
+    weights: WeightsName | None,
+    vision: WeightsName | None,
+    block_size: int | None,
+    quantisation: Quantisation | None = None,
 ) -> WeightForms:
-    """What was asked for, and for what was not: `weights` as `precision` has it, `vision` int8 beside quantised
-    weights, else as they are.
+    """What was asked for, and for what was not: `weights` as the checkpoint was quantised or `precision` has it,
+    `vision` int8 beside quantised `weights` that were asked for, else as they are.
 
     Raises `UsageError` for forms that do not go together.
     """
-    decoder = weights or precision.name
-    tower = vision or ("int8" if decoder in ("int8", "int4") else decoder)
+    repacked = quantisation is not None and quantisation.repacks(weights)
+    decoder = weights or (quantisation.form if quantisation else precision.name)
+    # What a checkpoint leaves in floats stays there unless asked.
+    tower = vision or (precision.name if quantisation and not weights else _beside(decoder))
     for option, form in (("--weights", decoder), ("--vision-weights", tower)):
         if form == "fp32" and precision.name == "fp16":
             raise UsageError(f"{option} is fp32, but states are fp16. Export with --precision fp32, or leave it out.")
-    in_blocks = "int4" in (decoder, tower)
+    groups = quantisation.group_size if quantisation and repacked else None
+    in_blocks = bool({"int4", "uint4"} & {decoder, tower}) or groups is not None
     if block_size is not None and not in_blocks:
         raise UsageError(
             f"--block-size is {block_size}, but no weights are int4. Add --weights int4, or leave it out."
         )
     if block_size is not None and block_size not in BLOCK_SIZES:
         raise UsageError(f"--block-size is {block_size}, expected one of {', '.join(map(str, BLOCK_SIZES))}.")
-    return WeightForms(decoder, tower, (block_size or DEFAULT_BLOCK_SIZE) if in_blocks else None)
+    most = block_size or largest_block(groups or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
+    return WeightForms(decoder, tower, most if in_blocks else None)
+
+
+def check_dialect(forms: WeightForms, dialect: DialectName, repacked: Quantisation | None) -> None:
+    """Refuse weights that TensorRT 10.3, for which opset20 is, does not take; raises `UsageError`.
+
+    `repacked` is how the checkpoint had quantised what is repacked.
+    """
+    if dialect != "opset20":
+        return
+    for option, form in (("--weights", forms.decoder), ("--vision-weights", forms.vision)):
+        if form == "uint4":
+            raise UsageError(
+                f"weights are uint4, and TensorRT takes no zero points. Export with {option} int4, which rounds them "
+                "again and says by how much they differ, or for other engines with --dialect opset24."
+            )
+    if repacked and repacked.form == "int8" and repacked.group_size is not None:
+        raise UsageError(
+            "the checkpoint's int8 has a scale for each group of inputs; opset20 is for TensorRT 10.3, which takes "
+            "one an output. Export with --weights int8, which rounds again and says by how much they differ."
+        )
+
+
+def _beside(weights: WeightsName) -> WeightsName:
+    """The tower's form beside others in `weights`."""
+    return "int8" if weights in ("int8", "int4", "uint4") else weights

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.answer import Answer
@@ -18,6 +20,11 @@ class Observer:
     Tensors are in the engine library's own buffers; `Backend.numpy` brings one to the host, which waits for it and so
     adds to the times that are measured.
     """
+
+    def during(self, part: str) -> AbstractContextManager[Any]:
+        """What is entered while a part runs: those of `sinkprune.contract.report.PARTS` that are timed while they do,
+        and `decode`, once for each token behind the first. Parts may lie within others."""
+        return nullcontext()
 
     def seen(self, pictures: Sequence[Seen]) -> None:
         """Inputs of the vision tower and layout of each picture."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 from sinkprune.contract.errors import BackendError
@@ -28,6 +29,20 @@ def import_onnxruntime(name: str) -> Any:
         ) from error
     onnxruntime.disable_telemetry_events()
     return onnxruntime
+
+
+@cache
+def share_arena(onnxruntime: Any) -> None:
+    """Have sessions that ask for it (`session.use_env_allocators`) take memory of one arena, made once in a process.
+
+    A session keeps the most that it ever took. Graphs run one after the other, and with an arena each they would keep
+    the sum of that.
+    """
+    information = onnxruntime.OrtMemoryInfo(
+        "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
+    )
+    # 0, -1, -1, -1: no limit, and the library's own ways of growing.
+    onnxruntime.create_and_register_allocator(information, onnxruntime.OrtArenaCfg(0, -1, -1, -1))
 
 
 def session_options(onnxruntime: Any) -> Any:

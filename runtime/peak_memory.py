@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
+
+from sinkprune.runtime.observer import Observer
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -32,3 +35,21 @@ class PeakMemory:
         found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
         if found:
             self.bytes = max(self.bytes or 0, int(found.group(1)) * 1024)
+
+
+class PeaksOfStages(Observer):
+    """The largest resident memory while each stage of a request ran, for as long as `watching`."""
+
+    STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
+
+    def __init__(self) -> None:
+        self.watching = True
+        self._peaks = {stage: PeakMemory() for stage in self.STAGES}
+
+    def during(self, part: str) -> AbstractContextManager[Any]:
+        return self._peaks[part].watch() if self.watching and part in self._peaks else nullcontext()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """By the stage's name; without stages that did not run, and empty where the system does not tell."""
+        return {stage: peak.bytes for stage, peak in self._peaks.items() if peak.bytes is not None}

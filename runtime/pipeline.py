@@ -25,7 +25,7 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
-from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, load_backend
+from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
@@ -58,6 +58,8 @@ class Pipeline:
     ) -> None:
         """Loads the bundle's graphs on `backend`, or the engines `built` from them, each through `wrap`."""
         manifest = bundle.manifest
+        self.load_ms: float | None = None
+        """Milliseconds that `Pipeline.load` took, sums included; None for one that was made without it."""
 
         def model(graph: str) -> Model:
             return built.model(graph) if built else Model.of_bundle(bundle, graph)
@@ -86,6 +88,7 @@ class Pipeline:
         backend: str = "ort-cpu",
         threads: int | None = None,
         engines: str | os.PathLike[str] | None = None,
+        compute: Compute | None = None,
         check_sums: bool = True,
         sha256: str | None = None,
         engines_sha256: str | None = None,
@@ -95,6 +98,7 @@ class Pipeline:
     ) -> Pipeline:
         """Load a bundle, read or by its path, or the `engines` that sinkprune-build made of it.
 
+        `compute` is what backend openvino computes in: fastest (the default), bf16 or fp32.
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
         the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
         the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle
@@ -126,16 +130,19 @@ class Pipeline:
                 f"the bundle '{opened.path}' or its engines are pinned by a sum or a key, and their files were not "
                 "to be compared with it. Leave out --skip-sums (check_sums=False)."
             )
+        began = time.perf_counter()
         built = open_engines(engines, opened, engines_pinned) if engines is not None else None
         # What is missing is told before the sums, which take their time.
-        library = load_backend(backend, threads, built)
+        library = load_backend(backend, threads, built, compute)
         if check_sums:
             with during("checking sums"):
                 opened.verify()
                 if built is not None:
                     built.engines.verify()
         with during("loading the engines"):
-            return cls(opened, library, built, wrap)
+            pipeline = cls(opened, library, built, wrap)
+        pipeline.load_ms = _ms_since(began)
+        return pipeline
 
     def generate(
         self,
@@ -199,7 +206,8 @@ class Pipeline:
             if ended:
                 break
             began = time.perf_counter()
-            logits = self._logits(decode_one_token(self.chain, start.prefill.cache, self.embedding([token])[0]))
+            with observer.during("decode"):
+                logits = self._logits(decode_one_token(self.chain, start.prefill.cache, self.embedding([token])[0]))
             token = sampler(logits)
             steps.append(_ms_since(began))
             ids.append(token)
@@ -227,7 +235,7 @@ class Pipeline:
 
     def _start(self, request: Request, sampler: Sampler, observer: Observer) -> _Start:
         """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
-        manifest, clock = self.bundle.manifest, Stopwatch(self.backend)
+        manifest, clock = self.bundle.manifest, Stopwatch(self.backend, observer.during)
         self.chain.load_plan(manifest.plan(request.method, request.budget))
         self._check_number(len(request.pictures))
         pictures = [decoded(source, self.family) for source in request.pictures]

@@ -12,9 +12,10 @@ from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
 from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.peak_memory import PeakMemory
+from sinkprune.runtime.peak_memory import PeakMemory, PeaksOfStages
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.processor import processor_name
 
 # Answers are kept until the report is made.
 REPEAT = WholeNumber("--repeat", 1, 100_000)
@@ -41,7 +42,8 @@ def profile(
     repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
     answers: dict[str, list[Answer]] = {name: [] for name in names}
-    memory = {name: PeakMemory() for name in names}
+    memory, stages = {name: PeakMemory() for name in names}, {name: PeaksOfStages() for name in names}
+    first: Answer | None = None
     for turn in range(-warmup, repeat):
         # Each round starts with another budget: being first after a pause is no budget's privilege.
         shift = turn % len(names)
@@ -55,15 +57,20 @@ def profile(
                     method=method,
                     max_new_tokens=new_tokens,
                     min_new_tokens=new_tokens,
+                    observer=stages[name],
                 )
+            stages[name].watching = False
+            first = first or answer
             if turn >= 0:
                 answers[name].append(answer)
     manifest = pipeline.bundle.manifest
     baseline = _measured(answers[UNPRUNED])
     flops = {name: _flops(pipeline, runs[0]) for name, runs in answers.items()}
     reports = {
-        name: _budget_report(pipeline, runs, flops[name], flops[UNPRUNED], baseline, memory[name].bytes)
-        for name, runs in answers.items()
+        name: _budget_report(
+            pipeline, answers[name], flops[name], flops[UNPRUNED], baseline, memory[name], stages[name]
+        )
+        for name in names
     }
     return Report(
         model=model_name(manifest.checkpoint.source),
@@ -71,11 +78,13 @@ def profile(
         precision=manifest.precision,
         weights=manifest.weights,
         method=method,
-        machine=machine_name(),
+        machine=processor_name(),
         threads=pipeline.backend.threads,
         prompt_tokens=answers[UNPRUNED][0].prompt_tokens,
         new_tokens=new_tokens,
         repeat=repeat,
+        load_ms=pipeline.load_ms,
+        first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
         versions={
             "sinkprune": version("sinkprune"),
             "python": platform.python_version(),
@@ -83,17 +92,6 @@ def profile(
         },
         budgets=reports,
     )
-
-
-def machine_name() -> str:
-    """The processor's name, as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def model_name(source: str) -> str:
@@ -124,7 +122,8 @@ def _budget_report(
     flops: PrefillAndTtft,
     base_flops: PrefillAndTtft,
     baseline: dict[str, Spread | None],
-    peak_rss_bytes: int | None,
+    memory: PeakMemory,
+    stages: PeaksOfStages,
 ) -> BudgetReport:
     answer, ms = runs[0], _measured(runs)
     flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
@@ -143,10 +142,16 @@ def _budget_report(
         speedup=speedup,
         efficiency=Efficiency(speedup.prefill / flops_speedup.prefill),
         kv_bytes=answer.kv_bytes,
-        peak_rss_bytes=peak_rss_bytes,
+        # Watching a stage starts the whole's peak anew.
+        peak_rss_bytes=None if memory.bytes is None else max(memory.bytes, *stages.bytes.values()),
+        stage_peak_rss_bytes=stages.bytes,
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
     )
+
+
+def _sum(load: float | None, ttft: float | None) -> float | None:
+    return None if load is None or ttft is None else load + ttft
 
 
 def _ratio(slow: Spread | None, fast: Spread | None) -> float:

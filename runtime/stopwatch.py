@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 
@@ -21,18 +21,20 @@ class Clock(Protocol):
 class Stopwatch:
     """Milliseconds by name; parts of one name add up, and parts may lie within others."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, during: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+        """`during` is entered with the name of each block that is measured, around it."""
+        self._clock, self._during = clock, during
         self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the time the block takes to `name`."""
-        start = self._clock.mark()
-        try:
-            yield
-        finally:
-            self._spans.append((name, start, self._clock.mark()))
+        with self._during(name):
+            start = self._clock.mark()
+            try:
+                yield
+            finally:
+                self._spans.append((name, start, self._clock.mark()))
 
     def ms(self) -> dict[str, float]:
         """Milliseconds by name; waits for the work measured."""

@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 """Which of our folders each folder may import, itself aside."""
 FOLDERS_WITHOUT_TORCH = {"contract", "runtime", "jetson"}
 HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}
-ENGINE_LIBRARIES = {"onnxruntime", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
+ENGINE_LIBRARIES = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
 LIGHTEST = {*sys.stdlib_module_names, "numpy"}
 OPTIONAL = {"cryptography"}
 """What contract/ imports when it is asked for, and does without where it is not installed."""

@@ -12,23 +12,25 @@ from import_statements import PACKAGE, ROOT, imports, package_of
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "export": (
-        "__init__ config_fields dialects limits packages precision presets progress rounding",
-        "weight_forms calibrated_rounding",
+        "__init__ config_fields dialects limits packages precision presets progress requantised rounding",
+        "calibrated_rounding quantisation_config",
+        "weight_forms",
         "graph",
         "rewriting",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",
         "methods planning",
         "checkpoint text tokenizer",
+        "quantised_weights repacked_form",
         "families",
         "source",
         "bundle_writer",
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain chat_template embedding grid_boxes image_settings images "
-        "onnxruntime_library peak_memory picture_segments pixel_values plot prompt rotary sampling stopwatch "
-        "template_environment template_meter tensorrt_library torchvision_resize",
+        "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes heap image_settings images "
+        "onnxruntime_library openvino_library picture_segments pixel_values plot processor prompt rotary sampling "
+        "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
@@ -37,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "chain",
         "encoding prompt_rows decoding",
         "observer",
-        "pipeline",
+        "pipeline peak_memory",
         "overlay profile",
         "commands",
     ),

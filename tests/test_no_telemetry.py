@@ -61,11 +61,23 @@ def test_a_whole_run_touches_neither_home_nor_network(
         ("sinkprune-profile", bundle, *ask, "--repeat", 1, "--new-tokens", 2, "--plot", tmp_path / "profile.png"),
         ("sinkprune-evaluate", bundle, "--task", task, "--json", tmp_path / "accuracy.json"),
         ("sinkprune-build", bundle, "-o", tmp_path / "engines", "--target", "onnxruntime"),
+        ("sinkprune-run", bundle, *ask, "--budget", "retain-64", "--backend", "openvino"),
     ]
     for command, *arguments in commands:
         done = alone(own_process(str(command), *arguments), home)
         assert (done.returncode, done.stderr) == (0, ""), command
         assert list(home.rglob("*")) == [], command
+
+
+def test_openvino_is_imported_without_its_reports(tmp_path: Path) -> None:
+    """By itself it writes an identifier and tells its vendor, if not in the first second."""
+    program = (
+        "import sys; from sinkprune.runtime.openvino_library import import_openvino; library = import_openvino('x'); "
+        "sys.exit(any('telemetry' in name for name in sys.modules) or not library.Core().available_devices)"
+    )
+    done = alone([sys.executable, "-c", program], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_home_that_cannot_be_written_is_none_of_our_business(

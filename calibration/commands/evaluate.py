@@ -16,6 +16,7 @@ from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import Output, check_apart, write_whole
@@ -32,6 +33,7 @@ from sinkprune.runtime.commands import (
     status,
     write_report,
 )
+from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import MAX_NEW_TOKENS
 
@@ -69,6 +71,9 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     check_apart(outputs, (Path(item.picture) for item in items))
     if options.blind:
         items = [blinded(item) for item in items]
+    first, method = items[0], next(iter(bundle.manifest.plans))
+    asked = Planned([first.load_image()], method, [UNPRUNED], first.question.text, options.max_new_tokens)
+    check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
     replies = _ask(pipeline, items, combinations, options.max_new_tokens)
     result = report(

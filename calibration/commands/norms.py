@@ -13,6 +13,7 @@ from rich.progress import track
 from sinkprune.calibration.norms import NormReport, measure_norms
 from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES, load_task
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import check_apart
@@ -27,6 +28,7 @@ from sinkprune.runtime.commands import (
     status,
     write_report,
 )
+from sinkprune.runtime.commands.memory import Planned, check_memory
 
 _EXAMPLES = """\
 examples:
@@ -59,6 +61,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
         by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
         items = [next(items) for _, items in by_picture]
     check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
+    method = next(iter(bundle.manifest.plans))
+    check_memory(options, bundle, Planned([items[0].load_image()], method, [UNPRUNED], "", 0))
     pipeline = load_pipeline(options, bundle)
     console = Console(stderr=True)
     shown = track(items, "looking", console=console, transient=True, disable=not console.is_terminal)

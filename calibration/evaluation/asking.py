@@ -22,7 +22,8 @@ from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profile import machine_name, model_name
+from sinkprune.runtime.processor import processor_name
+from sinkprune.runtime.profile import model_name
 
 
 def choose_combinations(
@@ -114,7 +115,7 @@ def report(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,
-        machine=machine_name(),
+        machine=processor_name(),
         threads=pipeline.backend.threads,
         task=task,
         questions=len(base),

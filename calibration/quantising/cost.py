@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sinkprune.calibration.quantising.products import MOST_BYTES
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.memory_need import TooLittleMemoryError, gigabytes
 from sinkprune.contract.system_memory import available_bytes
 
 _LOOKED_AT, _FLOAT = 4, 4
@@ -53,12 +53,12 @@ def estimate(graphs: Mapping[str, list[Layer]], rows: Mapping[str, int], states:
 
 
 def check_memory(cost: Cost) -> None:
-    """Refuse what does not fit the memory that is free; raises `UsageError`."""
+    """Refuse what does not fit the memory that is free; raises `TooLittleMemoryError`."""
     free = available_bytes()
     if 0 < free < cost.bytes:
-        raise UsageError(
-            f"calibrating needs about {cost.bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free. End other "
-            "programs, take fewer --pictures, or use a larger machine: the bundle it writes runs on this one."
+        raise TooLittleMemoryError(
+            f"not enough memory: calibrating needs about {gigabytes(cost.bytes)}, {gigabytes(free)} are free. End "
+            "other programs, take fewer --pictures, or use a larger machine: the bundle can run on this one."
         )
 
 

@@ -38,7 +38,7 @@ class Graphs:
 
     def rewritten(self, graph: str, rounding: Rounding) -> RewrittenGraph:
         """As it will be, with its matrices rounded by a rule; raises `UsageError` where one does not fit its form."""
-        form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding)
+        form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding=rounding)
         precision, model = PRECISIONS[self._bundle.manifest.precision], Model.of_bundle(self._bundle, graph)
         weights = {weight.name: weight for weight in model.weights}
 

@@ -64,7 +64,7 @@ def quantised_forms(
     """The forms that are asked for of a bundle; raises `UsageError`, also where it is none of floats."""
     own = manifest.weights
     forms = chosen_forms(PRECISIONS[manifest.precision], weights, vision, block_size)
-    if {own.decoder, own.vision} & {*_QUANTISED}:
+    if {own.decoder, own.vision} & {*_QUANTISED, "uint4"}:
         raise UsageError(
             f"the bundle's weights are {own.name}, so what they were before is lost. Give the bundle of floats that "
             "sinkprune-export writes without --weights."
@@ -162,26 +162,26 @@ class _Quantisation:
             to_nearest=logit_error(floats.logits, nearest.logits),
         )
 
-    def _write(self, name: str, feeds: Sequence[Tensors]) -> None:
+    def _write(self, graph: str, feeds: Sequence[Tensors]) -> None:
         """Write a graph with its matrices rounded for what it is given, and beside it to the nearest."""
         products = Products(
-            lambda: self._graphs.read(name),
-            lambda graph, wanted: self._graphs.open_float(name, graph, wanted),
-            _samples(name, feeds),
+            lambda: self._graphs.read(graph),
+            lambda tapped, wanted: self._graphs.open_float(graph, tapped, wanted),
+            _samples(graph, feeds),
         )
 
-        def rounding(matrix: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
-            of_inputs = products(matrix)
+        def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+            of_inputs = products(name)
             found, nearest = calibrated(weight, of_inputs, most, block, dtype), rounded(weight, most, block, dtype)
             errors = output_errors(weight, of_inputs, found, nearest)
             outputs, inputs = weight.shape
-            self._layers.append(LayerReport(name, matrix, inputs, outputs, most.bit_length() + 1, *errors))
-            self._progress(name, weight.size)
+            self._layers.append(LayerReport(graph, name, inputs, outputs, most.bit_length() + 1, *errors))
+            self._progress(graph, weight.size)
             return found
 
-        file = self._graphs.file(name)
-        self._graphs.rewritten(name, to_nearest).save(self._root / _NEAREST, file)
-        self._graphs.rewritten(name, rounding).save(self._root, file)
+        file = self._graphs.file(graph)
+        self._graphs.rewritten(graph, to_nearest).save(self._root / _NEAREST, file)
+        self._graphs.rewritten(graph, rounding).save(self._root, file)
 
 
 def _samples(graph: str, feeds: Sequence[Tensors]) -> Iterator[Tensors]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.export.calibrated_rounding import dequantised
 from sinkprune.export.rounding import Rounded
 
 
@@ -77,7 +76,7 @@ def output_errors(weight: Array, products: Array, *candidates: Rounded) -> list[
     length = float(np.vdot(outputs, exact))
     found = []
     for candidate in candidates:
-        error = dequantised(candidate) - exact
+        error = candidate.values() - exact
         square, along = max(float(np.vdot(error @ products, error)), 0.0), float(np.vdot(outputs, error))
         longest = length * (length + 2 * along + square)
         cosine = min((length + along) / longest**0.5, 1.0) if longest > 0 else 1.0

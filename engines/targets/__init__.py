@@ -48,6 +48,8 @@ class Builder(Protocol):
     flags: dict[str, str]
     suffix: str
     """How the names of its engine files end, e.g. `.engine`."""
+    disk_copies: float
+    """How many times the weights of a graph its engine's files hold, at most."""
     plugins: dict[str, str]
     """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
 

@@ -27,6 +27,7 @@ class TensorRTBuilder:
 
     target: Target
     suffix = ".engine"
+    disk_copies = 1.0
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
         """With the library's module `trt`, for GPUs of these compute capabilities; `flags` for `engines.json`."""
@@ -37,12 +38,19 @@ class TensorRTBuilder:
         self.plugins: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle whose attention is in fp32, which does not build; raises `EnginesError`."""
+        """Refuse attention in fp32 and weights with zero points, which do not build; raises `EnginesError`."""
+        weights = bundle.manifest.weights
         if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset24":
             raise EnginesError(
                 f"bundle '{bundle.path}' is fp32, and {self.target} compiles ONNX's Attention in fp16 only. "
                 f"{export_again(bundle.manifest, dialect='opset24')}"
             )
+        for option, form in (("--weights", weights.decoder), ("--vision-weights", weights.vision)):
+            if form == "uint4":
+                raise EnginesError(
+                    f"bundle '{bundle.path}' has uint4 weights, and {self.target} takes no zero points. "
+                    f"{export_again(bundle.manifest, dialect=bundle.manifest.dialect)} {option} int4"
+                )
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory, with what is free of it."""

@@ -46,7 +46,6 @@ EPSILON = Number(1e-20, 0.1)
 """What a norm adds, so that it never divides by zero."""
 THETA = Number(1, 1e12)
 """The base of rotary positions; the largest published is 5e8."""
-NOT_QUANTISED = Null("nothing there, because quantised checkpoints are not read yet")
 
 _ROPE = Section(
     {
@@ -81,7 +80,6 @@ TEXT_FIELDS: dict[str, Kind] = {
     "partial_rotary_factor": or_null(Number(1, 1)),
     "eos_token_id": Either((TOKEN, Listed(TOKEN, 0, 100), Null())),
     "tie_word_embeddings": Flag(),
-    "quantization_config": NOT_QUANTISED,
 }
 """What is read of a decoder's configuration."""
 _COLOURS = 3
@@ -128,7 +126,6 @@ class LlamaShaped(Family):
         fields = {
             "model_type": Word(),
             "tie_word_embeddings": Flag(),
-            "quantization_config": NOT_QUANTISED,
             **self.own_fields,
             "vision_config": or_null(Section(self.vision_fields)),
             "text_config": or_null(Section(TEXT_FIELDS)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -20,6 +20,15 @@ Tensor = Any
 BACKENDS = tuple(TARGETS)
 THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
+
+Compute = Literal["fastest", "bf16", "fp32"]
+"""What a backend that has the choice computes in: see `COMPUTES`."""
+COMPUTES: dict[Compute, str] = {
+    "fastest": "bf16 where the processor has it, and int8 for rows that meet int8 or int4 weights",
+    "bf16": "bf16 for all but selection",
+    "fp32": "fp32 for everything",
+}
+"""What each of them is, in words. Selection is in fp32 always."""
 
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 
@@ -99,16 +108,29 @@ class Backend(Protocol):
         """Milliseconds between two marks of `mark`; waits for the second."""
 
 
-def load_backend(name: str, threads: int | None = None, built: BuiltEngines | None = None) -> Backend:
-    """The backend `name`, found to fit the engines `built`, which ORT can do without and TensorRT cannot.
+def load_backend(
+    name: str, threads: int | None = None, built: BuiltEngines | None = None, compute: Compute | None = None
+) -> Backend:
+    """The backend `name`, found to fit the engines `built`: ORT can do without, TensorRT cannot, OpenVINO takes none.
 
-    `threads` is for CPU work (default: all cores). Raises `BackendError`, `EnginesError`, `UsageError`.
+    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for backend openvino (default:
+    fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
+    if compute is not None and name != "openvino":
+        raise UsageError(
+            f"compute is {shown(compute)}, but backend '{name}' computes in the bundle's precision. Leave it out."
+        )
+    if compute is not None and not (isinstance(compute, str) and compute in COMPUTES):
+        raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
     if built is not None:
         built.check_backend(name)
+    if name == "openvino":
+        from sinkprune.runtime.backends.openvino import OpenVinoBackend
+
+        return OpenVinoBackend(name, threads, compute or "fastest")
     if name in _PROVIDERS:
         from sinkprune.runtime.backends.ort import OrtBackend
 

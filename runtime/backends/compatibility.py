@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,14 +11,17 @@ from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_en
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.processor import instructions, machine
 
-TARGETS: dict[str, Target] = {
+TARGETS: dict[str, Target | None] = {
     "ort-cpu": "onnxruntime",
     "ort-cuda": "onnxruntime",
+    "openvino": None,
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
-"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name."""
+"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; None for
+those that run bundles only."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class BuiltEngines:
     def model(self, graph: str) -> Model:
         """The engine of the graph of that name, as a backend loads it."""
         spec, engine = self.bundle.manifest.graphs[graph], self.engines.manifest.engines[graph]
-        return Model(graph, spec, engine.file, self.engines.files)
+        return Model(graph, spec, engine.file, self.engines.files, built=True)
 
     @property
     def limits(self) -> Limits | None:
@@ -63,6 +65,11 @@ class BuiltEngines:
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, TARGETS[backend]
+        if expected is None:
+            raise EnginesError(
+                f"{self._were} built for target {built}, and backend '{backend}' runs the bundle itself: it is soon "
+                "compiled. Leave --engines out."
+            )
         if built != expected:
             raise EnginesError(
                 f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "
@@ -81,11 +88,12 @@ class BuiltEngines:
     def check_processor(self, provider: str) -> None:
         """Refuse models optimised for another `provider` of onnxruntime, or for another kind of processor than here.
 
-        Raises `EnginesError`.
+        Matrices are packed for the instructions that the processor has. Raises `EnginesError`.
         """
-        here = {"provider": provider, "machine": platform.machine()}
+        flags = self.engines.manifest.flags
+        here = {"provider": provider, "machine": machine(), "instructions": instructions()}
         for what, found in here.items():
-            built = self.engines.manifest.flags.get(what)
+            built = flags.get(what)
             if built != found:
                 raise EnginesError(
                     f"{self._were} optimised for {what} {built}, here it is {found}. Leave --engines out: the bundle "

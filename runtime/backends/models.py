@@ -34,6 +34,8 @@ class Model:
     """Its file's name in its folder."""
     folder: Mapping[str, HeldFile]
     """Every file that its folder's manifest lists, by name."""
+    built: bool = False
+    """Whether it is an engine: only there weights may lie as a library packed them, which nobody can check."""
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, graph: str) -> Model:
@@ -68,6 +70,11 @@ class Model:
                 raise BackendError(
                     f"graph '{self.graph}' in '{self.file.path}' reads the file '{weight.location}', which the "
                     "manifest does not list. Export or copy the bundle again."
+                )
+            if weight.packed and not self.built:
+                raise BackendError(
+                    f"graph '{self.graph}' in '{self.file.path}' holds the weight '{weight.name}' as an engine "
+                    "library packed it, which only engines do. sinkprune writes no such bundle: export it again."
                 )
         return data, tuple(weights)
 

@@ -22,6 +22,8 @@ _SCHEMA = {
     },
     "Function": {
         "name": (1, "text"),
+        "input": (4, "text*"),
+        "output": (5, "text*"),
         "node": (7, "Node*"),
         "domain": (10, "text"),
         "attribute_proto": (11, "Attribute*"),
@@ -30,16 +32,19 @@ _SCHEMA = {
     "Node": {
         "input": (1, "text*"),
         "output": (2, "text*"),
+        "name": (3, "text"),
         "op_type": (4, "text"),
         "attribute": (5, "Attribute*"),
         "domain": (7, "text"),
         "overload": (8, "text"),
     },
     "Attribute": {
+        "name": (1, "text"),
         "t": (5, "Tensor"),
         "g": (6, "Graph"),
         "tensors": (10, "Tensor*"),
         "graphs": (11, "Graph*"),
+        "ref_attr_name": (21, "text"),
         "sparse_tensor": (22, "SparseTensor"),
         "sparse_tensors": (23, "SparseTensor*"),
     },
@@ -53,11 +58,35 @@ _SCHEMA = {
     "Entry": {"key": (1, "text"), "value": (2, "text")},
 }
 """Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
-_DTYPES = {1: "float32", 3: "int8", 7: "int64", 9: "bool", 10: "float16", 16: "bfloat16", 22: "int4"}
-"""By their numbers in onnx.proto3, the types that sinkprune writes."""
-_BITS = {"float32": 32, "int8": 8, "int64": 64, "bool": 8, "float16": 16, "bfloat16": 16, "int4": 4}
-_OF_MATRICES = ("bfloat16", "int4")
+_DTYPES = {
+    1: "float32",
+    2: "uint8",
+    3: "int8",
+    7: "int64",
+    9: "bool",
+    10: "float16",
+    16: "bfloat16",
+    21: "uint4",
+    22: "int4",
+}
+"""By their numbers in onnx.proto3, the types that sinkprune writes; uint8 is what ONNX Runtime packs codes into."""
+_BITS = {
+    "float32": 32,
+    "uint8": 8,
+    "int8": 8,
+    "int64": 64,
+    "bool": 8,
+    "float16": 16,
+    "bfloat16": 16,
+    "uint4": 4,
+    "int4": 4,
+}
+_OF_MATRICES = ("bfloat16", "uint4", "int4")
 """Types that numpy does not know: only matrices are of them, which are never read here."""
+_MATRICES = {"MatMul": (1,), "FusedMatMul": (1,), "Gemm": (1,), "FusedGemm": (1,), "MatMulNBits": (1, 2, 3)}
+"""The inputs that are matrices, or their codes, scales and zero points: of ONNX's operators and ONNX Runtime's."""
+_PACKED = "prepacked"
+"""How ONNX Runtime names the place of a matrix as it packed it, beside the matrix itself."""
 _MOST_NODES = 50_000
 _MOST_AXES, _LONGEST_AXIS = 8, 1 << 40
 _MOST_FUNCTIONS_DEEP = 32
@@ -77,6 +106,8 @@ class Weight(NamedTuple):
     multiplied: bool
     """Whether it is the matrix of a MatMul, or its codes or scales: engine libraries pack those anew when they load
     them."""
+    packed: bool
+    """Whether it also lies there as ONNX Runtime packed it, to be mapped and computed with as it is."""
 
     @property
     def bytes(self) -> int:
@@ -94,7 +125,7 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
     from google.protobuf.message import DecodeError
 
     try:
-        model = _message("Model").FromString(data)
+        model = message_class("Model").FromString(data)
     except DecodeError as error:
         raise BackendError(f"{what} is no ONNX model ({error}). Export or copy the bundle again.") from error
     if not model.HasField("graph"):
@@ -113,15 +144,19 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
 
 
 def _matrices(graph: Any) -> set[str]:
-    """The names of all values that are the second input of a MatMul, and of what such a one is dequantised or cast
-    from."""
+    """The names of all values that are matrices of a product, and of what such a one is dequantised or cast from."""
     sources = {
         node.output[0]: node.input
         for node in graph.node
         if node.op_type in ("DequantizeLinear", "Cast") and len(node.output) == 1
     }
     found: set[str] = set()
-    left = [node.input[1] for node in graph.node if node.op_type == "MatMul" and len(node.input) > 1]
+    left = [
+        node.input[place]
+        for node in graph.node
+        for place in _MATRICES.get(node.op_type, ())
+        if place < len(node.input)
+    ]
     while left:
         name = left.pop()
         if name not in found:
@@ -149,19 +184,20 @@ def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
             f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
             "which sinkprune never writes. Export the bundle again."
         )
-    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied)
+    packed = any(key.startswith(_PACKED) for key in told)
+    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied, packed)
 
 
 def _check_functions(model: Any, what: str) -> None:
     """Refuse functions whose bodies, each put in the place of its call, would make a graph without end or measure."""
-    bodies = {(_domain(function), function.name, function.overload): function.node for function in model.functions}
+    bodies = {(domain_of(function), function.name, function.overload): function.node for function in model.functions}
     counted: dict[Any, tuple[int, int]] = {}
 
     def count(nodes: Any, depth: int) -> tuple[int, int]:
         """How many nodes there are, and how deep functions call each other in them; `depth` deep it stands itself."""
         total, deepest = len(nodes), 0
         for node in nodes:
-            called = (_domain(node), node.op_type, node.overload)
+            called = (domain_of(node), node.op_type, node.overload)
             if called not in bodies:
                 continue
             if called not in counted and depth < _MOST_FUNCTIONS_DEEP:
@@ -183,7 +219,7 @@ def _check_functions(model: Any, what: str) -> None:
         )
 
 
-def _domain(named: Any) -> str:
+def domain_of(named: Any) -> str:
     """The domain of a node or a function; ONNX's own has two names."""
     return "" if named.domain == "ai.onnx" else str(named.domain)
 
@@ -209,10 +245,17 @@ def _parts(sparse: Any) -> Iterator[Any]:
         yield tensor.indices
 
 
+def message_class(name: str) -> Any:
+    """The class of the message `name` of the schema; fields that the schema does not name stay when it is written."""
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"sinkprune.{name}"))
+
+
 @cache
-def _message(name: str) -> Any:
-    """The class of a message of the schema."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+def _pool() -> Any:
+    """The schema, as protobuf knows it."""
+    from google.protobuf import descriptor_pb2, descriptor_pool
 
     field = descriptor_pb2.FieldDescriptorProto
     types = {"text": field.TYPE_STRING, "number": field.TYPE_INT64}
@@ -229,4 +272,4 @@ def _message(name: str) -> Any:
                 added.type_name = f".sinkprune.{kind}"
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"sinkprune.{name}"))
+    return pool

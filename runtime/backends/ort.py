@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,9 +15,11 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.ort_buffers import CpuMemory, GpuMemory
-from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.backends.row_runs import joined
+from sinkprune.runtime.cores import usable_cores
+from sinkprune.runtime.heap import trim_heap
 from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, share_arena, words
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -40,11 +41,12 @@ class OrtBackend(Backend):
                 f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
                 " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
             )
+        share_arena(ort)
         self._ort = ort
         self._provider = provider
         self._device = _DEVICES[provider]
         self.name = name
-        self.threads = threads or _cores()
+        self.threads = threads or usable_cores()
         self.versions = {"onnxruntime": ort.__version__}
         self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
@@ -62,6 +64,7 @@ class OrtBackend(Backend):
         options.intra_op_num_threads = self.threads
         # Every engine has its own threads; they must not spin while another engine's work.
         options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.use_env_allocators", "1")
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
         held = self._hold_small_weights(model, options)
@@ -83,6 +86,8 @@ class OrtBackend(Backend):
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
+        # Weights as they were before they were packed
+        trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 
@@ -109,11 +114,7 @@ class OrtBackend(Backend):
     def join(self, parts: Sequence[Any], order: Array) -> Any:
         """[1,S,d]: rows of `parts` in `order`. On a CPU one copy; on a GPU by way of the host, because onnxruntime's
         Python copies no piece of a tensor from device to device."""
-        rows = [tensor.numpy().reshape(-1, tensor.shape()[-1]) for tensor in parts]
-        joined = np.empty((1, len(order), rows[0].shape[1]), rows[0].dtype)
-        for part, first, count, place in row_runs([len(part) for part in rows], order):
-            joined[0, place : place + count] = rows[part][first : first + count]
-        return self.tensor(joined)
+        return self.tensor(joined([tensor.numpy() for tensor in parts], order))
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -163,10 +164,3 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
         )
         for value in values
     ]
-
-
-def _cores() -> int:
-    """The cores this process may use, where the system tells; else all there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

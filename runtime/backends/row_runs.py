@@ -34,3 +34,12 @@ def row_runs(lengths: Sequence[int], order: Array) -> list[RowRun]:
         for place, end in pairwise(places)
         if end > place
     ]
+
+
+def joined(parts: Sequence[Array], order: Array) -> Array:
+    """[1,S,d]: rows of the host arrays `parts` [...,d], counted through all of them, in `order` [S] int64."""
+    rows = [part.reshape(-1, part.shape[-1]) for part in parts]
+    together = np.empty((1, len(order), rows[0].shape[1]), rows[0].dtype)
+    for part, first, count, place in row_runs([len(part) for part in rows], order):
+        together[0, place : place + count] = rows[part][first : first + count]
+    return together

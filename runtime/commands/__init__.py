@@ -19,7 +19,7 @@ from sinkprune.contract.files import Output, check_outputs, write_whole
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_trust_options, trusted_bundle
-from sinkprune.runtime.backends import BACKENDS, THREADS
+from sinkprune.runtime.backends import BACKENDS, COMPUTES, THREADS
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded
@@ -57,6 +57,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("--compute", choices=COMPUTES, help="openvino: the types to compute in (default: fastest)")
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)
@@ -80,6 +81,7 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None
         backend=options.backend,
         threads=options.threads,
         engines=options.engines,
+        compute=options.compute,
         check_sums=not options.skip_sums,
         engines_sha256=options.engines_sha256,
         signed_by=options.signed_by,

@@ -24,6 +24,7 @@ from sinkprune.runtime.commands import (
     read_pictures,
     write_report,
 )
+from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.plot import plot_report
 from sinkprune.runtime.profile import REPEAT, WARMUP, profile
 from sinkprune.runtime.request import MAX_NEW_TOKENS
@@ -65,6 +66,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     bundle = open_bundle(options, budgets)
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     images = read_pictures(options, bundle)
+    check_memory(options, bundle, Planned(images, options.method, [UNPRUNED, *budgets], prompt, options.new_tokens))
     pipeline = load_pipeline(options, bundle)
 
     console = Console(stderr=True)
@@ -125,6 +127,11 @@ def _print_table(report: Report) -> None:
     console.print(table)
     for name, budget in report.budgets.items():
         console.print(plain(f"{name}: TTFT is {_parts(budget)}; {_rates(budget)}"))
+    for name, budget in report.budgets.items():
+        if budget.stage_peak_rss_bytes:
+            console.print(plain(f"{name}: peak memory in MB: {_peaks(budget)}"))
+    if report.load_ms is not None and report.first_answer_ms is not None:
+        console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
 
 
 def _parts(budget: BudgetReport) -> str:
@@ -140,6 +147,12 @@ def _rates(budget: BudgetReport) -> str:
     if budget.decode_tokens_per_s is not None:
         rates.append(f"decode {budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s")
     return ", ".join(rates)
+
+
+def _peaks(budget: BudgetReport) -> str:
+    """The memory each stage of the first run reached, and all runs."""
+    stages = ", ".join(f"{stage} {count / 1e6:.0f}" for stage, count in budget.stage_peak_rss_bytes.items())
+    return stages if budget.peak_rss_bytes is None else f"{stages}; in all {budget.peak_rss_bytes / 1e6:.0f}"
 
 
 def _median(spread: Spread | None) -> str:

@@ -28,6 +28,7 @@ from sinkprune.runtime.commands import (
     read_pictures,
     write_line,
 )
+from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import MAX_NEW_TOKENS
@@ -67,6 +68,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
+    asked = Planned(images, options.method, [options.budget], prompt, options.max_new_tokens)
+    memory = check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle)
     answer = pipeline.generate(
         images,
@@ -80,7 +83,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         on_text=None if options.json else _write_piece,
     )
     if options.json:
-        write_line(json.dumps(_summary(pipeline, answer)))
+        write_line(json.dumps(_summary(pipeline, answer, memory)))
     else:
         write_line("\n" + _timings(answer))
     if options.overlay:
@@ -113,7 +116,7 @@ def _timings(answer: Answer) -> str:
     )
 
 
-def _summary(pipeline: Pipeline, answer: Answer) -> dict[str, Any]:
+def _summary(pipeline: Pipeline, answer: Answer, memory: Memory | None) -> dict[str, Any]:
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -128,4 +131,6 @@ def _summary(pipeline: Pipeline, answer: Answer) -> dict[str, Any]:
         "tokens_per_layer": answer.tokens_per_layer,
         "kv_bytes": answer.kv_bytes,
         "ms": answer.ms,
+        "load_ms": pipeline.load_ms,
+        "memory": memory and memory._asdict(),
     }

@@ -17,19 +17,23 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import Shape, make_checkpoint
 from heads_of_64 import CONFIG, export_random
+from quantised_checkpoints import Layout, make_quantised
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
 
-from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
 
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
@@ -115,6 +119,18 @@ def test_graphs_with_weights_compile(
         assert (FUSED_ATTENTION in engine) == (has_attention and precision == "fp16"), graph
 
 
+@pytest.mark.parametrize(("dialect", "fused"), [("opset24", ["prefill", "decode"]), ("opset20", ["prefill"])])
+def test_attention_to_a_cache_is_fused(
+    dialect: str, fused: list[str], graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    bundle = graphs(dialect, "fp16").bundle
+    profiles = optimisation_profiles(bundle.manifest, LIMITS)["decoder_0"]
+    for name, profile in profiles.items():
+        job = Job(Model.of_bundle(bundle, "decoder_0"), {name: profile})
+        TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / name, SILENT)
+    assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
+
+
 @pytest.mark.parametrize(
     ("dialect", "precision", "method"),
     [
@@ -150,3 +166,13 @@ def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -
         if graph == "decoder_1":
             # Not folded into floats, which would be four or two times as large.
             assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)
+
+
+@pytest.mark.parametrize("layout", [Layout(desc_act=True), Layout(bits=8)], ids=["4 bits, reordered", "8 bits"])
+def test_a_repacked_checkpoint_compiles(layout: Layout, tmp_path: Path) -> None:
+    made = make_quantised(make_checkpoint(tmp_path / "checkpoint", Shape(image_size=112)), tmp_path, layout)
+    export_bundle(ExportRequest(str(made.folder), budgets=("retain-64",), precision="fp16"), tmp_path / "bundle")
+    bundle = read_bundle(tmp_path / "bundle")
+    assert (bundle.manifest.weights.decoder, bundle.manifest.weights.block_size) == (f"int{layout.bits}", 32)
+    for graph in ("decoder_1", "head"):
+        compile_graph(bundle, graph, tmp_path)

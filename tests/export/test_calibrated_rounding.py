@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from sinkprune.contract.precision import Array
-from sinkprune.export.calibrated_rounding import calibrated, dequantised, square_errors
+from sinkprune.export.calibrated_rounding import calibrated, square_errors
 from sinkprune.export.rounding import Rounded, rounded
 
 FP32 = np.dtype(np.float32)
@@ -71,7 +71,7 @@ def test_what_is_seen_is_far_nearer_than_to_the_nearest() -> None:
     seen = inputs_like_a_model(2000, 256, seed=1)
     weight, products = np.random.default_rng(2).standard_normal((64, 256), np.float32), seen.T @ seen
     ours, nearest = calibrated(weight, products, 7, 128, FP32), rounded(weight, 7, 128, FP32)
-    off = [np.linalg.norm(seen @ (dequantised(of) - weight).T) for of in (ours, nearest)]
+    off = [np.linalg.norm(seen @ (of.values() - weight).T) for of in (ours, nearest)]
     assert off[0] < 0.5 * off[1]
 
 
@@ -106,7 +106,7 @@ def test_many_outputs_are_rounded_as_few_are() -> None:
 def test_inputs_that_were_never_seen_are_rounded_too() -> None:
     weight = np.random.default_rng(6).standard_normal((4, 64), np.float32)
     found = calibrated(weight, np.zeros((64, 64), np.float32), 7, 32, FP32)
-    assert np.abs(dequantised(found) - weight).max() < 0.5
+    assert np.abs(found.values() - weight).max() < 0.5
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -115,6 +115,6 @@ def test_square_errors_are_those_of_the_outputs(dtype: Any) -> None:
     weight = np.random.default_rng(8).standard_normal((6, 64), np.float32)
     found = rounded(weight, 7, 32, np.dtype(dtype))
     matrix = found.codes * np.repeat(found.scales.astype(np.float32), 32, axis=1)
-    np.testing.assert_array_equal(dequantised(found), matrix)
+    np.testing.assert_array_equal(found.values(), matrix)
     expected = ((seen @ matrix.T - seen @ weight.T) ** 2).sum(axis=0)
     np.testing.assert_allclose(square_errors(weight, found, seen.T @ seen), expected, rtol=1e-3)

@@ -32,6 +32,7 @@ def test_a_dialect_may_be_called_what_it_was(
         "weights": "fp32",
         "vision_weights": "fp32",
         "block_size": None,
+        "requantised": None,
         "dialect": meant,
     }
     manifest = read_bundle(tmp_path / "out").manifest

@@ -121,7 +121,6 @@ VISION = "vision_config"
         ("llava-1.1b", ("image_token_index",), 32064, "the image token is in the vocabulary"),
         ("llava-1.1b", ("vision_feature_layer",), True, "vision_feature_layer is true"),
         ("llava-1.1b", ("tie_word_embeddings",), "no", 'tie_word_embeddings is "no", expected true or false'),
-        ("llava-1.1b", ("quantization_config",), {"bits": 4}, "quantization_config .* quantised checkpoints are not"),
         ("llava-1.1b", (VISION, "patch_size"), 0, "vision_config.patch_size is 0"),
         ("llava-1.1b", (VISION, "patch_size"), 337, "image_size is a multiple of patch_size; found 336 and 337"),
         ("llava-1.1b", (VISION, "patch_size"), 1, "at most 16384 patches; found 112896"),

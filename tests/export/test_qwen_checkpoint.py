@@ -175,7 +175,6 @@ def test_names_of_published_checkpoints(
         (("vision_config", "window_size"), 100, "window_size is a multiple of 28"),
         (("vision_config", "hidden_act"), "gelu", "hidden_act"),
         (("num_key_value_heads",), 5, "num_key_value_heads"),
-        (("quantization_config",), {"quant_method": "awq"}, "quantization_config"),
     ],
 )
 def test_what_the_graphs_do_not_compute_is_refused(place: tuple[str, ...], value: Any, said: str) -> None:

@@ -33,7 +33,7 @@ def rewritten(bundle: Path, graph: str, weights: WeightsName, folder: Path, roun
         graph,
         PRECISIONS[manifest.precision],
         DIALECTS[manifest.dialect],
-        form_of(weights, 128, rounding),
+        form_of(weights, 128, rounding=rounding),
         read_graph(model.onnx),
         lambda name: model.weight(held[name]),
     )

@@ -24,6 +24,7 @@ from fuzz.child import Call
 from fuzz.verdict import MEMORY_BYTES, answer_of
 from fuzz.workers import Outcome, Worker
 from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from quantised_checkpoints import Layout, make_quantised
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from video_files import write_video
 
@@ -180,6 +181,10 @@ def _make_checkpoint(checkpoint: Path, family: str) -> None:
         make_llava_next_checkpoint(checkpoint, NextShape(num_layers=4))
     else:
         make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=4, max_pixels=28 * 28 * 64))
+    if family == "qwen2_5_vl":
+        floats = checkpoint.rename(checkpoint.with_name("floats"))
+        quantised = make_quantised(floats, checkpoint.with_name("made"), Layout(sym=False, desc_act=True))
+        quantised.folder.rename(checkpoint)
     if family == "llava_next":
         settings, template = checkpoint / "preprocessor_config.json", checkpoint / "chat_template.jinja"
         nested = {"image_processor": json.loads(settings.read_bytes())}

@@ -122,7 +122,10 @@ def test_clips_and_video_files(value: str, pipeline: Callable[..., Pipeline]) ->
     ("name", "value"),
     [
         (name, value)
-        for name in ("bundle", "backend", "threads", "engines", "check_sums", "sha256", "signed_by", "wrap", "during")
+        for name in (
+            *("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by"),
+            *("wrap", "during"),
+        )
         for value in ODD
         # What a function does is its own.
         if not (callable(ODD[value]()) and name in ("wrap", "during"))

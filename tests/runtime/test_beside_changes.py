@@ -54,12 +54,13 @@ def cut_off_weights(root: Path) -> None:
         os.truncate(path, 0)
 
 
+@pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])
 @pytest.mark.parametrize("alter", [swap_plans, empty, shutil.rmtree, cut_off_weights])
 def test_a_loaded_pipeline_answers_as_before(
-    alter: Callable[[Path], object], copied: Path, bundle: Callable[..., Path], photo: Image.Image
+    alter: Callable[[Path], object], backend: str, copied: Path, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
-    expected = answers(Pipeline.load(bundle("gqa-112", "fp32", BUDGETS)), photo)
-    loaded = Pipeline.load(copied)
+    expected = answers(Pipeline.load(bundle("gqa-112", "fp32", BUDGETS), backend=backend), photo)
+    loaded = Pipeline.load(copied, backend=backend)
     alter(copied)
     assert answers(loaded, photo) == expected
 

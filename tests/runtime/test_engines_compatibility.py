@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from sinkprune.contract.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend, tensorrt
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from sinkprune.runtime.processor import instructions, machine
 
 PLUGIN_HASH = "a" * 64
 
@@ -225,7 +225,7 @@ def optimised(small: Bundle, tmp_path: Path) -> FakeBuild:
         library_version=onnxruntime.__version__,
         compute_capabilities=(),
         engines=engines,
-        flags={"provider": "CPUExecutionProvider", "machine": platform.machine()},
+        flags={"provider": "CPUExecutionProvider", "machine": machine(), "instructions": instructions()},
         files=file_specs(folder),
         limits=Limits(1, 1, 1),
     )
@@ -250,6 +250,13 @@ def test_onnxruntime_loads_its_engines_without_limits(
 def test_onnxruntime_of_another_version_is_refused(small: Bundle, optimised: FakeBuild) -> None:
     optimised.change(library_version="1.0")
     with pytest.raises(EnginesError, match=r"built by onnxruntime 1\.0.*--target onnxruntime --force"):
+        Pipeline.load(small.path, engines=optimised.folder)
+
+
+def test_onnxruntime_s_models_for_other_instructions_are_refused(small: Bundle, optimised: FakeBuild) -> None:
+    # They hold matrices as they are packed for what the processor can do.
+    optimised.change(flags={**optimised.manifest.flags, "instructions": "avx2 fma"})
+    with pytest.raises(EnginesError, match=r"optimised for instructions avx2 fma, here it is .*Leave --engines out"):
         Pipeline.load(small.path, engines=optimised.folder)
 
 

@@ -65,6 +65,12 @@ def external(location: str, dims: Sequence[int] = (1,)) -> TensorProto:
     return tensor
 
 
+def packed_weight() -> TensorProto:
+    tensor = external("w.bin")
+    tensor.external_data.add(key="prepacked_0", value="MatMul+1|0;4;0")
+    return tensor
+
+
 def call(name: str) -> onnx.NodeProto:
     return helper.make_node(name, ["x"], ["y"], domain="ours")
 

@@ -1,0 +1,116 @@
+"""Whether memory and time stay flat over many requests, each with a picture of its own.
+
+    python benchmarks/flat.py BUNDLE
+    python benchmarks/flat.py BUNDLE --requests 500 --budget retain-64 --json flat.json
+
+The first fifth is a warm-up. Behind it lines are fitted through resident memory and through the times of requests: the
+memory may grow by 1 % or 4 MB, and the time by 10 %, from their beginning to their end. Exit code 1 where one grows more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.runtime.backends import BACKENDS, THREADS
+from sinkprune.runtime.pipeline import Pipeline
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+MOST_TIME = 0.10
+MOST_MEMORY, LEAST_MEMORY = 0.01, 4 << 20
+"""What may be added to the memory: a share of it, or so many bytes where that is less."""
+_SIDE = 224
+
+
+class Drift(NamedTuple):
+    """What a line through measurements says of their beginning, and of what was added up to their end."""
+
+    first: float
+    added: float
+
+
+def drift(values: Sequence[float]) -> Drift:
+    """The line of least absolute deviations' stand-in: through the medians of the first and the last third."""
+    third = max(1, len(values) // 3)
+    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    # From the middle of one third to that of the other; told for the whole.
+    return Drift(first, (last - first) * (len(values) / max(1, len(values) - third)))
+
+
+def is_flat(memory: Drift, seconds: Drift) -> bool:
+    """Whether neither grew by more than it may."""
+    return (
+        memory.added <= max(MOST_MEMORY * memory.first, LEAST_MEMORY) and seconds.added <= MOST_TIME * seconds.first
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
+    flat = True
+
+    def body(given: Sequence[str] | None) -> None:
+        nonlocal flat
+        flat = _benchmark(given)
+
+    return run_command(body, arguments) or int(not flat)
+
+
+def _benchmark(arguments: Sequence[str] | None) -> bool:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--budget", default="retain-64")
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--backend", choices=BACKENDS, default="ort-cpu")
+    parser.add_argument("--engines", type=Path)
+    parser.add_argument("--threads", type=THREADS)
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write every measurement too")
+    options = parser.parse_args(arguments)
+    if options.requests < 10:
+        raise UsageError(f"--requests is {options.requests}, expected 10 or more.")
+    if options.json:
+        check_outputs([(options.json, (".json",))], [], [options.bundle])
+    pipeline = Pipeline.load(
+        options.bundle, backend=options.backend, engines=options.engines, threads=options.threads
+    )
+    pictures, memory, seconds = np.random.default_rng(0), [], []
+    for number in range(options.requests):
+        picture = pictures.integers(0, 256, (_SIDE + number % 64, _SIDE, 3), np.uint8)
+        prompt = " ".join(["What is this?"] * (1 + number % 5))
+        began = time.perf_counter()
+        pipeline.generate(
+            picture,
+            prompt,
+            budget=options.budget if number % 2 else "none",
+            max_new_tokens=options.new_tokens,
+            min_new_tokens=options.new_tokens,
+        )
+        seconds.append(time.perf_counter() - began)
+        memory.append(_PAGE * int(Path("/proc/self/statm").read_text().split()[1]))
+    warm = options.requests // 5
+    # One of each budget together: they take turns.
+    pairs = [a + b for a, b in zip(seconds[warm::2], seconds[warm + 1 :: 2], strict=False)]
+    drifts = drift(memory[warm:]), drift(pairs)
+    (taken, grown), (took, slower) = drifts
+    sys.stdout.write(
+        f"{options.requests} requests: {taken / 1e6:.1f} MB resident, {grown / 1e6:+.2f} MB over the last "
+        f"{options.requests - warm}; {1e3 * took / 2:.1f} ms a request, {500 * slower:+.2f} ms\n"
+    )
+    if options.json:
+        write_whole(options.json, json.dumps({"rss_bytes": memory, "seconds": seconds}).encode())
+    return is_flat(*drifts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

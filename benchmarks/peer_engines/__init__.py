@@ -1,0 +1,1 @@
+"""What `benchmarks/peers.py` is made of: a checkpoint, one module an engine, a process for each, rounds, reports."""

@@ -1,0 +1,179 @@
+"""llama.cpp through llama-cpp-python, built for this processor: its decoder, and its tower through mtmd."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from peer_engines.checkpoint import chat_text, random_picture
+from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
+from peer_engines.gguf_files import matrix_bytes, quantise, write_decoder, write_tower
+
+# Bits a weight, and the number of llama.cpp's `llama_ftype`; None is what is written first.
+_FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}
+_TOWER = "tower-BF16.gguf"
+_ROWS = 256
+"""Of the cache, beyond the picture's."""
+
+
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
+    """Three roundings of the decoder; the tower is bf16 in all."""
+    need("llama_cpp", "llama-cpp-python")
+    need("gguf", "gguf")
+    if config["model_type"] != "llava":
+        raise NotRunError("only LLaVA is written as GGUF here (gguf_files.py)")
+    return [Form("llama_cpp", name, bits) for name, (bits, _) in _FORMS.items()]
+
+
+def prepare(form: Form, place: Path) -> None:
+    """Write tower and decoder, and have llama.cpp round the decoder."""
+    folder = place / "llama-cpp"
+    folder.mkdir(exist_ok=True)
+    kind = _FORMS[form.name][1]
+    steps: list[tuple[str, Any]] = [
+        (_TOWER, lambda path: write_tower(place / "checkpoint", path)),
+        ("BF16.gguf", lambda path: write_decoder(place / "checkpoint", path)),
+    ]
+    if kind is not None:
+        steps.append((f"{form.name}.gguf", lambda path: _rounded(folder / "BF16.gguf", path, kind)))
+    for name, make in steps:
+        if not (folder / name).exists():
+            partial = folder / f"{name}.partial"
+            make(partial)
+            partial.rename(folder / name)
+
+
+def _rounded(source: Path, target: Path, kind: int) -> None:
+    if quantise(source, target, kind, threads=2):
+        raise NotRunError(f"llama.cpp could not make '{target.name}'")
+
+
+def load(form: Form, place: Path, threads: int) -> Loaded:
+    """Decoder and tower; nothing is kept between two questions."""
+    folder = place / "llama-cpp"
+    model = _Model(folder / f"{form.name}.gguf", folder / _TOWER, threads, place / "checkpoint")
+    # What it was built for tells more than its version.
+    import llama_cpp
+
+    system = llama_cpp.llama_print_system_info().decode().strip()
+    versions = {"llama-cpp-python": version("llama-cpp-python"), "system": system}
+    return Loaded(model.answer, versions, matrix_bytes(folder / f"{form.name}.gguf"))
+
+
+@dataclass(frozen=True)
+class _Words:
+    """Token ids before the picture and behind it."""
+
+    before: list[int]
+    behind: list[int]
+
+
+class _Model:
+    """A decoder with its context, and the tower."""
+
+    def __init__(self, decoder: Path, tower: Path, threads: int, checkpoint: Path) -> None:
+        import llama_cpp
+        from llama_cpp import mtmd_cpp
+
+        self._llama, self._mtmd = llama_cpp, mtmd_cpp
+        llama_cpp.llama_backend_init()
+        settings = llama_cpp.llama_model_default_params()
+        self._model = _made(llama_cpp.llama_model_load_from_file(str(decoder).encode(), settings), decoder)
+        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+        vision = config["vision_config"]
+        self._image = config["image_token_index"]
+        own = llama_cpp.llama_context_default_params()
+        own.n_ctx = (vision["image_size"] // vision["patch_size"]) ** 2 + _ROWS
+        own.n_batch = own.n_ctx
+        own.n_threads = own.n_threads_batch = threads
+        self._context = _made(llama_cpp.llama_init_from_model(self._model, own), decoder)
+        tower_settings = mtmd_cpp.mtmd_context_params_default()
+        tower_settings.use_gpu, tower_settings.n_threads = False, threads
+        tower_settings.print_timings = False
+        self._tower = _made(mtmd_cpp.mtmd_init_from_file(str(tower).encode(), self._model, tower_settings), tower)
+        self._vocabulary = config["text_config"]["vocab_size"]
+        self._batch = own.n_batch
+        self._checkpoint = checkpoint
+        self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+
+    def answer(self, question: Question) -> Timing:
+        """The answer's times; the cache is emptied first."""
+        picture = random_picture(question.seed, question.side)
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
+        start = time.perf_counter()
+        words = self._words(question.text)
+        with ExitStack() as held:
+            chunk = self._chunk(picture, held)
+            self._check(self._mtmd.mtmd_encode_chunk(self._tower, chunk))
+            seen = time.perf_counter()
+            self._decode(words.before)
+            place = ctypes.c_int32(len(words.before))
+            states = self._mtmd.mtmd_get_output_embd(self._tower)
+            self._check(
+                self._mtmd.mtmd_helper_decode_image_chunk(
+                    self._tower, self._context, chunk, states, place, 0, self._batch, ctypes.byref(place),
+                    self._mtmd.mtmd_helper_post_decode_callback(0), None,
+                )
+            )  # fmt: skip
+            rows = self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)
+        self._decode(words.behind)
+        tokens = [self._likeliest()]
+        times = [time.perf_counter()]
+        while len(tokens) < question.new_tokens:
+            self._decode(tokens[-1:])
+            tokens.append(self._likeliest())
+            times.append(time.perf_counter())
+        ttft, vision = (times[0] - start) * 1e3, (seen - start) * 1e3
+        per_token = (times[-1] - times[0]) * 1e3 / max(1, question.new_tokens - 1)
+        input_tokens = len(words.before) + rows + len(words.behind)
+        return Timing(ttft, per_token, input_tokens, tokens, {"vision": vision, "prefill": ttft - vision})
+
+    def _words(self, text: str) -> _Words:
+        ids = self._tokenizer.encode(chat_text(self._checkpoint, text)).ids
+        place = ids.index(self._image)
+        return _Words(ids[:place], ids[place + 1 :])
+
+    def _chunk(self, picture: np.ndarray[Any, Any], held: ExitStack) -> Any:
+        """The picture, resized and normalised as llama.cpp does it."""
+        mtmd = self._mtmd
+        height, width, _ = picture.shape
+        pixels = picture.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = mtmd.mtmd_bitmap_init(width, height, pixels)
+        held.callback(mtmd.mtmd_bitmap_free, bitmap)
+        chunks = mtmd.mtmd_input_chunks_init()
+        held.callback(mtmd.mtmd_input_chunks_free, chunks)
+        marker = mtmd.mtmd_default_marker()
+        text = mtmd.mtmd_input_text(text=marker, text_len=len(marker), add_special=False, parse_special=True)
+        bitmaps = (mtmd.mtmd_bitmap_p_ctypes * 1)(bitmap)
+        self._check(mtmd.mtmd_tokenize(self._tower, chunks, ctypes.byref(text), bitmaps, 1))
+        found = [mtmd.mtmd_input_chunks_get(chunks, at) for at in range(mtmd.mtmd_input_chunks_size(chunks))]
+        kinds = [mtmd.mtmd_input_chunk_get_type(chunk) for chunk in found]
+        return found[kinds.index(mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE)]
+
+    def _decode(self, ids: list[int]) -> None:
+        tokens = (ctypes.c_int32 * len(ids))(*ids)
+        self._check(self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(tokens, len(ids))))
+
+    def _likeliest(self) -> int:
+        logits = self._llama.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise NotRunError(f"llama.cpp ended a call with {code}")
+
+
+def _made(made: Any, path: Path) -> Any:
+    if not made:
+        raise NotRunError(f"llama.cpp does not load '{path.name}'")
+    return made

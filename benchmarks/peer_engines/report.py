@@ -1,0 +1,141 @@
+"""What was measured, as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from peer_engines.rounds import Measured, Plan, Row
+from sinkprune.contract.report import Spread
+from sinkprune.runtime.plot import figure_bytes, import_matplotlib
+from sinkprune.runtime.profile import machine_name
+
+# Okabe-Ito, told apart by everyone
+_COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}
+_DECODE = "#F0E442"
+
+
+def as_json(measured: Measured, model: str, plan: Plan, reference: str) -> dict[str, Any]:
+    """Everything, every single answer included."""
+    return {
+        "model": model,
+        "machine": machine_name(),
+        "python": platform.python_version(),
+        "read_gb_per_s": measured.read_gb_per_s,
+        "plan": asdict(plan),
+        "reference": reference,
+        "rows": [_row(measured, row, reference) for row in measured.rows],
+        "not_run": measured.not_run,
+    }
+
+
+def _row(measured: Measured, row: Row, reference: str) -> dict[str, Any]:
+    parts = ("ttft", "per_token", *sorted({part for answer in row.answers for part in answer["parts"]}))
+    return {
+        "engine": row.form.engine,
+        "form": row.form.name,
+        "way": row.way,
+        "bits": row.form.bits,
+        "sitting": row.sitting,
+        "input_tokens": row.answers[0]["input_tokens"],
+        "ms": {part: asdict(spread) if (spread := row.spread(part)) else None for part in parts},
+        "ttft_over_reference": _ratio(measured, row, reference, "ttft"),
+        "per_token_over_reference": _ratio(measured, row, reference, "per_token"),
+        "first_token_as_most": measured.agreeing(row),
+        "decode_gb_per_s": row.decode_gb_per_s,
+        "peak_rss_bytes": row.peak_bytes,
+        "load_peak_rss_bytes": row.facts["load_peak_bytes"],
+        "load_seconds": row.facts["load_seconds"],
+        "versions": row.facts["versions"],
+        "answers": row.answers,
+    }
+
+
+def _ratio(measured: Measured, row: Row, reference: str, part: str) -> float | None:
+    """To the reference of the same sitting; None where that did not run, or where nothing was timed."""
+    other = measured.reference(row, reference)
+    own, its = row.spread(part), other.spread(part) if other else None
+    return own.median / its.median if own and its and its.median else None
+
+
+def read_line(measured: Measured) -> str:
+    """What plain reads of memory reached, so that nobody's GB/s need be believed."""
+    reads = sorted(measured.read_gb_per_s)
+    return f"a plain read of memory: {statistics.median(reads):.1f} GB/s ({reads[0]:.1f} to {reads[-1]:.1f})"
+
+
+def table(measured: Measured, reference: str) -> Table:
+    """A row for each form and way, the fastest first; milliseconds are medians, 95th percentiles in brackets."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    headings = ["engine", "input", "TTFT", "vision", "prefill", "select", "a token", "GB/s", "peak GB", "load s"]
+    for heading in [*headings, "TTFT x", "token x", "agrees"]:
+        made.add_column(heading, justify="left" if heading == "engine" else "right", no_wrap=True)
+    for row in _fastest_first(measured):
+        made.add_row(
+            row.label,
+            str(row.answers[0]["input_tokens"]),
+            _shown(row.spread("ttft")),
+            *(_shown(row.spread(part), brackets=False) for part in ("vision", "prefill", "select")),
+            _shown(row.spread("per_token")),
+            _number(row.decode_gb_per_s, 1),
+            _number(row.peak_bytes, 1, 1e9),
+            _number(row.facts["load_seconds"], 1),
+            _number(_ratio(measured, row, reference, "ttft"), 2),
+            _number(_ratio(measured, row, reference, "per_token"), 2),
+            f"{100 * measured.agreeing(row):.0f} %",
+        )
+    return made
+
+
+def _fastest_first(measured: Measured) -> list[Row]:
+    medians = {id(row): spread.median for row in measured.rows if (spread := row.spread("ttft"))}
+    return sorted(measured.rows, key=lambda row: medians[id(row)])
+
+
+def _shown(spread: Spread | None, *, brackets: bool = True) -> str:
+    if spread is None:
+        return "-"
+    digits = 0 if spread.median >= 100 else 1
+    return f"{spread.median:.{digits}f}" + (f" ({spread.p95:.{digits}f})" if brackets else "")
+
+
+def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
+    return "-" if value is None else f"{value / unit:.{digits}f}"
+
+
+def plot(measured: Measured, heading: str, suffix: str) -> bytes:
+    """Two bars for each row: what TTFT is made of, and a token; as the bytes of a picture file."""
+    rows = _fastest_first(measured)
+    figure = import_matplotlib()(figsize=(12, 1.8 + 0.32 * len(rows)), layout="constrained")
+    first, second = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
+    labels = [row.label for row in rows]
+    left = [0.0] * len(rows)
+    for part, colour in _COLOURS.items():
+        widths = [_parts(row)[part] for row in rows]
+        first.barh(labels, widths, left=left, color=colour, label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    tokens = [spread.median if (spread := row.spread("per_token")) else 0.0 for row in rows]
+    second.barh(labels, tokens, color=_DECODE)
+    for axes, ends in ((first, left), (second, tokens)):
+        for place, end in enumerate(ends):
+            axes.text(end, place, f" {end:.0f}", va="center", fontsize=8)
+        axes.set_xlim(0, max(ends, default=1.0) * 1.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    first.invert_yaxis()
+    first.set_xlabel("time to first token, ms (medians)")
+    second.set_xlabel("ms a token")
+    figure.suptitle(heading, fontsize=10)
+    first.legend(fontsize=8, frameon=False, loc="lower right")
+    return figure_bytes(figure, suffix)
+
+
+def _parts(row: Row) -> Mapping[str, float]:
+    """Medians of the parts, and what no part accounts for."""
+    known = {part: spread.median if (spread := row.spread(part)) else 0.0 for part in ("vision", "prefill", "select")}
+    ttft = row.spread("ttft")
+    return {**known, "rest": max(0.0, (ttft.median if ttft else 0.0) - sum(known.values()))}

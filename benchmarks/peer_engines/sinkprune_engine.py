@@ -1,0 +1,97 @@
+"""This project: every backend that computes on the CPU, every form of weights, and every budget of the family."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from peer_engines.checkpoint import random_picture
+from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.flops import decode_bytes
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a form is exported, and what it runs in."""
+
+    bits: float
+    weights: str
+    """Of decoder, projector and head, as sinkprune-export takes them."""
+    backend: str
+    load: Mapping[str, Any] = field(default_factory=dict)
+    """What else `Pipeline.load` is told."""
+
+
+# Blocks of int4 are as large as they may be: one scale for 128 inputs.
+_BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.125}
+_FORMS = {f"ort-cpu {name}": _Way(_BITS[name], name, "ort-cpu") for name in ("fp32", "int8", "int4")}
+_FORMS["openvino fp32"] = _Way(_BITS["fp32"], "fp32", "openvino", {"compute": "fp32"})
+_FORMS |= {f"openvino {name}": _Way(_BITS[name], name, "openvino") for name in ("bf16", "int8", "int4")}
+_VISION = ("preprocess", "vision", "sanitizer", "projector")
+
+
+def forms(config: Mapping[str, Any]) -> Sequence[Form]:
+    """Those whose backend this version has."""
+    family = next((row for row in FAMILIES.values() if row.model_type == config["model_type"]), None)
+    if family is None:
+        raise NotRunError(f"it takes no model of type {config['model_type']}")
+    ways = (UNPRUNED, *family.budgets)
+    return [Form("sinkprune", name, way.bits, ways) for name, way in _FORMS.items() if way.backend in BACKENDS]
+
+
+def prepare(form: Form, place: Path) -> None:
+    """Export the checkpoint; forms with the same weights share a bundle."""
+    weights = _FORMS[form.name].weights
+    settings: dict[str, Any] = {} if weights == "fp32" else {"weights": weights}
+    if weights == "int4":
+        settings["block_size"] = 128
+    if not _bundle(form, place).exists():
+        try:
+            export_bundle(ExportRequest(str(place / "checkpoint"), **settings), _bundle(form, place))
+        except SinkpruneError as error:
+            raise NotRunError(str(error)) from error
+
+
+def load(form: Form, place: Path, threads: int) -> Loaded:
+    """The bundle on its backend; every budget runs on the same engines."""
+    way = _FORMS[form.name]
+    try:
+        bundle = read_bundle(_bundle(form, place))
+        pipeline = Pipeline.load(bundle, backend=way.backend, threads=threads, check_sums=False, **way.load)
+    except SinkpruneError as error:
+        raise NotRunError(str(error)) from error
+
+    def answer(question: Question) -> Timing:
+        count = question.new_tokens
+        picture = random_picture(question.seed, question.side)
+        answer = pipeline.generate(
+            picture, question.text, budget=question.way, max_new_tokens=count, min_new_tokens=count
+        )
+        # The decoded picture and the words are where its own clock starts, as everybody's does.
+        ms = {part: value or 0.0 for part, value in answer.ms.items()}
+        parts = {
+            "vision": sum(ms[part] for part in _VISION),
+            "prefill": ms["prefill"] - ms["select"],
+            "select": ms["select"],
+        }
+        input_tokens = answer.prompt_tokens + answer.visual_tokens
+        return Timing(ms["ttft"], ms["per_token"], input_tokens, answer.token_ids, parts)
+
+    versions = {"sinkprune": version("sinkprune"), "python": platform.python_version(), **pipeline.backend.versions}
+    return Loaded(answer, versions, decode_bytes(bundle.manifest, kv_bytes=0))
+
+
+def _bundle(form: Form, place: Path) -> Path:
+    return place / f"sinkprune-{_FORMS[form.name].weights}"

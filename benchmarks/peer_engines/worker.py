@@ -1,0 +1,68 @@
+"""The process of one form: it loads once, then answers when it is told to, and sleeps on its input between.
+
+    python -m peer_engines.worker ENGINE FORM FOLDER THREADS [--prepare]
+
+Lines of JSON come on standard input, one question each; lines of JSON go out. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from peer_engines.engine import NotRunError, Question, engine
+from sinkprune.export.checkpoint import read_json
+from sinkprune.runtime.peak_memory import PeakMemory
+
+
+def main(arguments: list[str]) -> int:
+    """Run the process; returns the exit code."""
+    name, form_name, folder, threads, *rest = arguments
+    # Libraries write to stdout as they like.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(**message: Any) -> None:
+        out.write(json.dumps(message) + "\n")
+        out.flush()
+
+    place = Path(folder)
+    try:
+        module = engine(name)
+        config = read_json(place / "checkpoint", "config.json")
+        form = next(form for form in module.forms(config) if form.name == form_name)
+        if rest == ["--prepare"]:
+            module.prepare(form, place)
+            say(prepared=True)
+            return 0
+        memory, start = PeakMemory(), time.perf_counter()
+        with memory.watch():
+            loaded = module.load(form, place, int(threads))
+        say(
+            load_seconds=time.perf_counter() - start,
+            load_peak_bytes=memory.bytes,
+            versions=dict(loaded.versions),
+            decoder_bytes=loaded.decoder_bytes,
+        )
+        for line in sys.stdin:
+            memory = PeakMemory()
+            with memory.watch():
+                timing = loaded.answer(Question(**json.loads(line)))
+            say(**asdict(timing), peak_bytes=memory.bytes)
+    except NotRunError as error:
+        say(failed=str(error))
+    except Exception as error:
+        # A peer's failure is a line of the report; its traceback is in the log.
+        traceback.print_exc()
+        say(failed=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

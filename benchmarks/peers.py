@@ -1,0 +1,177 @@
+"""Measures this project beside other engines on one machine: the same model, words and picture size, in turn.
+
+    python benchmarks/peers.py --folder /tmp/peers
+    python benchmarks/peers.py --folder /tmp/peers --only openvino-genai,retain-64 --repeat 9 \\
+        --json peers.json --plot peers.png
+
+It makes a checkpoint of true shapes with random weights, has every engine convert it, and loads each form of it in a
+process of its own. In every round each is asked about one new random picture; the others sleep meanwhile. Answers are
+noise of a fixed length. Who is not installed, does not fit or fails is told of. docs/peers.md says what the columns
+mean and how the engines are installed: `pip install -e '.[peers]'`, and two more steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from peer_engines import process
+from peer_engines.bandwidth import PlainRead
+from peer_engines.checkpoint import make_checkpoint, weight_bytes
+from peer_engines.engine import ENGINES, Form, NotRunError, engine
+from peer_engines.report import as_json, plot, read_line, table
+from peer_engines.rounds import Plan, measure, sittings
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.export.checkpoint import read_json
+from sinkprune.export.presets import PRESETS
+from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.profile import machine_name
+
+REFERENCE = "openvino-genai bf16"
+# With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.
+PROMPT = "What is there on the old chair?"
+_TABLE_WIDTH = 200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_peers, arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--folder", type=Path, required=True, help="for checkpoints and what engines make of them; gigabytes")
+    add("--model", default="llava-1.1b", help="a preset, or a config.json of your own (default: llava-1.1b)")
+    add("--only", help="comma-separated: rows whose name holds one of these words (default: all)")
+    add("--reference", default=REFERENCE, help=f"the form that others are compared with (default: {REFERENCE})")
+    add("--prompt", default=PROMPT)
+    add("--side", type=int, default=336, help="pixels of the pictures' sides (default: 336)")
+    add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
+    add("--repeat", type=int, default=9, help="measured rounds (default: 9)")
+    add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
+    add("--threads", type=int, default=os.cpu_count() or 1, help="of every engine (default: all cores)")
+    add("--memory-gb", type=float, help="what may be held at once (default: nine tenths of what is free)")
+    add("--prepare", action="store_true", help="make and convert everything, and measure nothing")
+    add("--json", type=Path, metavar="FILE.json", help="write every answer's times")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the table")
+    return parser
+
+
+def _peers(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    least = {"--side": 28, "--new-tokens": 2, "--repeat": 1, "--warmup": 0, "--threads": 1}
+    for name, least_count in least.items():
+        found = getattr(options, name[2:].replace("-", "_"))
+        if found < least_count:
+            raise UsageError(f"{name} is {found}, expected at least {least_count}.")
+    if options.json:
+        check_writable(options.json, (".json",))
+    if options.plot:
+        check_writable(options.plot, PLOT_SUFFIXES)
+        import_matplotlib()
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    name, config = model_config(options.model)
+    place = options.folder / name
+    say(f"checkpoint {place / 'checkpoint'}")
+    make_checkpoint(place / "checkpoint", config)
+    forms, not_run = wanted_forms(config, options.only, options.reference)
+    with (place / "peers.log").open("ab") as log:
+        ready = []
+        for form in forms:
+            say(f"preparing {form.label}")
+            try:
+                process.prepare(form, place, options.threads, log)
+                ready.append(form)
+            except NotRunError as error:
+                not_run[form.label] = str(error)
+        plan = Plan(options.prompt, options.side, options.new_tokens, options.threads, options.repeat, options.warmup)
+        if options.prepare:
+            ready = []
+        free = int(options.memory_gb * 1e9) if options.memory_gb else int(0.9 * available_bytes())
+        groups, refused = sittings(ready, options.reference, weight_bytes(place / "checkpoint") // 2, free)
+        read = PlainRead(options.threads)
+        open_process = partial(process.Process, place=place, threads=options.threads, log=log)
+        measured = measure(groups, plan, open_process, read.gb_per_s, say)
+    measured.not_run = {**not_run, **refused, **measured.not_run}
+    heading = (
+        f"{place.name}, {options.threads} threads, {machine_name()}; {options.new_tokens} new tokens, "
+        f"medians (p95) of {options.repeat} interleaved rounds\n"
+        f"x: over {options.reference} in the same sitting"
+    )
+    if options.json:
+        content = as_json(measured, place.name, plan, options.reference)
+        write_whole(options.json, (json.dumps(content, indent=1) + "\n").encode())
+    if options.plot and measured.rows:
+        write_whole(options.plot, plot(measured, heading, options.plot.suffix))
+    shown = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    if measured.rows:
+        shown.print(heading, highlight=False, markup=False)
+        shown.print(table(measured, options.reference))
+        shown.print(read_line(measured), highlight=False, markup=False)
+    for label, reason in measured.not_run.items():
+        shown.print(f"not run: {label}: {reason}.", highlight=False, markup=False)
+
+
+def model_config(model: str) -> tuple[str, Mapping[str, Any]]:
+    """Name and configuration of a preset, or of a file; raises `UsageError` and `CheckpointError`."""
+    if model in PRESETS:
+        return model, PRESETS[model]
+    path = Path(model)
+    if path.suffix != ".json":
+        raise UsageError(f"'{model}' is no preset and no config.json; presets: {', '.join(PRESETS)}.")
+    return path.stem, read_json(path.parent, path.name)
+
+
+def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) -> tuple[list[Form], dict[str, str]]:
+    """The forms of all engines, less what `only` does not name; and engines that have none, with the reason.
+
+    A word of `only` may name an engine, a form or a way. The reference is always among them.
+    """
+    words = [word.strip() for word in (only or "").split(",") if word.strip()]
+    forms: list[Form] = []
+    not_run: dict[str, str] = {}
+    for name in ENGINES:
+        try:
+            forms += engine(name).forms(config)
+        except NotRunError as error:
+            not_run[name.replace("_", "-")] = str(error)
+    if words:
+        forms = [kept for form in forms if (kept := _kept(form, words, reference))]
+        if not forms:
+            raise UsageError(f"--only {only} names no engine, form or way. Leave it out to see them all.")
+        not_run = {label: why for label, why in not_run.items() if any(word in label for word in words)}
+    return forms, not_run
+
+
+def _kept(form: Form, words: Sequence[str], reference: str) -> Form | None:
+    """The form with those of its ways that the words name, or with all where they name the form."""
+    if form.label == reference or any(word in form.label for word in words):
+        return form
+    ways = tuple(way for way in form.ways if any(word in way for word in words))
+    return Form(form.engine, form.name, form.bits, ways) if ways else None
+
+
+def available_bytes() -> int:
+    """Memory that programs may still take."""
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(found.group(1)) * 1024 if found else 1 << 34
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What running a bundle takes of the machine's memory, told before anything is loaded. An estimate, in one place.
+
+Weights are counted as backends hold them, states and caches as a request of known pictures fills them. The factors
+were measured on x86-64 with bundles of 0.15 to 1.1 billion weights; tests compare the sum with real peaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import DTYPES, WeightsName
+from sinkprune.contract.schedule import Schedule
+
+TOLD_BYTES = 1_000_000_000
+"""Needs are told from so many bytes on: below, nobody waits, and a terminal is for answers."""
+_FIXED_BYTES = 100 << 20
+"""Python, numpy and an engine library."""
+_SPARE = 1.1
+"""What heaps and arenas keep beside what is in use."""
+
+
+class _Copies(NamedTuple):
+    """How many times their bytes in files weights are held."""
+
+    held: float
+    """While the bundle is loaded."""
+    loading: float
+    """Beside that, those of the graph that is being loaded."""
+
+
+_ORT_CPU: dict[WeightsName, _Copies] = {
+    "fp32": _Copies(1.0, 0.1),
+    # Computed with in fp32, as everything is there.
+    "fp16": _Copies(2.0, 0.5),
+    "bf16": _Copies(2.0, 0.5),
+    # A sum and a scale for each 32 inputs beside the codes; while packing, the codes twice.
+    "int8": _Copies(1.4, 0.9),
+    "int4": _Copies(1.2, 0.9),
+}
+_BACKENDS = {"ort-cpu": _ORT_CPU}
+"""Backends that compute in the machine's own memory."""
+
+
+class TooLittleMemoryError(SinkpruneError):
+    """What was asked for takes more memory than is free."""
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """About how many bytes of the machine's memory a bundle takes, by what takes them."""
+
+    weights: int
+    """All graphs' weights, as the backend holds them."""
+    loading: int
+    """What loading the largest graph takes beside them for a moment."""
+    cache: int
+    """Keys and values of one answer."""
+    activations: int
+    """What is computed on the way to an answer."""
+
+    @property
+    def bytes(self) -> int:
+        """The most at any moment: activations and caches come when all is loaded."""
+        return _FIXED_BYTES + self.weights + max(self.loading, self.cache + self.activations)
+
+    def check(self, what: str, free: int, way_out: str) -> None:
+        """Raise `TooLittleMemoryError` for `what`, if fewer than these bytes are `free`; 0 is not known.
+
+        `way_out` says how to need less, as the last of several ways.
+        """
+        if 0 < free < self.bytes:
+            raise TooLittleMemoryError(
+                f"not enough memory: {what} needs {self.told}, {gigabytes(free)} are free. End other programs, use a "
+                f"machine with more, or {way_out}."
+            )
+
+    @property
+    def told(self) -> str:
+        """The need in words: "about 3.1 GB (weights 2.0 GB, ...)"."""
+        parts = {"weights": self.weights, "KV cache": self.cache, "activations": self.activations}
+        told = ", ".join(f"{name} {gigabytes(count)}" for name, count in parts.items())
+        return f"about {gigabytes(self.bytes)} ({told})"
+
+
+def gigabytes(count: int) -> str:
+    """A number of bytes as messages tell it: "3.1 GB"."""
+    return f"{count / 1e9:.1f} GB"
+
+
+def running_need(
+    manifest: Manifest, backend: str, *, built: bool, layouts: Sequence[VisualLayout], rows: Schedule, tokens: int
+) -> MemoryNeed | None:
+    """What an answer about pictures of these `layouts` takes on `backend`; None for one that computes on a GPU.
+
+    `built` says whether engines are loaded in the bundle's place, which map what is packed already; `rows` what a
+    budget keeps of the pictures; `tokens` how many there are of text, prompt and answer together.
+    """
+    if backend not in _BACKENDS:
+        return None
+    held, loading = [], []
+    for graph in manifest.graphs:
+        form = manifest.weights.vision if graph == "vision" else manifest.weights.decoder
+        copies, count = _BACKENDS[backend][form], manifest.weight_bytes(graph)
+        held.append(copies.held * count)
+        loading.append(0 if built else copies.loading * count)
+    lm, item = manifest.language_model, DTYPES[manifest.precision].itemsize
+    visual = [sum(picture.reaching(layer) for picture in rows.pictures) for layer in range(lm.num_layers)]
+    lengths = [count + tokens for count in visual]
+    cache = sum(lengths) * 2 * lm.num_kv_heads * lm.head_dim * item
+    activations = _decoder_bytes(manifest, max(lengths)) + max(
+        (_tower_bytes(manifest, one) for one in layouts), default=0
+    )
+    return MemoryNeed(round(sum(held)), round(max(loading)), round(_SPARE * cache), round(_SPARE * activations))
+
+
+def told_need(need: MemoryNeed, free: int) -> str:
+    """The line that a command begins with: what it needs, and what is free where the system tells."""
+    return f"needs {need.told}" + (f", {gigabytes(free)} are free" if free else "")
+
+
+def _decoder_bytes(manifest: Manifest, rows: int) -> int:
+    """One layer's states on `rows` rows in fp32, and its attention: two matrices of all heads."""
+    lm = manifest.language_model
+    states = 4 * lm.hidden_size + 3 * lm.intermediate_size + 4 * lm.num_heads * lm.head_dim
+    return 4 * (rows * states + 2 * lm.num_heads * rows**2)
+
+
+def _tower_bytes(manifest: Manifest, layout: VisualLayout) -> int:
+    """The same of a block of the vision tower, whose groups are seen at once and apart from each other."""
+    tower, rows = manifest.vision, layout.tokens * manifest.vision.patches_per_token
+    states = 6 * tower.hidden_size + 3 * tower.intermediate_size
+    return 4 * layout.groups * (rows * states + 2 * tower.num_heads * rows**2)

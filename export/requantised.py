@@ -1,0 +1,44 @@
+"""What is told of matrices that a checkpoint had quantised, and that were rounded a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import hypot
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.precision import Array
+
+
+@dataclass(frozen=True)
+class Requantised:
+    """A matrix that was rounded a second time."""
+
+    layer: str
+    norm: float
+    """The root of the sum of its squares."""
+    error: float
+    """The same of its difference to what the checkpoint has."""
+
+    @classmethod
+    def between(cls, layer: str, weight: Array, found: Array) -> Requantised:
+        """The matrix `layer` of values `weight`, which became those `found`."""
+        return cls(layer, float(np.linalg.norm(weight)), float(np.linalg.norm(found - weight)))
+
+    @property
+    def relative_error(self) -> float:
+        """The error by the norm; 0 for a matrix of zeros."""
+        return self.error / self.norm if self.norm else 0.0
+
+
+def summary(layers: Sequence[Requantised]) -> dict[str, Any]:
+    """How many layers there are, their relative L2 error together, and the layer with the largest."""
+    together = Requantised("", hypot(*(layer.norm for layer in layers)), hypot(*(layer.error for layer in layers)))
+    largest = max(layers, key=lambda layer: layer.relative_error)
+    return {
+        "layers": len(layers),
+        "relative_error": together.relative_error,
+        "largest": {"layer": largest.layer, "relative_error": largest.relative_error},
+    }

@@ -1,0 +1,185 @@
+"""OpenVINO on the CPU. Tensors are host arrays; the cache of a decoder segment is the state of an inference request.
+
+Selection is computed in fp32 always, and everything else as `compute` says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend, Cache, Compute, Decoder, Engine
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.openvino_graphs import BEAM, GraphReader, group_in_int8
+from sinkprune.runtime.backends.row_runs import joined
+from sinkprune.runtime.cores import usable_cores
+from sinkprune.runtime.openvino_library import import_openvino, words
+
+_DEVICE = "CPU"
+_NO_BEAM = np.zeros(1, np.int32)
+# Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
+_PATCHES = 64
+
+
+class OpenVinoBackend(Backend):
+    """OpenVINO's CPU plugin; calls of engines return when they are done."""
+
+    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
+        """Raises `BackendError` where openvino is missing, or the processor has no bf16 and `compute` asks for it."""
+        openvino = import_openvino(name)
+        self._core = openvino.Core()
+        self._reader = GraphReader(openvino, self._core)
+        has_bf16 = "BF16" in self._core.get_property(_DEVICE, "OPTIMIZATION_CAPABILITIES")
+        if compute == "bf16" and not has_bf16:
+            raise BackendError(
+                f"backend '{name}' was to compute in bf16, which this processor lacks: "
+                f"{self._core.get_property(_DEVICE, 'FULL_DEVICE_NAME')}. Leave --compute out for the fastest it has."
+            )
+        self._bf16 = has_bf16 and compute != "fp32"
+        self._int8 = compute == "fastest"
+        self.name = name
+        self.threads = threads or usable_cores()
+        floats = "bf16" if self._bf16 else "fp32"
+        self.versions = {
+            "openvino": openvino.__version__,
+            "compute": f"{floats}, int8 where weights are" if self._int8 else floats,
+        }
+
+    def load(self, model: Model) -> _OpenVinoEngine:
+        return _OpenVinoEngine(self._compiled(model))
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> _OpenVinoDecoder:
+        if form != "in-place":
+            raise BackendError(
+                f"backend '{self.name}' takes decoder segments that write into caches, and '{model.file.path}' gives "
+                "rows that another must write. Export the bundle again with --dialect opset24."
+            )
+        return _OpenVinoDecoder(self._compiled(model), wrap)
+
+    def _compiled(self, model: Model) -> _Compiled:
+        """The compiled model of a graph, run once.
+
+        OpenVINO packs matrices when it first runs them, then for rows of any number, and reads their files no more:
+        that is done here, while the files are known to be what was checked.
+        """
+        try:
+            read = self._reader.read(model)
+            precision = "bf16" if self._bf16 and model.weights else "f32"
+            properties = {
+                "PERFORMANCE_HINT": "LATENCY",
+                "NUM_STREAMS": 1,
+                "INFERENCE_NUM_THREADS": self.threads,
+                "INFERENCE_PRECISION_HINT": precision,
+                "KV_CACHE_PRECISION": precision,
+                "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
+            }
+            inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
+            with model.by_path() if model.weights else nullcontext():
+                library = self._core.compile_model(read, _DEVICE, properties)
+                if model.weights:
+                    library.create_infer_request().infer(_smallest_inputs(model, inputs))
+            return _Compiled(model.graph, library, inputs, outputs)
+        except (RuntimeError, MemoryError) as error:
+            raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}.") from error
+
+    def tensor(self, array: Array) -> Array:
+        return np.ascontiguousarray(array)
+
+    def numpy(self, tensor: Array) -> Array:
+        """`tensor`, which is a host array."""
+        return tensor
+
+    def join(self, parts: Sequence[Array], order: Array) -> Array:
+        return joined(parts, order)
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return (end - start) * 1e3
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A compiled model and the graph's own names: the library's may be those of values that it found to be equal."""
+
+    graph: str
+    library: Any
+    inputs: list[str]
+    outputs: list[str]
+
+
+class _OpenVinoEngine:
+    """One compiled model, run by an inference request of its own."""
+
+    def __init__(self, compiled: _Compiled) -> None:
+        self._compiled, self._request = compiled, compiled.library.create_infer_request()
+
+    def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name, in memory of their own; raises `BackendError` where openvino gives up."""
+        own = {name: inputs[name] for name in self._compiled.inputs}
+        try:
+            self._request.infer(dict(enumerate(own.values())), share_inputs=True, share_outputs=True)
+        except (RuntimeError, MemoryError) as error:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in own.items())
+            raise BackendError(
+                f"graph '{self._compiled.graph}' failed in openvino on {shapes}: {words(error)}. If memory ran out, "
+                "end other programs; if not, export the bundle again."
+            ) from error
+        return {
+            name: self._request.get_output_tensor(place).data.copy()
+            for place, name in enumerate(self._compiled.outputs)
+        }
+
+
+@dataclass
+class _OpenVinoCache(Cache):
+    """The keys and values of one segment, of one answer: states of the inference request that `engine` runs."""
+
+    engine: _OpenVinoEngine
+    length: int = 0
+
+
+class _OpenVinoDecoder(Decoder):
+    """One compiled segment; every answer has an inference request of its own, with its caches as states."""
+
+    def __init__(self, compiled: _Compiled, wrap: Callable[[Engine], Engine]) -> None:
+        self._compiled = compiled
+        # One engine is wrapped, for all caches; whose request it runs is not among its inputs.
+        self._asked: list[_OpenVinoEngine] = []
+        self._engine = wrap(lambda inputs: self._asked[-1](inputs))
+
+    def new_cache(self) -> _OpenVinoCache:
+        return _OpenVinoCache(_OpenVinoEngine(self._compiled))
+
+    def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoCache) -> dict[str, Array]:
+        length = np.array([cache.length], np.int64)
+        self._asked.append(cache.engine)
+        try:
+            outputs = self._engine({**inputs, "past_length": length, BEAM: _NO_BEAM})
+        finally:
+            self._asked.pop()
+        cache.length += inputs["hidden"].shape[1]
+        return outputs
+
+
+def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
+    """Zeros for the inputs `names` of a graph, in a shape that it takes and that is soon computed."""
+    inputs = {
+        tensor.name: np.zeros([_size(size) for size in tensor.shape], tensor.dtype) for tensor in model.spec.inputs
+    }
+    return [_NO_BEAM if name == BEAM else inputs[name] for name in names]
+
+
+def _size(declared: int | str) -> int:
+    if isinstance(declared, int):
+        return declared
+    return _PATCHES if declared == "patches" else 1

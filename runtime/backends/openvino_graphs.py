@@ -1,0 +1,145 @@
+"""ONNX graphs as OpenVINO models: functions inlined, attention as one operator, caches as states of the model.
+
+OpenVINO's CPU plugin leaves a cache where it is if it finds a state that is gathered by beam, that new rows are
+appended to, and that a ScaledDotProductAttention reads. In its own conversion of ONNX's Attention it does not: that
+copies keys for every query head, and looks for rows that see nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.manifest import TensorSpec
+from sinkprune.runtime.backends.inlined import inlined
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.kv_cache import cache_names
+
+BEAM = "beam_idx"
+"""The input that the gather of states needs: the one answer there is, always 0."""
+_DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
+_SMALL_BYTES = 64 << 20
+_STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
+"""The marks of a Convert of weights that are stored in a smaller type than is computed in."""
+_LARGEST_GROUP = 128
+_AXIS_OF_ROWS = 2
+
+
+class GraphReader:
+    """Reads the ONNX files of a bundle into OpenVINO models."""
+
+    def __init__(self, openvino: Any, core: Any) -> None:
+        self._ov, self._ops = openvino, openvino.opset15
+        self._core = core
+        extension = openvino.frontend.onnx.ConversionExtension
+        # The core does not keep them alive.
+        self._extensions = [extension("Attention", self._attention), extension("TensorScatter", self._appended)]
+        for added in self._extensions:
+            core.add_extension(added)
+
+    def read(self, model: Model) -> Any:
+        """The ONNX file of `model`, with its caches as states; `BEAM` is an input where there are any.
+
+        Large weights stay mapped from their files, small ones get memory of their own. Without weights it is read
+        from memory: later, too, when nobody knows what its file's name leads to.
+        Raises `BackendError`, and openvino's `RuntimeError`.
+        """
+        with model.by_path() if model.weights else nullcontext(inlined(model.onnx)) as path_or_bytes:
+            read = self._core.read_model(path_or_bytes)
+        model.check_interface(_specs(read.inputs), _specs(read.outputs))
+        small = {weight.name: weight for weight in model.weights if not weight.multiplied}
+        for node in read.get_ops():
+            if node.get_type_name() == "Convert" and _is_constant(node.input_value(0).get_node(), "bf16", "f16"):
+                # Or such a matrix would be held in fp32 too.
+                for mark in _STORED_SMALLER:
+                    node.get_rt_info()[mark] = True
+            weight = small.get(node.get_friendly_name())
+            if weight is not None and weight.bytes < _SMALL_BYTES:
+                constant = self._ops.constant(model.weight(weight), name=weight.name)
+                for target in node.output(0).get_target_inputs():
+                    target.replace_source_output(constant.output(0))
+        self._keep_caches(read, cache_names(model.spec))
+        return read
+
+    def _keep_caches(self, read: Any, caches: Mapping[str, str]) -> None:
+        """Make `caches`, inputs by the outputs that stand for them, states of the model: no more taken nor given."""
+        if not caches:
+            return
+        beam = self._ops.parameter([-1], np.int32, name=BEAM)
+        beam.output(0).get_tensor().set_names({BEAM})
+        read.add_parameters([beam])
+        sinks = []
+        for name, past_name in caches.items():
+            past, grown = read.input(past_name), read.output(name)
+            info = self._ov.op.util.VariableInfo()
+            info.data_shape, info.data_type, info.variable_id = past.partial_shape, past.element_type, name
+            state = self._ov.op.util.Variable(info)
+            empty = [size.get_length() if size.is_static else 0 for size in past.partial_shape]
+            start = self._ops.constant(np.zeros(empty, past.element_type.to_dtype()))
+            before = self._ops.read_value(start, state)
+            rows = self._ops.gather(before, beam, np.int64(0))
+            for target in past.get_target_inputs():
+                appended = target.get_node().get_type_name() == "Concat"
+                target.replace_source_output((rows if appended else before).output(0))
+            sinks.append(self._ops.assign(grown.get_node().input_value(0).get_node(), state))
+            read.remove_result(grown.get_node())
+            read.remove_parameter(past.get_node())
+        read.add_sinks(sinks)
+        read.validate_nodes_and_infer_types()
+
+    def _attention(self, node: Any) -> Any:
+        """ONNX's Attention on [B,H,S,h], [B,Hkv,T,h] and maybe a mask, as our graphs have it."""
+        query, key, value = (node.get_input(place) for place in range(3))
+        masks = [node.get_input(place) for place in range(3, node.get_input_size())]
+        masks = [mask for mask in masks if mask.get_node().get_type_name() != "NullNode"]
+        heads, kv_heads = (tensor.partial_shape[1].get_length() for tensor in (query, key))
+        if heads != kv_heads:
+            key, value = (self._for_heads(tensor, heads // kv_heads) for tensor in (key, value))
+        return self._ops.scaled_dot_product_attention(query, key, value, *masks).outputs()
+
+    def _for_heads(self, tensor: Any, group: int) -> Any:
+        """Keys or values [B,Hkv,T,h] for each of `group` query heads that share them, [B,Hkv*group,T,h]."""
+        _, kv_heads, _, width = tensor.partial_shape
+        apart = self._ops.unsqueeze(tensor, np.int64(2))
+        shape = np.array([1, 1, group, 1, 1], np.int64)
+        repeated = self._ops.broadcast(apart, shape, broadcast_spec="BIDIRECTIONAL")
+        joined = np.array([0, kv_heads.get_length() * group, -1, width.get_length()], np.int64)
+        return self._ops.reshape(repeated, joined, True)
+
+    def _appended(self, node: Any) -> Any:
+        """TensorScatter of new rows behind those of a cache: a state has exactly the rows it holds."""
+        return self._ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
+
+
+def group_in_int8(read: Any) -> int:
+    """How many values of a row may share a scale when they are rounded to int8 for a model's int8 or int4 weights.
+
+    Larger groups are faster; one larger than a block of the weights, and OpenVINO would not round at all. 0 is none.
+    """
+    shapes = [node.get_output_shape(0) for node in read.get_ops() if _is_quantised(node)]
+    return min([_LARGEST_GROUP, *(shape[1] for shape in shapes if len(shape) == 3)]) if shapes else 0
+
+
+def _is_quantised(node: Any) -> bool:
+    """Whether it is a matrix of int8 or int4 values."""
+    return _is_constant(node, "i8", "i4") and len(node.get_output_shape(0)) > 1
+
+
+def _is_constant(node: Any, *types: str) -> bool:
+    """Whether it is a constant of one of these types, in openvino's words."""
+    return node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in types
+
+
+def _specs(ports: Any) -> list[TensorSpec]:
+    """What a model says of its inputs or outputs; a size it does not know is a text."""
+    return [
+        TensorSpec(
+            port.any_name,
+            _DTYPES.get(port.element_type.get_type_name(), port.element_type.get_type_name()),
+            tuple(size.get_length() if size.is_static else str(size) for size in port.partial_shape),
+        )
+        for port in ports
+    ]

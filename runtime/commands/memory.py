@@ -1,0 +1,65 @@
+"""What a command needs of the machine's memory, told and compared before anything is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
+from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system_memory import available_bytes
+from sinkprune.runtime.clip import Picture
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.pictures import see
+
+_TEMPLATE_TOKENS = 64
+"""What a chat template puts around a question, generously."""
+_LETTERS_A_TOKEN = 2
+_WAY_OUT = "give fewer or smaller pictures and fewer new tokens, or export with --weights int4"
+
+
+class Planned(NamedTuple):
+    """What a command will ask, as far as memory depends on it."""
+
+    pictures: Sequence[Picture]
+    """Those of one prompt."""
+    method: str
+    budgets: Sequence[str]
+    prompt: str | Sequence[str]
+    new_tokens: int
+
+
+class Memory(NamedTuple):
+    """What was found."""
+
+    needed_bytes: int
+    free_bytes: int | None
+    """None where the system does not tell."""
+
+
+def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) -> Memory | None:
+    """Tell on stderr what `planned` needs and what is free, where it is much; None for a backend on a GPU.
+
+    `options` are those of `bundle_parser`. Raises `TooLittleMemoryError`, and what seeing the pictures raises.
+    """
+    manifest = bundle.manifest
+    family = load_family(manifest)
+    layouts = [see(picture, picture, family, manifest).layout for picture in planned.pictures]
+    letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
+    tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + planned.new_tokens
+    needs: list[MemoryNeed] = []
+    for budget in planned.budgets:
+        rows = schedule(manifest, planned.method, budget, layouts)
+        built = options.engines is not None
+        need = running_need(manifest, options.backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
+        if need is None:
+            return None
+        needs.append(need)
+    need, free = max(needs, key=lambda one: one.bytes), available_bytes()
+    need.check(f"'{bundle.path}' on {options.backend}", free, _WAY_OUT)
+    if need.bytes >= TOLD_BYTES:
+        sys.stderr.write(f"{told_need(need, free)}\n")
+    return Memory(need.bytes, free or None)

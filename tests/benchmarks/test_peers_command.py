@@ -1,0 +1,83 @@
+"""The benchmark of peers as a command, with the engine that is always there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import peers
+from peer_engines.engine import ENGINES, Form, NotRunError, need
+from peer_engines.process import Process
+from peer_shapes import LLAVA
+
+OURS = "sinkprune ort-cpu fp32"
+
+
+def test_it_measures_what_is_here_and_tells_of_what_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps(LLAVA))
+    report, picture = tmp_path / "peers.json", tmp_path / "peers.png"
+    given = ["--folder", str(tmp_path), "--model", str(tmp_path / "tiny.json"), "--reference", OURS]
+    given += ["--only", "onnxruntime-genai,nobody", "--repeat", "2", "--new-tokens", "3", "--threads", "1"]
+    assert peers.main([*given, "--json", str(report), "--plot", str(picture)]) == 0
+    content = json.loads(report.read_text())
+    rows = {row["way"]: row for row in content["rows"]}
+    assert list(rows) == ["none", "retain-192", "retain-128", "retain-64", "retain-32"]
+    for row in rows.values():
+        assert len(row["answers"]) == 2 and row["input_tokens"] == 626
+        assert all(len(answer["tokens"]) == 3 for answer in row["answers"])
+        assert row["peak_rss_bytes"] > 10_000_000 and row["ms"]["ttft"]["median"] > row["ms"]["prefill"]["median"] > 0
+    assert rows["none"]["ttft_over_reference"] == 1 and rows["none"]["first_token_as_most"] == 1
+    assert len(content["read_gb_per_s"]) == 3
+    assert list(content["not_run"]) == ["onnxruntime-genai"]
+    shown = capsys.readouterr().out
+    assert "not run: onnxruntime-genai: " in shown and f"{OURS}, retain-64" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_engine_has_forms_or_a_reason() -> None:
+    forms, not_run = peers.wanted_forms(LLAVA, None, OURS)
+    found = {form.engine for form in forms} | {label.replace("-", "_") for label in not_run}
+    assert found == set(ENGINES)
+    assert OURS in {form.label for form in forms}
+
+
+def test_words_choose_forms_and_ways_and_the_reference_stays() -> None:
+    forms, _ = peers.wanted_forms(LLAVA, "retain-64, transformers bf16", "transformers fp32")
+    chosen = {form.label: form.ways for form in forms}
+    assert chosen[OURS] == ("retain-64",)
+    assert {"transformers bf16", "transformers fp32"} <= chosen.keys()
+    assert all(form.engine in ("sinkprune", "transformers") for form in forms)
+
+
+def test_what_is_not_installed_is_named_with_its_package() -> None:
+    with pytest.raises(NotRunError, match=r"no-such-engine is not installed; docs/peers\.md says how"):
+        need("no_such_engine", "no-such-engine")
+
+
+def test_a_process_that_cannot_load_gives_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(LLAVA))
+    with (tmp_path / "log").open("wb") as log, pytest.raises(NotRunError, match="sinkprune-fp32"):
+        Process(Form("sinkprune", "ort-cpu fp32", 32), tmp_path, 1, log)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--model", "llava-9000"], "'llava-9000' is no preset and no config.json; presets: llava-1.5-7b, "),
+        (["--repeat", "0"], "--repeat is 0, expected at least 1."),
+        (["--only", "nobody", "--reference", "nobody"], "--only nobody names no engine, form or way."),
+        (["--json", "missing/peers.json"], "its folder must exist"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
+) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps(LLAVA))
+    model = [] if "--model" in given else ["--model", str(tmp_path / "tiny.json")]
+    assert peers.main(["--folder", str(tmp_path), *model, *given]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""Rounds, sittings and reports of the benchmark of peers, without any engine."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from peer_engines.bandwidth import PlainRead
+from peer_engines.engine import Form, NotRunError, Question
+from peer_engines.report import as_json, plot, read_line, table
+from peer_engines.rounds import Measured, Plan, measure, needed_bytes, sittings
+
+PLAN = Plan("Why?", side=28, new_tokens=4, threads=2, repeat=4, warmup=1)
+FAST, SLOW = Form("llama_cpp", "Q4_0", 4.5), Form("transformers", "fp32", 32)
+OURS = Form("sinkprune", "ort-cpu int4", 4.125, ("none", "retain-64"))
+
+
+class FakeProcess:
+    """Answers as it is told, and notes what it was asked."""
+
+    def __init__(self, form: Form, asked: list[tuple[str, Question]], ttft: Callable[[int], float]) -> None:
+        self.form, self.closed = form, False
+        self.facts = {"load_seconds": 1.0, "load_peak_bytes": 5, "versions": {"it": "1"}, "decoder_bytes": 2_000_000}
+        self._asked, self._ttft = asked, ttft
+
+    def ask(self, question: Question) -> dict[str, Any]:
+        self._asked.append((self.form.name, question))
+        ttft = self._ttft(len(self._asked))
+        parts = {"vision": ttft / 4}
+        return {
+            "ttft": ttft,
+            "per_token": 20.0,
+            "input_tokens": 9,
+            "tokens": [1, 2] if self.form != FAST else [3, 2],
+            "parts": parts,
+            "peak_bytes": 7_000_000_000,
+        }
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def run(groups: list[list[Form]], ttfts: dict[Form, float]) -> tuple[Measured, list[tuple[str, Question]], list[Any]]:
+    asked: list[tuple[str, Question]] = []
+    opened: list[FakeProcess] = []
+
+    def open_process(form: Form) -> Any:
+        opened.append(FakeProcess(form, asked, lambda _: ttfts[form]))
+        return opened[-1]
+
+    return measure(groups, PLAN, open_process, lambda: 50.0, lambda text: None), asked, opened
+
+
+def test_in_a_round_everybody_is_shown_one_picture_and_no_round_shows_another_rounds() -> None:
+    measured, asked, opened = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
+    rounds = [asked[start : start + 3] for start in range(0, len(asked), 3)]
+    assert len(rounds) == PLAN.warmup + PLAN.repeat
+    seeds = [{question.seed for _, question in turn} for turn in rounds]
+    assert all(len(found) == 1 for found in seeds) and len(set.union(*seeds)) == len(rounds)
+    for turn in rounds:
+        assert sorted((name, question.way) for name, question in turn) == [
+            ("fp32", "none"),
+            ("ort-cpu int4", "none"),
+            ("ort-cpu int4", "retain-64"),
+        ]
+    # Everybody begins a round sometimes.
+    assert len({(turn[0][0], turn[0][1].way) for turn in rounds}) == 3
+    assert all(process.closed for process in opened)
+    assert [len(row.answers) for row in measured.rows] == [PLAN.repeat] * 3
+    assert len(measured.read_gb_per_s) == len(rounds)
+
+
+def test_who_does_not_load_or_fails_is_told_of_and_the_others_go_on() -> None:
+    asked: list[tuple[str, Question]] = []
+
+    def third(count: int) -> float:
+        if count > 4:
+            raise NotRunError("out of paper")
+        return 1.0
+
+    def open_process(form: Form) -> Any:
+        if form == SLOW:
+            raise NotRunError("it is not here")
+        return FakeProcess(form, asked, third if form == FAST else lambda _: 3.0)
+
+    measured = measure([[FAST, SLOW, OURS]], PLAN, open_process, lambda: 1.0, lambda text: None)
+    assert measured.not_run == {"transformers fp32": "it is not here", "llama-cpp Q4_0": "out of paper"}
+    assert {row.label: len(row.answers) for row in measured.rows} == {
+        "llama-cpp Q4_0": 1,
+        "sinkprune ort-cpu int4, none": 4,
+        "sinkprune ort-cpu int4, retain-64": 4,
+    }
+
+
+def test_a_ratio_is_to_the_reference_of_the_same_sitting() -> None:
+    measured, _, _ = run([[SLOW, OURS], [SLOW, FAST]], {SLOW: 100.0, OURS: 50.0, FAST: 200.0})
+    for row in measured.rows:
+        if row.sitting == 1:
+            row.answers = [{**answer, "ttft": answer["ttft"] * 2} for answer in row.answers]
+    content = json.loads(json.dumps(as_json(measured, "tiny", PLAN, SLOW.label)))
+    ratios = {(row["form"], row["way"]): row["ttft_over_reference"] for row in content["rows"]}
+    assert ratios == {
+        ("fp32", "none"): 1.0,
+        ("ort-cpu int4", "none"): 0.5,
+        ("ort-cpu int4", "retain-64"): 0.5,
+        ("Q4_0", "none"): 2.0,
+    }
+    first = content["rows"][0]
+    assert first["ms"] == {
+        "ttft": {"median": 100.0, "p95": 100.0},
+        "per_token": {"median": 20.0, "p95": 20.0},
+        "vision": {"median": 25.0, "p95": 25.0},
+    }
+    # 2 MB in 20 ms
+    assert first["decode_gb_per_s"] == pytest.approx(0.1)
+    assert len(first["answers"]) == PLAN.repeat and content["plan"]["repeat"] == PLAN.repeat
+
+
+def test_without_the_reference_there_are_no_ratios() -> None:
+    measured, _, _ = run([[OURS]], {OURS: 50.0})
+    assert [row["ttft_over_reference"] for row in as_json(measured, "tiny", PLAN, SLOW.label)["rows"]] == [None] * 2
+
+
+def test_agreement_is_with_what_most_unpruned_answers_begin_with() -> None:
+    measured, _, _ = run([[SLOW, OURS, FAST]], {SLOW: 1.0, OURS: 1.0, FAST: 1.0})
+    assert {row.label: measured.agreeing(row) for row in measured.rows} == {
+        "transformers fp32": 1.0,
+        "sinkprune ort-cpu int4, none": 1.0,
+        "sinkprune ort-cpu int4, retain-64": 1.0,
+        "llama-cpp Q4_0": 0.0,
+    }
+
+
+def test_the_table_has_a_line_a_row_the_fastest_first() -> None:
+    measured, _, _ = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
+    text = io.StringIO()
+    Console(file=text, width=200).print(table(measured, SLOW.label))
+    head, *lines = [line.split() for line in text.getvalue().splitlines()]
+    assert head[:3] == ["engine", "input", "TTFT"]
+    assert [line[0] for line in lines] == ["sinkprune", "sinkprune", "transformers"]
+    assert " ".join(lines[2][2:]) == "9 100 (100) 25.0 - - 20.0 (20.0) 0.1 7.0 1.0 1.00 1.00 100 %"
+    assert read_line(measured) == "a plain read of memory: 50.0 GB/s (50.0 to 50.0)"
+
+
+def test_the_picture_is_one() -> None:
+    measured, _, _ = run([[SLOW, OURS]], {SLOW: 100.0, OURS: 50.0})
+    assert plot(measured, "tiny", ".png").startswith(b"\x89PNG")
+
+
+FORMS = [Form("llama_cpp", str(number), bits) for number, bits in enumerate((4, 4.5, 8, 16, 16, 32))]
+
+
+@given(free=st.integers(0, 40_000_000_000), parameters=st.integers(1_000_000, 4_000_000_000))
+def test_everybody_sits_once_where_there_is_room_or_is_refused(free: int, parameters: int) -> None:
+    reference = FORMS[3]
+    groups, refused = sittings(FORMS, reference.label, parameters, free)
+    for group in groups:
+        assert group[0] == reference
+        assert len(group) == 1 or sum(needed_bytes(form, parameters) for form in group) <= free
+    seated = [form for group in groups for form in group[1:]]
+    assert sorted([form.label for form in seated] + list(refused)) == sorted(
+        form.label for form in FORMS if form != reference
+    )
+    assert all("are to be used (--memory-gb)" in reason for reason in refused.values())
+
+
+def test_without_a_reference_the_others_sit_alone() -> None:
+    groups, refused = sittings([FAST, SLOW], "nobody", 1_000_000_000, 30_000_000_000)
+    assert groups == [[SLOW, FAST]] and refused == {}
+    assert sittings([SLOW], SLOW.label, 1_000_000, 30_000_000_000) == ([[SLOW]], {})
+    assert sittings([], "nobody", 1, 1) == ([], {})
+
+
+def test_a_plain_read_takes_its_time() -> None:
+    assert 0.01 < PlainRead(threads=2, size=1 << 24).gb_per_s() < 10_000

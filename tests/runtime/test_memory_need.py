@@ -1,0 +1,158 @@
+"""What a command needs of the machine's memory: told beforehand, near the truth, refused where it is not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from commands import BIN, run
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
+from sinkprune.contract.precision import WeightsName
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.families import load_family
+
+# Under a limit of so many bytes beyond what the process has; prints the peak of one without.
+_PROGRAM = """
+import re, resource, sys
+from pathlib import Path
+from sinkprune.calibration.commands import calibrate, evaluate
+from sinkprune.runtime.commands import profile, run
+room, command, *arguments = sys.argv[1:]
+if int(room):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + int(room),) * 2)
+code = {"run": run, "profile": profile, "evaluate": evaluate, "calibrate": calibrate}[command].main(arguments)
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+sys.exit(code)
+"""
+
+
+def in_own_process(room: int, command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", _PROGRAM, str(room), command, *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300)
+
+
+def need_of(
+    manifest: Manifest, budget: str = "none", backend: str = "ort-cpu", built: bool = False, tokens: int = 80
+) -> MemoryNeed | None:
+    layouts = [next(iter(load_family(manifest).largest().values()))]
+    rows = schedule(manifest, "sinkpruner", budget, layouts)
+    return running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
+
+
+def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112")).manifest
+    lm, needs = manifest.language_model, [need_of(manifest, budget) for budget in ("none", "retain-64")]
+    none, pruned = needs
+    assert none is not None
+    assert pruned is not None
+    row = 2 * lm.num_kv_heads * lm.head_dim * 4
+    assert none.cache == round(1.1 * row * lm.num_layers * (64 + 80))
+    planned = manifest.plans["sinkpruner"]["retain-64"]
+    assert planned.counts is not None
+    kept = [planned.counts.kept, *planned.counts.stages]
+    layers = sum(len(segment) * (left + 80) for segment, left in zip(manifest.segments, kept, strict=True))
+    assert pruned.cache == round(1.1 * row * layers)
+    assert pruned.weights == none.weights
+    assert pruned.activations < none.activations
+
+
+def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Path]) -> None:
+    for form, held in (("fp32", 1.0), ("int8", 1.4), ("int4", 1.2)):
+        manifest = read_bundle(bundle("gqa-112", weights=form)).manifest
+        need = need_of(manifest)
+        assert need is not None
+        bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
+        vision = 1.0 if form == "fp32" else 1.4
+        others = sum(bytes_of.values()) - bytes_of["vision"]
+        assert need.weights == pytest.approx(held * others + vision * bytes_of["vision"], rel=1e-6)
+        assert need.loading > 0
+        mapped = need_of(manifest, built=True)
+        assert mapped is not None
+        assert mapped.loading == 0
+
+
+def test_what_computes_on_a_gpu_has_no_need_of_the_machine_s_memory(bundle: Callable[..., Path]) -> None:
+    assert need_of(read_bundle(bundle("gqa-112")).manifest, backend="tensorrt") is None
+
+
+def test_the_words() -> None:
+    need = MemoryNeed(weights=2_000_000_000, loading=3_000_000_000, cache=500_000_000, activations=1_000_000_000)
+    assert need.bytes == (100 << 20) + 5_000_000_000
+    assert replace(need, loading=0).bytes == (100 << 20) + 3_500_000_000
+    told = "about 5.1 GB (weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB)"
+    assert told_need(need, 17_200_000_000) == f"needs {told}, 17.2 GB are free"
+    assert told_need(need, 0) == f"needs {told}"
+    need.check("it", 0, "")
+    need.check("it", need.bytes, "")
+    with pytest.raises(TooLittleMemoryError, match=r"it needs about 5.1 GB .*, 5.1 GB are free\. .* or less\.$"):
+        need.check("it", need.bytes - 1, "less")
+
+
+@pytest.mark.parametrize("command", ["run", "profile", "evaluate", "calibrate"])
+def test_too_little_memory_is_refused_with_both_numbers(
+    command: str, bundle: Callable[..., Path], photo_file: Path
+) -> None:
+    asked = ("--image", photo_file, "--prompt", "What is this?") if command in ("run", "profile") else ()
+    done = in_own_process(80 << 20, command, bundle("gqa-112"), *asked)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: not enough memory: '")
+    for words in ("on ort-cpu needs about 0.1 GB (weights 0.0 GB", "0.1 GB are free", "--weights int4"):
+        assert words in done.stderr
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8", "int4"])
+def test_a_small_need_is_near_the_peak_and_not_told(
+    form: WeightsName, bundle: Callable[..., Path], photo_file: Path
+) -> None:
+    asked = ("--image", photo_file, "--prompt", "What is this?", "--json", "--max-new-tokens", 4)
+    done = in_own_process(0, "run", bundle("gqa-112", weights=form), *asked)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    answer, peak = done.stdout.splitlines()
+    memory = json.loads(answer)["memory"]
+    assert 0.7 <= memory["needed_bytes"] / (int(peak) * 1024) <= 1.4
+    assert memory["free_bytes"] > memory["needed_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4", "int8", "fp32"])
+def test_the_need_of_the_1b_preset(form: str, tmp_path: Path, photo_file: Path) -> None:
+    """Within 20 % of the peak; told; and int4 takes less than twice its files."""
+    path = tmp_path / "bundle"
+    options = ("--random-weights", "--weights", form, "--budgets", "retain-64")
+    subprocess.run([BIN / "sinkprune-export", "llava-1.1b", *options, "-o", path], check=True, capture_output=True)
+    done = in_own_process(0, "run", path, "--image", photo_file, "--prompt", "What?", "--json", "--max-new-tokens", 8)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("needs about ")
+    answer, peak = done.stdout.splitlines()
+    assert 0.8 <= json.loads(answer)["memory"]["needed_bytes"] / (int(peak) * 1024) <= 1.2
+    weights = sum(file.stat().st_size for file in (path / "graphs" / "weights").iterdir())
+    assert int(peak) * 1024 <= 2 * weights
+
+
+def test_a_profile_tells_the_peak_of_each_stage_and_the_time_to_load(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    asked = ("--image", photo_file, "--prompt", "What?", "--repeat", 1, "--new-tokens", 3, "--budgets", "retain-64")
+    outcome = run("sinkprune-profile", bundle("gqa-112"), *asked, "--json", path)
+    assert outcome.code == 0, outcome.stderr
+    report = json.loads(path.read_text())
+    assert 0 < report["load_ms"] < report["first_answer_ms"]
+    for name, budget in report["budgets"].items():
+        stages = budget["stage_peak_rss_bytes"]
+        sanitizer = ["sanitizer"] if name != "none" else []
+        assert list(stages) == ["vision", *sanitizer, "projector", "prefill", "decode"]
+        assert max(stages.values()) <= budget["peak_rss_bytes"]
+        assert f"{name}: peak memory in MB: vision" in outcome.stdout
+    assert "the first answer began at" in outcome.stdout

@@ -1,0 +1,180 @@
+"""Backend openvino against ort-cpu: the same kept sets and logits in fp32, and what its faster types change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import pytest
+from onnx.reference import ReferenceEvaluator
+from PIL import Image
+
+from commands import assert_refused, run
+from conftest import NEXT_SHAPES, QWEN_SHAPES, SHAPES
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BackendError, EnginesError, UsageError
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.backends import COMPUTES, Compute, load_backend
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.observer import Observer
+
+QUESTION = "What is on the table?"
+NEW_TOKENS = 4
+
+
+class Logits(Observer):
+    def __init__(self) -> None:
+        self.all: list[np.ndarray] = []
+
+    def chose(self, token: int, logits: np.ndarray) -> None:
+        self.all.append(np.array(logits, np.float32))
+
+
+def asked(pipeline: Pipeline, photo: Image.Image, **options: object) -> tuple[Answer, list[np.ndarray]]:
+    """The answer, and the logits of its tokens."""
+    watched = Logits()
+    answer = pipeline.generate(
+        photo, QUESTION, observer=watched, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, **options
+    )
+    return answer, watched.all
+
+
+def kept_sets(answer: Answer) -> list[list[int]]:
+    kept = answer.kept
+    return [kept.index.ravel().tolist(), *(rows.tolist() for _, rows in sorted(kept.after_stage.items()))]
+
+
+def assert_equal(ours: Pipeline, theirs: Pipeline, photo: Image.Image, **options: object) -> None:
+    """The same kept sets, tokens and counts; the same norms, salience and logits but for the last digits."""
+    (answer, logits), (expected, expected_logits) = (asked(pipe, photo, **options) for pipe in (ours, theirs))
+    assert kept_sets(answer) == kept_sets(expected)
+    assert (answer.token_ids, answer.tokens_per_layer) == (expected.token_ids, expected.tokens_per_layer)
+    np.testing.assert_allclose(answer.kept.norms, expected.kept.norms, rtol=1e-4)
+    np.testing.assert_allclose(answer.kept.salience, expected.kept.salience, rtol=1e-3, atol=1e-6)
+    for own, other in zip(logits, expected_logits, strict=True):
+        assert np.abs(own - other).max() < 1e-3 * np.abs(other).max()
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES])
+def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
+    name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend="openvino", compute="fp32")
+    for budget in ("none", *theirs.bundle.manifest.budgets):
+        assert_equal(ours, theirs, photo, budget=budget)
+
+
+def test_every_method_keeps_the_same(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path) -> None:
+    """With options that change a plan's graphs, and the functions that they call."""
+    budgets, methods = ("retain-192", "retain-64+compact"), tuple(all_methods())
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), budgets=budgets, methods=methods), tmp_path / "bundle")
+    theirs = Pipeline.load(tmp_path / "bundle")
+    ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
+    for method, plans in theirs.bundle.manifest.plans.items():
+        for budget in plans:
+            assert_equal(ours, theirs, photo, method=method, budget=budget)
+
+
+def test_several_pictures_keep_the_same(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=2)
+    ours, theirs = Pipeline.load(root, backend="openvino", compute="fp32"), Pipeline.load(root)
+    answer, expected = (
+        pipe.generate([photo, photo.rotate(90)], QUESTION, budget="retain-64", max_new_tokens=NEW_TOKENS)
+        for pipe in (ours, theirs)
+    )
+    assert answer.token_ids == expected.token_ids
+    for kept, other in zip(answer.images, expected.images, strict=True):
+        np.testing.assert_array_equal(kept.index, other.index)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
+def test_quantised_weights_are_exact_in_fp32_and_rows_are_rounded_otherwise(
+    weights: str, bundle: Callable[..., Path]
+) -> None:
+    opened = read_bundle(bundle("gqa-112", budgets=("retain-64",), weights=weights))
+    head = Model.of_bundle(opened, "head")
+    hidden = np.random.default_rng(0).standard_normal((1, 3, opened.manifest.language_model.hidden_size), np.float32)
+    (expected,) = ReferenceEvaluator(str(head.file.path)).run(None, {"hidden": hidden})
+    errors = {}
+    for compute in ("fp32", "fastest"):
+        logits = load_backend("openvino", compute=compute).load(head)({"hidden": hidden})["logits"]
+        errors[compute] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    assert errors["fp32"] < 1e-5
+    assert errors["fastest"] < 0.05
+    assert weights == "bf16" or errors["fastest"] > 1e-4
+
+
+@pytest.mark.parametrize("compute", [compute for compute in COMPUTES if compute != "fp32"])
+@pytest.mark.parametrize("form", ["fp32", "fp16", "bf16", "int4"])
+def test_what_faster_types_change_is_little(
+    form: str, compute: Compute, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    precision, weights = ("fp16", None) if form == "fp16" else ("fp32", form if form != "fp32" else None)
+    root = bundle("gqa-112", precision, ("retain-64",), weights=weights)
+    exact = Pipeline.load(root, backend="openvino", compute="fp32")
+    try:
+        fast = Pipeline.load(root, backend="openvino", compute=compute)
+    except BackendError as error:
+        pytest.skip(str(error))
+    assert fast.backend.versions["compute"] != exact.backend.versions["compute"]
+    for budget in ("none", "retain-64"):
+        (answer, logits), (expected, expected_logits) = (asked(pipe, photo, budget=budget) for pipe in (fast, exact))
+        assert answer.tokens_per_layer == expected.tokens_per_layer
+        np.testing.assert_allclose(answer.kept.norms, expected.kept.norms, rtol=0.05)
+        shared = np.intersect1d(answer.kept.index, expected.kept.index)
+        assert len(shared) > 0.8 * expected.kept.index.size
+        assert np.abs(logits[0] - expected_logits[0]).max() < 0.2 * np.abs(expected_logits[0]).max()
+
+
+def test_answers_that_take_turns_have_caches_of_their_own(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    pipe = Pipeline.load(bundle("gqa-112"), backend="openvino", compute="fp32")
+    pictures = [photo, photo.rotate(180)]
+
+    def begun(picture: Image.Image) -> Iterator[str]:
+        return pipe.stream(picture, QUESTION, budget="retain-64", max_new_tokens=8, min_new_tokens=8)
+
+    alone = [list(begun(picture)) for picture in pictures]
+    together = list(zip_longest(*map(begun, pictures)))
+    assert [[piece for piece in pieces if piece is not None] for pieces in zip(*together, strict=True)] == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "openvino", "compute": "int3"}, "unknown compute 'int3'; known: fastest, bf16, fp32"),
+        ({"backend": "ort-cpu", "compute": "bf16"}, "backend 'ort-cpu' computes in the bundle's precision"),
+    ],
+)
+def test_what_cannot_be_computed_in_is_refused(
+    options: dict[str, str], words: str, bundle: Callable[..., Path]
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Pipeline.load(bundle("gqa-112"), **options)
+
+
+def test_graphs_of_jetpack_6_are_refused(bundle: Callable[..., Path]) -> None:
+    root = bundle("gqa-112", budgets=("retain-64",), dialect="opset20")
+    with pytest.raises(BackendError, match="Export the bundle again with --dialect opset24"):
+        Pipeline.load(root, backend="openvino")
+
+
+def test_engines_are_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
+    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0
+    with pytest.raises(EnginesError, match="runs the bundle itself"):
+        Pipeline.load(root, backend="openvino", engines=engines)
+
+
+def test_the_command_takes_it(bundle: Callable[..., Path], photo_file: Path) -> None:
+    ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 2)
+    assert run("sinkprune-run", *ask, "--backend", "openvino", "--compute", "fp32").code == 0
+    assert_refused(
+        run("sinkprune-run", *ask, "--compute", "fp32"), "backend 'ort-cpu' computes in the bundle's precision"
+    )
