@@ -108,7 +108,10 @@ def _sweep(exact: Array, steps: Array, errors: Array, feedback: Array, most: int
         rows = slice(start, start + _INPUTS)
         inside, owed = feedback[rows, rows], feedback[rows] @ errors
         for place, row in enumerate(range(start, start + len(owed))):
-            chosen = np.clip(np.rint((exact[row] - owed[place]) / steps[row]), -most, most)
+            # A block of zeros has the smallest scale there is: infinitely many of it make up for anything.
+            with np.errstate(over="ignore"):
+                wanted = (exact[row] - owed[place]) / steps[row]
+            chosen = np.clip(np.rint(wanted), -most, most)
             error = chosen * steps[row] - exact[row]
             owed[place + 1 :] += np.outer(inside[place + 1 :, place], error - errors[row])
             codes[row], errors[row] = chosen, error
