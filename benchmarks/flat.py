@@ -3,8 +3,8 @@
     python benchmarks/flat.py BUNDLE
     python benchmarks/flat.py BUNDLE --requests 500 --budget retain-64 --json flat.json
 
-The first fifth is a warm-up. Behind it lines are fitted through resident memory and through the times of requests: the
-memory may grow by 1 % or 4 MB, and the time by 10 %, from their beginning to their end. Exit code 1 where one grows more.
+The first fifth is a warm-up. Of the rest the medians of the first and the last third are compared: resident memory
+may grow by 1 % or 4 MB, whichever is more, and the time of a request by 10 %. Exit code 1 where one grows more.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from sinkprune.runtime.pipeline import Pipeline
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_TIME = 0.10
 MOST_MEMORY, LEAST_MEMORY = 0.01, 4 << 20
-"""What may be added to the memory: a share of it, or so many bytes where that is less."""
+"""What may be added to the memory: a share of it, or so many bytes where that is more."""
 _SIDE = 224
 
 
 class Drift(NamedTuple):
-    """What a line through measurements says of their beginning, and of what was added up to their end."""
+    """Where measurements began, and what was added up to their end."""
 
     first: float
     added: float
 
 
 def drift(values: Sequence[float]) -> Drift:
-    """The line of least absolute deviations' stand-in: through the medians of the first and the last third."""
+    """By the medians of the first and the last third, which single slow requests do not move."""
     third = max(1, len(values) // 3)
     first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
     # From the middle of one third to that of the other; told for the whole.

@@ -3,10 +3,10 @@
     python benchmarks/growth.py
     python benchmarks/growth.py --tokens 144,576,2304,9216 --width 512 --rounds 5 --json growth.json --plot growth.png
 
-Bundles of small shapes and random weights are made, one for each number of visual tokens, whose tower has crops of that
-size. Along each axis everything else stays as it is, and sizes take turns in every round. What is told is the median,
-and the exponent: the slope of a line through all points in logarithms, with its 95 % interval. 1 is linear, 2 is what
-attention comes to; on small sizes fixed costs bend it down.
+Bundles of small shapes and random weights are made, one for each number of visual tokens, whose tower has crops of
+that size. Along each axis everything else stays as it is, and sizes take turns in every round. What is told is the
+median, and the exponent: the slope of a line through all points in logarithms, with its 95 % interval. 1 is linear, 2
+is what attention comes to; on small sizes fixed costs bend it down.
 """
 
 from __future__ import annotations

@@ -95,6 +95,10 @@ class Report:
     precision: str
     """The type of hidden states and caches."""
     weights: WeightForms
+    compute: str
+    """What engines compute in, in words."""
+    cache: str
+    """The type of keys and values, in words."""
     method: str
     machine: str
     threads: int

@@ -98,7 +98,7 @@ class Pipeline:
     ) -> Pipeline:
         """Load a bundle, read or by its path, or the `engines` that sinkprune-build made of it.
 
-        `compute` is what backend openvino computes in: fastest (the default), bf16 or fp32.
+        `compute` is what openvino (fastest, bf16, fp32) and ort-cpu (fastest, fp32) compute in (default: fastest).
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
         the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
         the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle

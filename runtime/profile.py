@@ -77,6 +77,8 @@ def profile(
         backend=pipeline.backend.name,
         precision=manifest.precision,
         weights=manifest.weights,
+        compute=pipeline.backend.compute,
+        cache=pipeline.backend.cache,
         method=method,
         machine=processor_name(),
         threads=pipeline.backend.threads,

@@ -115,6 +115,8 @@ def report(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,
+        weights=manifest.weights,
+        compute=pipeline.backend.compute,
         machine=processor_name(),
         threads=pipeline.backend.threads,
         task=task,

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinkprune.calibration.evaluation.intervals import Interval, paired_bootstrap, relative_accuracy, wilson
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.report import Spread
 
 
@@ -82,6 +83,9 @@ class EvaluationReport:
     """The checkpoint's name."""
     backend: str
     precision: str
+    weights: WeightForms
+    compute: str
+    """What engines compute in, in words."""
     machine: str
     """The processor, in words."""
     threads: int

@@ -24,11 +24,13 @@ THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 Compute = Literal["fastest", "bf16", "fp32"]
 """What a backend that has the choice computes in: see `COMPUTES`."""
 COMPUTES: dict[Compute, str] = {
-    "fastest": "bf16 where the processor has it, and int8 for rows that meet int8 or int4 weights",
-    "bf16": "bf16 for all but selection",
-    "fp32": "fp32 for everything",
+    "fastest": "int8 for rows that meet int8 or int4 weights; openvino: bf16 for the rest where the processor has it",
+    "bf16": "openvino: bf16 for all but selection",
+    "fp32": "rows are not rounded; openvino: fp32 for everything",
 }
 """What each of them is, in words. Selection is in fp32 always."""
+_CHOOSING = ("openvino", "ort-cpu")
+"""The backends that have a choice."""
 
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 
@@ -75,6 +77,10 @@ class Backend(Protocol):
     """One of `BACKENDS`."""
     threads: int
     """CPU threads an engine computes with."""
+    compute: str
+    """What engines compute in, in words for reports."""
+    cache: str
+    """The type of keys and values, in words for reports."""
     versions: dict[str, str]
     """What reports tell of the library and its device, by name."""
 
@@ -113,18 +119,14 @@ def load_backend(
 ) -> Backend:
     """The backend `name`, found to fit the engines `built`: ORT can do without, TensorRT cannot, OpenVINO takes none.
 
-    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for backend openvino (default:
-    fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
+    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for openvino and ort-cpu
+    (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
-    if compute is not None and name != "openvino":
-        raise UsageError(
-            f"compute is {shown(compute)}, but backend '{name}' computes in the bundle's precision. Leave it out."
-        )
-    if compute is not None and not (isinstance(compute, str) and compute in COMPUTES):
-        raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
+    if compute is not None:
+        _check_compute(name, compute, built)
     if built is not None:
         built.check_backend(name)
     if name == "openvino":
@@ -136,7 +138,7 @@ def load_backend(
 
         if built is not None:
             built.check_processor(_PROVIDERS[name])
-        backend = OrtBackend(name, _PROVIDERS[name], threads)
+        backend = OrtBackend(name, _PROVIDERS[name], threads, compute or "fastest")
         if built is not None:
             built.check_library("onnxruntime", backend.versions["onnxruntime"])
         return backend
@@ -150,3 +152,19 @@ def load_backend(
             f"--target {TARGETS[name]}, and add --engines ENGINES."
         )
     return open_tensorrt(name, built)
+
+
+def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
+    """Refuse what the backend of that name, or the engines `built`, cannot compute in; raises `UsageError`."""
+    if not isinstance(compute, str) or compute not in COMPUTES:
+        raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
+    if name not in _CHOOSING or (name == "ort-cpu" and compute == "bf16"):
+        raise UsageError(
+            f"compute is '{compute}', but backend '{name}' computes in the types of the bundle's graphs. Leave it out"
+            f"{', or choose fp32' if name in _CHOOSING else ''}."
+        )
+    if built is not None and compute != "fastest":
+        raise UsageError(
+            f"compute is '{compute}', but engines are built to be fastest. Leave --engines out: the bundle itself "
+            "computes in either."
+        )

@@ -48,10 +48,9 @@ class OpenVinoBackend(Backend):
         self.name = name
         self.threads = threads or usable_cores()
         floats = "bf16" if self._bf16 else "fp32"
-        self.versions = {
-            "openvino": openvino.__version__,
-            "compute": f"{floats}, int8 where weights are" if self._int8 else floats,
-        }
+        self.compute = floats + (", int8 where weights are" if self._int8 else "")
+        self.cache = floats
+        self.versions = {"openvino": openvino.__version__}
 
     def load(self, model: Model) -> _OpenVinoEngine:
         return _OpenVinoEngine(self._compiled(model))

@@ -12,7 +12,7 @@ import numpy as np
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend, Decoder, Engine
+from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.ort_buffers import CpuMemory, GpuMemory
 from sinkprune.runtime.backends.row_runs import joined
@@ -34,7 +34,7 @@ _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 class OrtBackend(Backend):
     """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
 
-    def __init__(self, name: str, provider: str, threads: int | None) -> None:
+    def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
         ort = import_onnxruntime(name)
         if provider not in ort.get_available_providers():
             raise BackendError(
@@ -47,6 +47,9 @@ class OrtBackend(Backend):
         self._device = _DEVICES[provider]
         self.name = name
         self.threads = threads or usable_cores()
+        self._rounds_rows = compute == "fastest"
+        self.compute = "the graphs' types" + (", int8 where weights are" if self._rounds_rows else "")
+        self.cache = "the graphs' type"
         self.versions = {"onnxruntime": ort.__version__}
         self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
@@ -65,6 +68,9 @@ class OrtBackend(Backend):
         # Every engine has its own threads; they must not spin while another engine's work.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.use_env_allocators", "1")
+        # Products with quantised weights: 4 rounds rows to int8, 1 computes in fp32.
+        level = "4" if self._rounds_rows else "1"
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
         held = self._hold_small_weights(model, options)

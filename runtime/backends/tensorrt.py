@@ -57,6 +57,7 @@ class TensorRTBackend(Backend, CacheMemory):
             built.check_plugins(_register_plugins(library))
         self._check_memory(built, device)
         self.name = name
+        self.compute, self.cache = "the graphs' types", "the graphs' type"
         self.versions = {name: library.__version__, "gpu": device.name, "cuda_graphs": str(device.has_graphs).lower()}
         self._device, self._built = device, built
         self._pool = MemoryPool(device)

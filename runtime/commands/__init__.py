@@ -57,7 +57,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
-    add("--compute", choices=COMPUTES, help="openvino: the types to compute in (default: fastest)")
+    add("--compute", choices=COMPUTES, help="openvino, ort-cpu: the types to compute in (default: fastest)")
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)

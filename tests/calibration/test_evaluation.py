@@ -13,6 +13,7 @@ from sinkprune.calibration.evaluation.asking import ask, choose_combinations, re
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply, summarise
 from sinkprune.calibration.tasks import Item, blinded
 from sinkprune.contract.errors import BudgetError, PromptError, UsageError
+from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.questions import Question
 from sinkprune.contract.report import Spread
 
@@ -23,6 +24,8 @@ PLANS = {
 }
 SINK, FASTV = Combination("sinkpruner", "retain-64"), Combination("fastv", "retain-64")
 GREY = (128, 128, 128)
+
+FP32 = WeightForms("fp32", "fp32", None)
 
 
 class FakeManifest(SimpleNamespace):
@@ -43,8 +46,8 @@ class FakePipeline:
         self.asked: list[tuple[str, str, str]] = []
         self.images: list[Image.Image] = []
         checkpoint = SimpleNamespace(source="/models/pocket")
-        self.bundle = SimpleNamespace(manifest=FakeManifest(precision="fp32", checkpoint=checkpoint))
-        self.backend = SimpleNamespace(name="fake", threads=1, versions={"fake": "1"})
+        self.bundle = SimpleNamespace(manifest=FakeManifest(precision="fp32", weights=FP32, checkpoint=checkpoint))
+        self.backend = SimpleNamespace(name="fake", threads=1, compute="fp32", versions={"fake": "1"})
 
     def generate(self, image: Image.Image, prompt: str, *, method: str, budget: str, max_new_tokens: int) -> Any:
         if prompt == "too long":
