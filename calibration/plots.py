@@ -1,15 +1,18 @@
-"""The reports as pictures: accuracy against visual tokens, and how many tokens have which norm."""
+"""The reports as pictures: accuracy against visual tokens, how many tokens have which norm, and layers' errors."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 from itertools import cycle, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sinkprune.calibration.evaluation.report import EvaluationReport
 from sinkprune.calibration.norms import OUTLIER, NormReport
 from sinkprune.runtime.plot import figure_bytes, import_matplotlib
+
+if TYPE_CHECKING:
+    from sinkprune.calibration.quantising.report import QuantisationReport
 
 OWN = "sinkpruner"
 """The method that is drawn boldly: the project's own."""
@@ -62,6 +65,35 @@ def plot_norms(report: NormReport, suffix: str) -> bytes:
     axes.set_title("\n".join(textwrap.wrap(f"{report.model}: {report.verdict}", 95)), fontsize=9, loc="left")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    return figure_bytes(figure, suffix)
+
+
+def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
+    """The error of every layer in the order in which they run, beside that of rounding to the nearest.
+
+    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
+    """
+    figure = import_matplotlib()(figsize=(11, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(report.layers))
+    nearest = [100 * layer.to_nearest.relative_l2 for layer in report.layers]
+    axes.plot(places, nearest, "o", color="#777777", markersize=3, label="to the nearest")
+    ours = [100 * layer.error.relative_l2 for layer in report.layers]
+    axes.plot(places, ours, "o", color=_OWN_COLOUR, markersize=4, label="calibrated")
+    first = {layer.graph: place for place, layer in reversed(list(enumerate(report.layers)))}
+    for number, (graph, place) in enumerate(first.items()):
+        axes.axvline(place - 0.5, color="#000000", linewidth=0.5, alpha=0.3)
+        # In two lines: a projector has few layers, and a long name.
+        axes.text(place - 0.3, 1.01 + 0.05 * (number % 2), graph, transform=axes.get_xaxis_transform(), fontsize=8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("linear layers, in the order in which they run")
+    axes.set_ylabel("error of the output, % of its length")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.25)
+    off, off_nearest = (f"{100 * error.relative_l2:.1f} %" for error in (report.logits, report.to_nearest))
+    told = f"logits {off} off, {off_nearest} to the nearest"
+    axes.set_title(f"{report.model}, weights {report.weights.name}: {told}", fontsize=10, pad=34)
+    axes.legend(frameon=False)
     return figure_bytes(figure, suffix)
 
 

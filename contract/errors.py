@@ -61,3 +61,7 @@ class UsageError(SinkpruneError):
 
 class TaskError(SinkpruneError):
     """A task to evaluate on is unknown, or its file is missing or malformed."""
+
+
+class AccuracyError(SinkpruneError):
+    """Quantised weights change what a model gives by more than was allowed."""

@@ -100,11 +100,16 @@ def make_scene(split: str, index: int) -> tuple[Scene, Image.Image]:
 
 def test_set() -> Iterator[tuple[Image.Image, Question]]:
     """The fixed test: questions of every kind about each of its pictures, picture by picture."""
+    return asked_about("test", TEST_PICTURES)
+
+
+def asked_about(split: str, count: int) -> Iterator[tuple[Image.Image, Question]]:
+    """Questions of every kind about each of the first `count` pictures of `split` (training, validation, test)."""
     from sinkprune.demo.scene_questions import one_of_each_kind
 
-    for index in range(TEST_PICTURES):
-        scene, picture = make_scene("test", index)
-        for question in one_of_each_kind(scene, Random(f"test questions {index}"), f"scene-{index:03d}"):
+    for index in range(count):
+        scene, picture = make_scene(split, index)
+        for question in one_of_each_kind(scene, Random(f"{split} questions {index}"), f"scene-{index:03d}"):
             yield picture, question
 
 

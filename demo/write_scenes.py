@@ -1,23 +1,24 @@
-"""Write the first test scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT`.
+"""Write scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT [SPLIT]`.
 
-Their questions are in `FOLDER/scenes.jsonl`, as `sinkprune-evaluate --task` reads them.
+They are the first of the split, "test" unless it is given: "validation" has others, to calibrate on. Their questions
+are in `FOLDER/scenes.jsonl`, as `sinkprune-evaluate --task` and `sinkprune-calibrate quantize --data` read them.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 
-from sinkprune.demo.scenes import test_set
+from sinkprune.demo.scenes import asked_about
 
 
-def write_scenes(folder: Path, count: int) -> None:
-    """`count` pictures `scene-0.png`, ... and `scenes.jsonl` into `folder`."""
+def write_scenes(folder: Path, count: int, split: str = "test") -> None:
+    """`count` pictures `scene-0.png`, ... of `split` and `scenes.jsonl` into `folder`."""
     lines = []
-    by_picture = groupby(test_set(), key=lambda pair: id(pair[0]))
-    for number, (_, group) in enumerate(islice(by_picture, count)):
+    by_picture = groupby(asked_about(split, count), key=lambda pair: id(pair[0]))
+    for number, (_, group) in enumerate(by_picture):
         for picture, question in group:
             picture.save(folder / f"scene-{number}.png")
             line: dict[str, object] = {
@@ -34,4 +35,4 @@ def write_scenes(folder: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    write_scenes(Path(sys.argv[1]), int(sys.argv[2]))
+    write_scenes(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

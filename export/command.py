@@ -7,18 +7,17 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
-from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
+from sinkprune.export.packages import packages_told_of
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from sinkprune.export.planning import Unreachable
     from sinkprune.export.requantised import Requantised
 
-_PACKAGES = {"huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "transformers"}
-"""What the extra `export` installs, by the names that are imported."""
 _EXAMPLES = """\
 examples:
   sinkprune-export llava-hf/llava-1.5-7b-hf -o llava-7b --precision fp16
@@ -58,7 +55,7 @@ def _export(arguments: Sequence[str] | None) -> None:
 
     unreachable: list[Unreachable] = []
     requantised: list[Requantised] = []
-    with _packages_told_of():
+    with packages_told_of("exporting"):
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.progress import shown_progress
         from sinkprune.export.requantised import summary
@@ -119,21 +116,6 @@ def _tell_needs(memory: int, disk: int) -> None:
         free = available_bytes()
         known = f", of which {gigabytes(free)} are free," if free else ""
         sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
-
-
-@contextmanager
-def _packages_told_of() -> Iterator[None]:
-    """Says which package of the extra `export` is missing, whenever it is first asked for."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _PACKAGES:
-            raise
-        raise SinkpruneError(
-            f"exporting needs the package '{package}', which is not installed. "
-            "Install it with: pip install 'sinkprune[export]' (Python 3.11 or later)."
-        ) from error
 
 
 def _numbers(manifest: Manifest) -> str:

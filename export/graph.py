@@ -36,12 +36,16 @@ ReadTensor = Callable[[str, Sequence[int]], Array]
 class Graph:
     """A graph without weights; `WeightedGraph` adds them."""
 
-    def __init__(self, name: str, precision: Precision, dialect: Dialect, least_opset: int = 1) -> None:
-        """Without operators yet; of the dialect's opset, or of `least_opset` where that is a later one."""
+    def __init__(
+        self, name: str, precision: Precision, dialect: Dialect, least_opset: int = 1, begun: ir.Graph | None = None
+    ) -> None:
+        """Without operators yet, or with those of `begun`; of the dialect's opset, or of `least_opset` where that is
+        a later one."""
         self.name = name
         self.precision = precision
         self.dialect = dialect
-        self._graph = ir.Graph([], [], nodes=[], opset_imports={"": max(dialect.OPSET, least_opset)}, name=name)
+        self._graph = begun or ir.Graph([], [], nodes=[], name=name)
+        self._graph.opset_imports[""] = max(dialect.OPSET, least_opset)
         self.builder = GraphBuilder(self._graph)
         self.op = self.builder.op
 
@@ -88,8 +92,16 @@ class WeightedGraph(Graph):
     Matrices of linear layers are stored in `form`, all else in the type of the graph's precision.
     """
 
-    def __init__(self, name: str, precision: Precision, dialect: Dialect, form: WeightForm, read: ReadTensor) -> None:
-        super().__init__(name, precision, dialect, form.least_opset)
+    def __init__(
+        self,
+        name: str,
+        precision: Precision,
+        dialect: Dialect,
+        form: WeightForm,
+        read: ReadTensor,
+        begun: ir.Graph | None = None,
+    ) -> None:
+        super().__init__(name, precision, dialect, form.least_opset, begun)
         self.form, self.read = form, read
         self._weights: dict[ir.Value, _Weight] = {}
 
@@ -127,6 +139,12 @@ class WeightedGraph(Graph):
         value = self.builder.initializer(weight, name)
         self._weights[value] = weight
         return value
+
+    def kept(self, value: ir.Value, tensor: ir.TensorProtocol, read: Callable[[], Array]) -> None:
+        """An initializer of the graph that was begun, `tensor`; `read` gives its values, and they are written with
+        the others."""
+        shape = ir.Shape(tensor.shape.numpy())
+        self._weights[value] = _Weight(lambda: ir.Tensor(read()), tensor.dtype, shape, name=tensor.name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """`x @ weight.T + bias`, with the matrix in this graph's form."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,18 @@ class RoundedFromZero(NamedTuple):
         codes, block = self.codes.astype(np.float32), self.codes.shape[1] // self.zeros.shape[1]
         codes.reshape(*self.zeros.shape, block)[...] -= self.zeros[..., None]
         return _scaled(codes, self.scales)
+
+
+class Rounding(Protocol):
+    """A rule by which matrices are rounded."""
+
+    def __call__(self, name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+        """The matrix `name` as `rounded` gives it, or nearer by another measure."""
+
+
+def to_nearest(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+    """The rule that is the same for all matrices: `rounded`."""
+    return rounded(weight, most, block, dtype)
 
 
 def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:

@@ -20,7 +20,7 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.quantisation_config import Quantisation
-from sinkprune.export.rounding import Rounded, RoundedFromZero, packed, rounded, rounded_from_zero
+from sinkprune.export.rounding import Rounded, RoundedFromZero, Rounding, packed, rounded_from_zero, to_nearest
 
 DEFAULT_BLOCK_SIZE = max(BLOCK_SIZES)
 """Engines round states in groups no larger than a block, and larger groups are faster."""
@@ -91,11 +91,11 @@ class Int8Form(WeightForm):
 
     least_opset = 19
 
-    def __init__(self, on_rounded: OnRounded) -> None:
-        self._on_rounded = on_rounded
+    def __init__(self, on_rounded: OnRounded, rounding: Rounding) -> None:
+        self._on_rounded, self._rounding = on_rounded, rounding
 
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        round_ = partial(rounded, most=127, block=inputs, dtype=graph.precision.numpy)
+        round_ = partial(self._rounding, name, most=127, block=inputs, dtype=graph.precision.numpy)
         parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
         codes = graph.stored(name, ir.DataType.INT8, [inputs, outputs], lambda: ir.Tensor(parts.codes().T))
         scales = graph.stored(f"{name}.scale", graph.precision.onnx, [outputs], lambda: ir.Tensor(parts.next()[:, 0]))
@@ -108,12 +108,12 @@ class Int4Form(WeightForm):
     # Of INT4 and of blocks
     least_opset = 21
 
-    def __init__(self, most_in_block: int, on_rounded: OnRounded) -> None:
-        self._most_in_block, self._on_rounded = most_in_block, on_rounded
+    def __init__(self, most_in_block: int, on_rounded: OnRounded, rounding: Rounding) -> None:
+        self._most_in_block, self._on_rounded, self._rounding = most_in_block, on_rounded, rounding
 
     def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
         block = block_of(name, inputs, self._most_in_block)
-        round_ = partial(rounded, most=7, block=block, dtype=graph.precision.numpy)
+        round_ = partial(self._rounding, name, most=7, block=block, dtype=graph.precision.numpy)
         parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
         codes = stored_4_bits(graph, name, ir.DataType.INT4, [inputs, outputs], lambda: parts.codes().T)
         scales = graph.stored(
@@ -204,14 +204,19 @@ def block_of(name: str, inputs: int, most: int) -> int:
 
 
 def form_of(
-    name: WeightsName, block_size: int | None, on_rounded: OnRounded = lambda name, weight, found: None
+    name: WeightsName,
+    block_size: int | None,
+    on_rounded: OnRounded = lambda name, weight, found: None,
+    rounding: Rounding = to_nearest,
 ) -> WeightForm:
-    """The form of that name; `block_size` is that of forms in blocks."""
+    """The form of that name; `block_size` is that of forms in blocks, `rounding` the rule of those without zero
+    points."""
     if name == "int8":
-        return Int8Form(on_rounded)
-    if name in ("int4", "uint4"):
-        form = Int4Form if name == "int4" else Uint4Form
-        return form(block_size or DEFAULT_BLOCK_SIZE, on_rounded)
+        return Int8Form(on_rounded, rounding)
+    if name == "int4":
+        return Int4Form(block_size or DEFAULT_BLOCK_SIZE, on_rounded, rounding)
+    if name == "uint4":
+        return Uint4Form(block_size or DEFAULT_BLOCK_SIZE, on_rounded)
     return FloatForm(name)
 
 

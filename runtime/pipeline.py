@@ -253,7 +253,7 @@ class Pipeline:
             observer.encoded(encoded)
             shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
             between = self.family.between_rows
-            rows = lay_out(self.chain, self.embedding, between, prompt.texts, shown, pruned=pruned)
+            rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
             observer.laid_out(rows)
             result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
             logits = self._logits(result.logits)

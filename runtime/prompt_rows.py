@@ -11,8 +11,7 @@ import numpy as np
 
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Tensor
-from sinkprune.runtime.chain import Chain
+from sinkprune.runtime.backends import Backend, Tensor
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.rotary import Positions
@@ -39,7 +38,7 @@ class PromptRows:
 
 
 def lay_out(
-    chain: Chain,
+    backend: Backend,
     embedding: Embedding,
     between_rows: str | None,
     texts: Sequence[Sequence[int]],
@@ -69,9 +68,9 @@ def lay_out(
             picture_of.append(np.full(len(rows), number))
             shown.append((layout, encoded.source_tokens if pruned else rows))
             behind, place = behind + count, place + len(rows)
-    parts = [chain.backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)]
+    parts = [backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)]
     return PromptRows(
-        hidden=chain.backend.join(parts, np.concatenate(order)),
+        hidden=backend.join(parts, np.concatenate(order)),
         visual=np.concatenate(visual),
         picture=np.concatenate(picture_of),
         text=np.arange(place - len(texts[-1]), place),

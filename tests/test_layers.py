@@ -12,10 +12,11 @@ from import_statements import PACKAGE, ROOT, imports, package_of
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "export": (
-        "__init__ config_fields dialects limits precision presets progress requantised rounding",
-        "quantisation_config",
+        "__init__ config_fields dialects limits packages precision presets progress requantised rounding",
+        "calibrated_rounding quantisation_config",
         "weight_forms",
         "graph",
+        "rewriting",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",
         "methods planning",

@@ -33,6 +33,12 @@ def test_the_test_set_has_enough_questions_of_every_kind() -> None:
     assert len({question.id for _, question in TEST}) == len(TEST)
 
 
+def test_other_splits_are_asked_about_in_the_same_way() -> None:
+    pictures = {id(picture): picture for picture, _ in scenes.asked_about("validation", 3)}
+    drawn = [make_scene("validation", index)[1] for index in range(3)]
+    assert [np.array_equal(*pair) for pair in zip(pictures.values(), drawn, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("existence")])
 def test_yes_and_no_are_about_as_frequent(kind: str) -> None:
     replies = Counter(question.answers[0] for _, question in TEST if question.kind == kind)

@@ -1,0 +1,201 @@
+"""`sinkprune-calibrate quantize`: a bundle of floats in, one with quantised weights out, rounded for pictures and
+prompts of a user's own."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from sinkprune.calibration.plots import plot_quantisation
+from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import TaskError
+from sinkprune.contract.files import check_apart, check_outputs
+from sinkprune.contract.folders import check_outside, check_replaceable
+from sinkprune.contract.manifest import BUNDLE
+from sinkprune.contract.precision import BLOCK_SIZES
+from sinkprune.contract.ranges import RealNumber, WholeNumber
+from sinkprune.contract.signature import read_private_key
+from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.terminal import escaped
+from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.export.packages import packages_told_of
+from sinkprune.runtime.backends import THREADS, load_backend
+from sinkprune.runtime.commands import (
+    add_report_options,
+    key_files,
+    plain,
+    report_outputs,
+    status,
+    write_report,
+)
+from sinkprune.runtime.plot import import_matplotlib
+
+if TYPE_CHECKING:
+    from sinkprune.calibration.quantising.cost import Cost
+    from sinkprune.calibration.quantising.report import LogitError, QuantisationReport
+
+_EXAMPLES = """\
+examples:
+  sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o llava-7b-int4 --weights int4
+  sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o small --weights int4 --block-size 32 \\
+      --pictures 64 --json errors.json --plot errors.png
+  sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o llava-7b-int8 --weights int8 --vision-weights fp16
+
+--data is a task's file, as sinkprune-evaluate --task reads it (its --help shows a line). The n-th picture is shown
+with the n-th of its questions. They should be like those the model will see, and none that it is evaluated on.
+Prompts run unpruned: rows of pruned prompts are among theirs, so one bundle serves every budget.
+"""
+_PICTURES = WholeNumber("--pictures", 1, 10**6)
+_MAX_ERROR = RealNumber("--max-error", 0, 1e9, "0 or more")
+_MAX_LAYER_ERROR = RealNumber("--max-layer-error", 0, 1e9, "0 or more")
+_SHOWN = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune-calibrate quantize` with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_quantize, arguments)
+
+
+def _quantize(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    with packages_told_of("quantising"):
+        from sinkprune.calibration.quantising.prompts import show
+        from sinkprune.calibration.quantising.quantise import Limits, quantise_bundle, quantised_forms
+        from sinkprune.export.progress import shown_progress
+    check_outputs(report_outputs(options), [options.data, *key_files(options)], [options.bundle, options.output])
+    if options.plot:
+        import_matplotlib()
+    check_replaceable(options.output, BUNDLE, force=options.force)
+    check_outside(options.output, options.bundle, BUNDLE)
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    forms = quantised_forms(bundle.manifest, options.weights, options.vision_weights, options.block_size)
+    sign = read_private_key(options.sign) if options.sign else None
+    with status("checking the pictures"):
+        items = _chosen(options.data, options.pictures)
+        check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
+        shown = show(bundle, items)
+    with status("checking sums"):
+        bundle.verify()
+    with shown_progress() as progress:
+        manifest, report = quantise_bundle(
+            bundle,
+            options.output,
+            shown,
+            forms,
+            Limits(options.max_error, options.max_layer_error),
+            threads=load_backend("ort-cpu", options.threads).threads,
+            force=options.force,
+            sign=sign,
+            progress=progress,
+            told=_tell,
+        )
+    write_report(options, report, plot_quantisation)
+    _print(report)
+    size = sum(spec.size for spec in manifest.files.values())
+    sys.stdout.write(
+        f"{escaped(str(options.output))}: {size / 1e6:.2f} MB, {manifest.precision}, weights {forms.name}\n"
+        f"sha256 {BUNDLE.sha256(manifest)}\n"
+    )
+
+
+def _chosen(data: Path, pictures: int) -> list[Item]:
+    """One question about each of the first pictures; raises `TaskError`."""
+    if str(data) == SCENES:
+        raise TaskError(
+            f"--data is '{SCENES}', the test set: accuracy measured on it later would be too good. Give a file of "
+            "other questions that ends in .jsonl."
+        )
+    by_picture = groupby(load_task(str(data)), key=lambda item: item.picture)
+    groups = (list(items) for _, items in islice(by_picture, pictures))
+    return [items[number % len(items)] for number, items in enumerate(groups)]
+
+
+def _tell(cost: Cost) -> None:
+    """What it will take, before it begins."""
+    minutes, free = cost.seconds / 60, available_bytes()
+    duration = f"{minutes:.0f} minutes" if minutes >= 2 else f"{cost.seconds:.0f} seconds"
+    told = f" ({free / 1e9:.1f} GB are free)" if free else ""
+    sys.stderr.write(f"needs about {cost.bytes / 1e9:.1f} GB of memory{told}, and {duration} on this machine\n")
+    sys.stderr.flush()
+
+
+def _print(report: QuantisationReport) -> None:
+    """The layers furthest off and the logits, each beside what rounding to the nearest gives."""
+    console = Console(width=250, soft_wrap=True, highlight=False)
+    console.print(
+        f"{escaped(report.model)}, weights {report.weights.name}: {report.prompts} prompts of {report.rows} rows; "
+        "errors as shares of the length, (rounded to the nearest)",
+        markup=False,
+    )
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in (f"worst {min(_SHOWN, len(report.layers))} of {len(report.layers)} layers", "graph"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("bits", "relative L2", "cosine"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for layer in report.worst[:_SHOWN]:
+        error, nearest = layer.error, layer.to_nearest
+        table.add_row(
+            plain(layer.matrix),
+            plain(layer.graph),
+            str(layer.bits),
+            f"{error.relative_l2:.4f} ({nearest.relative_l2:.4f})",
+            f"{error.cosine:.5f} ({nearest.cosine:.5f})",
+        )
+    console.print(table)
+    console.print(f"logits: {_logits(report.logits)}\n   ({_logits(report.to_nearest)})", markup=False)
+
+
+def _logits(error: LogitError) -> str:
+    return f"relative L2 {error.relative_l2:.4f}, KL {error.kl:.5f}, same first token {100 * error.top_1:.1f} %"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinkprune-calibrate quantize",
+        description="Store a bundle's weights in 4 or 8 bits, rounded so that what layers give changes least on your "
+        "own pictures and prompts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export, its weights floats")
+    add("--data", type=Path, required=True, metavar="FILE.jsonl", help="questions about pictures, a line each")
+    add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="the folder to write")
+    add("--weights", choices=("int8", "int4"), required=True, help="of decoder, projector and head")
+    add("--vision-weights", help="of the vision tower: int8, int4, or what it is to leave it so (default: int8)")
+    add(
+        "--block-size",
+        type=int,
+        choices=BLOCK_SIZES,
+        help=f"the most inputs that share a scale in int4 (default: {max(BLOCK_SIZES)})",
+    )
+    add("--pictures", type=_PICTURES, default=32, metavar="N", help="how many are shown at most (default: 32)")
+    add(
+        "--max-error",
+        type=_MAX_ERROR,
+        default=0.3,
+        metavar="SHARE",
+        help="refuse where the logits' error is a larger share of their length (default: 0.3)",
+    )
+    add(
+        "--max-layer-error",
+        type=_MAX_LAYER_ERROR,
+        default=0.3,
+        metavar="SHARE",
+        help="the same for each layer's output (default: 0.3)",
+    )
+    add("--threads", type=THREADS, help="CPU threads that graphs run with (default: all cores)")
+    add("--force", action="store_true", help="replace an existing bundle")
+    add_report_options(parser, "the error of every layer")
+    add_trust_options(parser)
+    add_sign_option(parser, "the bundle")
+    return parser

@@ -1,0 +1,70 @@
+"""The graphs of a bundle of floats, as they are and as they will be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+
+from sinkprune.calibration.quantising.sessions import Session
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.precision import Array, WeightForms, WeightsName
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.rewriting import RewrittenGraph, read_graph
+from sinkprune.export.rounding import Rounding
+from sinkprune.export.weight_forms import form_of
+from sinkprune.runtime.backends.models import Model
+
+_WANTED = ("tokens", "norms", "salience", "embeddings", "hidden_out", "logits")
+"""What weight graphs give that the next one is given, or the answer is made of."""
+
+
+class Graphs:
+    """The weight graphs of `bundle`, of which matrices will be stored in `forms`."""
+
+    def __init__(self, bundle: Bundle, forms: WeightForms, threads: int) -> None:
+        self._bundle, self._forms, self._threads = bundle, forms, threads
+        self._dialect = DIALECTS[bundle.manifest.dialect]
+
+    def changes(self, graph: str) -> bool:
+        """Whether its matrices will be stored otherwise than they are."""
+        return self._form(graph, self._forms) != self._form(graph, self._bundle.manifest.weights)
+
+    def read(self, graph: str) -> ir.Graph:
+        """As it is, read anew; raises what `Model.onnx` raises."""
+        return read_graph(Model.of_bundle(self._bundle, graph).onnx)
+
+    def rewritten(self, graph: str, rounding: Rounding) -> RewrittenGraph:
+        """As it will be, with its matrices rounded by a rule; raises `UsageError` where one does not fit its form."""
+        form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding=rounding)
+        precision, model = PRECISIONS[self._bundle.manifest.precision], Model.of_bundle(self._bundle, graph)
+        weights = {weight.name: weight for weight in model.weights}
+
+        def read(name: str) -> Array:
+            return model.weight(weights[name])
+
+        return RewrittenGraph(graph, precision, self._dialect, form, read_graph(model.onnx), read)
+
+    def file(self, graph: str) -> str:
+        """The name of its ONNX file in the bundle."""
+        return self._bundle.manifest.graphs[graph].file
+
+    def open(self, graph: ir.Graph, folder: Path, wanted: Sequence[str] = _WANTED) -> Session:
+        """A session of `graph`, whose weights lie in `folder`; raises `BackendError`."""
+        return Session(graph, self._dialect.IR_VERSION, folder, wanted, self._threads)
+
+    def open_float(self, graph: str, changed: ir.Graph | None = None, wanted: Sequence[str] = _WANTED) -> Session:
+        """A session of a graph as it is, or `changed` with its weights; raises `BackendError`."""
+        folder = Model.of_bundle(self._bundle, graph).file.path.parent
+        return self.open(changed or self.read(graph), folder, wanted)
+
+    def open_written(self, graph: str, root: Path) -> Session:
+        """A session of a graph as it was written into the folder `root`; raises `BackendError`."""
+        path = root / self.file(graph)
+        return self.open(read_graph(path.read_bytes()), path.parent)
+
+    @staticmethod
+    def _form(graph: str, forms: WeightForms) -> WeightsName:
+        return forms.vision if graph == "vision" else forms.decoder

@@ -1,0 +1,241 @@
+"""A bundle of floats in, the same bundle with quantised weights out: graph by graph, all or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkprune.calibration.quantising.cost import Cost, Layer, check_memory, estimate
+from sinkprune.calibration.quantising.graphs import Graphs
+from sinkprune.calibration.quantising.products import Products
+from sinkprune.calibration.quantising.prompts import Shown
+from sinkprune.calibration.quantising.report import (
+    LayerReport,
+    QuantisationReport,
+    logit_error,
+    output_errors,
+)
+from sinkprune.calibration.quantising.walk import Tensors, Walk, order
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
+from sinkprune.contract.folders import check_outside, check_replaceable, replacing
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
+from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
+from sinkprune.contract.signature import Sign
+from sinkprune.export.calibrated_rounding import calibrated
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.rewriting import RewrittenGraph
+from sinkprune.export.rounding import Rounded, rounded, to_nearest
+from sinkprune.export.weight_forms import chosen_forms
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.profile import model_name
+
+_QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
+_NEAREST = "nearest"
+"""The folder, while it is written, of what would be without calibration."""
+_BLOCK = 1 << 24
+_SMALL_FILES_BYTES = 64 << 20
+_NAMED = 3
+"""How many layers a refusal names."""
+
+Progress = Callable[[str, int], None]
+"""Told what is being done and how many weights it advanced by."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest relative L2 errors with which a bundle is written."""
+
+    logits: float
+    layer: float
+
+
+def quantised_forms(
+    manifest: Manifest, weights: WeightsName, vision: WeightsName | None, block_size: int | None
+) -> WeightForms:
+    """The forms that are asked for of a bundle; raises `UsageError`, also where it is none of floats."""
+    own = manifest.weights
+    forms = chosen_forms(PRECISIONS[manifest.precision], weights, vision, block_size)
+    if {own.decoder, own.vision} & {*_QUANTISED, "uint4"}:
+        raise UsageError(
+            f"the bundle's weights are {own.name}, so what they were before is lost. Give the bundle of floats that "
+            "sinkprune-export writes without --weights."
+        )
+    if forms.vision not in (*_QUANTISED, own.vision):
+        raise UsageError(
+            f"--vision-weights is {forms.vision}, expected int8 or int4, or {own.vision}, which leaves the tower as "
+            "it is."
+        )
+    return forms
+
+
+def quantise_bundle(
+    bundle: Bundle,
+    output: Path,
+    shown: Sequence[Shown],
+    forms: WeightForms,
+    limits: Limits,
+    *,
+    threads: int,
+    force: bool = False,
+    sign: Sign | None = None,
+    progress: Progress = lambda what, weights: None,
+    told: Callable[[Cost], None] = lambda cost: None,
+) -> tuple[Manifest, QuantisationReport]:
+    """Write `bundle` into the new folder `output` with its matrices in `forms`, rounded for the prompts `shown`.
+
+    All else is copied. `told` is given what it will take, before it begins. Raises `AccuracyError` past the `limits`,
+    `NumericsError` where the floats give no finite logits, `UsageError` where memory is too small or a matrix does
+    not fit its form, and what `replacing` raises; `output` is left as it was then.
+    """
+    check_replaceable(output, BUNDLE, force=force)
+    check_outside(output, bundle.path, BUNDLE)
+    graphs = Graphs(bundle, forms, threads)
+    planned = {name: graphs.rewritten(name, to_nearest) for name in order(bundle.manifest) if graphs.changes(name)}
+    cost = _cost(bundle.manifest, planned, shown)
+    told(cost)
+    check_memory(cost)
+    needed = _disk_bytes(bundle.manifest, planned)
+    with replacing(output, BUNDLE, needed, "choose --weights int4", force=force) as root:
+        report = _Quantisation(bundle, graphs, root, progress).run(shown, forms)
+        _check_limits(report, limits)
+        progress("copying", 0)
+        for name, file in bundle.files.items():
+            if not (root / name).exists():
+                _copy(file, root / name)
+        manifest = replace(
+            bundle.manifest,
+            format_version=FORMAT_VERSION,
+            sinkprune_version=version("sinkprune"),
+            weights=forms,
+            files=file_specs(root),
+        )
+        BUNDLE.write(root, manifest, sign)
+    return manifest, report
+
+
+class _Quantisation:
+    """The work on one bundle: what it writes goes into `root`."""
+
+    def __init__(self, bundle: Bundle, graphs: Graphs, root: Path, progress: Progress) -> None:
+        self._bundle, self._graphs, self._root, self._progress = bundle, graphs, root, progress
+        self._layers: list[LayerReport] = []
+
+    def run(self, shown: Sequence[Shown], forms: WeightForms) -> QuantisationReport:
+        """Write every graph that changes, and compare."""
+        manifest = self._bundle.manifest
+        floats, ours, nearest = (Walk(self._bundle, shown) for _ in range(3))
+        for name in order(manifest):
+            self._progress(name, 0)
+            with Model.of_bundle(self._bundle, name).by_path():
+                if self._graphs.changes(name):
+                    self._write(name, floats.feeds)
+                    ours.advance(self._graphs.open_written(name, self._root))
+                    nearest.advance(self._graphs.open_written(name, self._root / _NEAREST))
+                    shutil.rmtree(self._root / _NEAREST)
+                    floats.advance(self._graphs.open_float(name))
+                else:
+                    same = self._graphs.open_float(name)
+                    for walk in (floats, ours, nearest):
+                        walk.advance(same)
+        if not np.isfinite(floats.logits).all():
+            raise NumericsError(
+                "the bundle's own logits on these prompts are not finite, so nothing can be compared with them. "
+                "Export it with --precision fp32."
+            )
+        return QuantisationReport(
+            model=model_name(manifest.checkpoint.source),
+            precision=manifest.precision,
+            weights=forms,
+            prompts=len(shown),
+            rows=_rows(shown),
+            layers=tuple(self._layers),
+            logits=logit_error(floats.logits, ours.logits),
+            to_nearest=logit_error(floats.logits, nearest.logits),
+        )
+
+    def _write(self, graph: str, feeds: Sequence[Tensors]) -> None:
+        """Write a graph with its matrices rounded for what it is given, and beside it to the nearest."""
+        products = Products(
+            lambda: self._graphs.read(graph),
+            lambda tapped, wanted: self._graphs.open_float(graph, tapped, wanted),
+            _samples(graph, feeds),
+        )
+
+        def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+            of_inputs = products(name)
+            found, nearest = calibrated(weight, of_inputs, most, block, dtype), rounded(weight, most, block, dtype)
+            errors = output_errors(weight, of_inputs, found, nearest)
+            outputs, inputs = weight.shape
+            self._layers.append(LayerReport(graph, name, inputs, outputs, most.bit_length() + 1, *errors))
+            self._progress(graph, weight.size)
+            return found
+
+        file = self._graphs.file(graph)
+        self._graphs.rewritten(graph, to_nearest).save(self._root / _NEAREST, file)
+        self._graphs.rewritten(graph, rounding).save(self._root, file)
+
+
+def _samples(graph: str, feeds: Sequence[Tensors]) -> Iterator[Tensors]:
+    """What a graph's layers are looked at with: the head is given each row of a prompt's text, though it takes the
+    last, for so few would say little of its many inputs."""
+    for feed in feeds:
+        if graph == "head":
+            rows = feed["hidden"]
+            yield from ({"hidden": rows[:, [row]]} for row in range(rows.shape[1]))
+        else:
+            yield feed
+
+
+def _rows(shown: Sequence[Shown]) -> int:
+    """Rows of all prompts, of text and pictures."""
+    return sum(prompt.seen.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in shown)
+
+
+def _cost(manifest: Manifest, planned: dict[str, RewrittenGraph], shown: Sequence[Shown]) -> Cost:
+    rows, lm = _rows(shown), manifest.language_model
+    text = sum(len(prompt.texts[-1]) for prompt in shown)
+    layers = {name: [Layer(*shape) for shape in graph.shapes.values()] for name, graph in planned.items()}
+    states = 3 * rows * lm.hidden_size * DTYPES[manifest.precision].itemsize
+    return estimate(layers, {name: text if name == "head" else rows for name in planned}, states)
+
+
+def _disk_bytes(manifest: Manifest, planned: dict[str, RewrittenGraph]) -> int:
+    """What the new bundle takes, with the largest graph twice while it is compared."""
+    kept = sum(spec.size for spec in manifest.files.values()) - sum(map(manifest.weight_bytes, planned))
+    written = [graph.bytes for graph in planned.values()]
+    return max(kept, 0) + sum(written) + max(written, default=0) + _SMALL_FILES_BYTES
+
+
+def _check_limits(report: QuantisationReport, limits: Limits) -> None:
+    found, worst = report.logits.relative_l2, report.worst[:_NAMED]
+    furthest = worst[0].error.relative_l2
+    if found <= limits.logits and furthest <= limits.layer:
+        return
+    what, error, limit, option = (
+        ("the logits", found, limits.logits, "--max-error")
+        if found > limits.logits
+        else ("a layer's output", furthest, limits.layer, "--max-layer-error")
+    )
+    named = ", ".join(f"'{layer.matrix}' of {layer.graph} ({layer.error.relative_l2:.3f})" for layer in worst)
+    smaller = "a smaller --block-size, " if report.weights.block_size not in (None, 32) else ""
+    wider = "--weights int8" if report.weights.decoder == "int4" else "the bundle of floats"
+    raise AccuracyError(
+        f"{report.weights.name} changes {what} by {error:.3f} of its length, expected at most {limit:g} ({option}). "
+        f"Furthest off: {named}. Nothing was written. Try {smaller}{wider}, or more --pictures."
+    )
+
+
+def _copy(file: HeldFile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as copy:
+        for start in range(0, file.size, _BLOCK):
+            copy.write(file.read_at(start, min(_BLOCK, file.size - start)))

@@ -1,0 +1,83 @@
+"""A bundle's graph, written again with the matrices of its linear layers in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from sinkprune.contract.precision import Array
+from sinkprune.export.dialects import Dialect
+from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.precision import Precision
+from sinkprune.export.weight_forms import WeightForm
+
+_PIXELS = "pixel_values"
+"""What is multiplied with pixels is an embedding of them and no linear layer: exports store it as floats."""
+
+
+class RewrittenGraph(WeightedGraph):
+    """The graph of an ONNX file, all as it is but its matrices of floats, which are stored in another form."""
+
+    def __init__(
+        self,
+        name: str,
+        precision: Precision,
+        dialect: Dialect,
+        form: WeightForm,
+        graph: ir.Graph,
+        read_weight: Callable[[str], Array],
+    ) -> None:
+        """Takes `graph` for its own. `read_weight` gives what lies in the file beside it, when it is saved."""
+        super().__init__(name, precision, dialect, form, self._read_matrix, graph)
+        self._read_weight = read_weight
+        self.shapes: dict[str, tuple[int, int]] = {}
+        """Inputs and outputs of each matrix by its name, in their order in the file."""
+        multiplied, casts = multiplications(graph), set[ir.Node]()
+        for weight, value in list(graph.initializers.items()):
+            tensor = value.const_value
+            if not isinstance(tensor, ir.ExternalTensor):
+                continue
+            if weight in multiplied:
+                inputs, outputs = self.shapes[weight] = shape_of(tensor)
+                casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
+                del graph.initializers[weight]
+                multiplied[weight].replace_input_with(1, form.matrix(self, weight, inputs, outputs))
+            else:
+                self.kept(value, tensor, partial(read_weight, weight))
+        graph.remove(casts, safe=True)
+        graph.sort()
+
+    def _read_matrix(self, name: str, shape: Sequence[int]) -> Array:
+        """[outputs,inputs] floats of the matrix, which lies the other way round."""
+        array = self._read_weight(name).T
+        return array if array.dtype in (np.float16, np.float32) else array.astype(np.float32)
+
+
+def read_graph(data: bytes) -> ir.Graph:
+    """The graph of an ONNX file of our own, of which `data` are the bytes."""
+    return ir.from_proto(onnx.ModelProto.FromString(data)).graph
+
+
+def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
+    """The MatMul of each linear layer, by the name of its matrix of floats, in the order of the nodes."""
+    found = {}
+    for node in graph:
+        if node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[0].name == _PIXELS:
+            continue
+        value = node.inputs[1]
+        source = value.producer() if value is not None else None
+        if source is not None and source.op_type == "Cast":
+            value = source.inputs[0]
+        if value is not None and value.is_initializer() and value.name is not None:
+            found[value.name] = node
+    return found
+
+
+def shape_of(matrix: ir.TensorProtocol) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer's matrix."""
+    inputs, outputs = matrix.shape.numpy()
+    return inputs, outputs

@@ -1,0 +1,98 @@
+"""The chain graph by graph: the logits that a request gives, and the products of what layers are given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from PIL import Image
+from skimage import data
+
+from sinkprune import Pipeline
+from sinkprune.calibration.quantising.graphs import Graphs
+from sinkprune.calibration.quantising.products import Products, inputs_of_matrices
+from sinkprune.calibration.quantising.prompts import show
+from sinkprune.calibration.quantising.walk import Walk, order
+from sinkprune.calibration.tasks import Item
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.precision import Array
+from sinkprune.contract.questions import Question
+from sinkprune.runtime.observer import Observer
+
+Bundles = Callable[..., Path]
+
+
+def items() -> list[Item]:
+    """Two questions about two photos of different sizes."""
+    photo = Image.fromarray(data.coffee())
+    asked = [(photo.resize((200, 150)), "What is this?"), (photo.resize((90, 210)), "Is there a cup on it?")]
+    return [
+        Item(Question(str(number), "all", text, ("a cup",)), str(number), picture.copy)
+        for number, (picture, text) in enumerate(asked)
+    ]
+
+
+class Logits(Observer):
+    """Keeps the logits that tokens are chosen by."""
+
+    def __init__(self) -> None:
+        self.kept: list[Array] = []
+
+    def chose(self, token: int, logits: Array) -> None:
+        self.kept.append(logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [
+        ("gqa-112", "opset24"),
+        ("gqa-112", "opset20"),
+        ("next", "opset24"),
+        ("qwen", "opset24"),
+        ("qwen2-vl", "opset24"),
+    ],
+)
+def test_the_logits_are_those_of_a_request(
+    name: str, dialect: str, bundle: Bundles, pipeline: Callable[..., Pipeline]
+) -> None:
+    read, expected = read_bundle(bundle(name, dialect=dialect)), Logits()
+    graphs, walk = Graphs(read, read.manifest.weights, 1), Walk(read, show(read, items()))
+    for graph in order(read.manifest):
+        walk.advance(graphs.open_float(graph))
+    for item in items():
+        pipeline(name, dialect=dialect).generate(
+            item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected
+        )
+    assert len(walk.logits) == 2
+    np.testing.assert_allclose(walk.logits, expected.kept, rtol=1e-3, atol=1e-3 * np.abs(expected.kept).max())
+
+
+@pytest.mark.parametrize("most_bytes", [1, 1 << 30])
+def test_products_are_those_of_each_layers_inputs(most_bytes: int, bundle: Bundles) -> None:
+    read = read_bundle(bundle("gqa-112"))
+    graphs, random = Graphs(read, read.manifest.weights, 1), np.random.default_rng(1)
+    width = read.manifest.graphs["projector"].inputs[0].shape[2]
+    feeds = [{"tokens": random.standard_normal((1, rows, width), np.float32)} for rows in (5, 9)]
+    products = Products(
+        lambda: graphs.read("projector"),
+        lambda graph, wanted: graphs.open_float("projector", graph, wanted),
+        feeds,
+        most_bytes,
+    )
+    first, second = inputs_of_matrices(graphs.read("projector"))
+    seen = np.concatenate([feed["tokens"][0] for feed in feeds])
+    np.testing.assert_allclose(products(first), seen.T @ seen, rtol=1e-4, atol=1e-3)
+    held = {
+        tensor.name: numpy_helper.to_array(tensor)
+        for tensor in onnx.load(read.graph_path("projector")).graph.initializer
+    }
+    inner = seen @ held[first] + held[first.replace(".weight", ".bias")]
+    # GELU, by the error function's integral.
+    inner = inner * 0.5 * (1 + np.vectorize(math.erf)(inner / np.sqrt(2)))
+    np.testing.assert_allclose(products(second), inner.T @ inner, rtol=1e-3, atol=1e-3 * (inner**2).sum())
+    np.testing.assert_allclose(products(first), seen.T @ seen, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,120 @@
+"""Rounding for inputs that were seen: against a slow reference, and never worse than to the nearest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from sinkprune.contract.precision import Array
+from sinkprune.export.calibrated_rounding import calibrated, square_errors
+from sinkprune.export.rounding import Rounded, rounded
+
+FP32 = np.dtype(np.float32)
+
+
+def inputs_like_a_model(rows: int, width: int, seed: int) -> Array:
+    """Inputs that go together, a few of them large."""
+    random = np.random.default_rng(seed)
+    mixed = random.standard_normal((rows, width // 4)) @ random.standard_normal((width // 4, width))
+    mixed[:, ::17] *= 8
+    return (mixed + 0.5 * random.standard_normal((rows, width))).astype(np.float32)
+
+
+def slowly_calibrated(weight: Array, products: Array, most: int, block: int) -> tuple[Array, Array]:
+    """Codes and scales [outputs,inputs], output by output: GPTQ as its paper has it, with an inverse that shrinks,
+    then one code after the other chosen for the least error of all."""
+    inputs = weight.shape[1]
+    damped = products.astype(np.float64) + 0.01 * np.trace(products) / inputs * np.eye(inputs)
+    codes, steps = np.zeros(weight.shape, int), np.zeros(weight.shape)
+    for output, exact in enumerate(weight.astype(np.float64)):
+        for start in range(0, inputs, block):
+            part, price = exact[start : start + block], np.diag(damped)[start : start + block]
+            tried = [np.float32(abs(part).max() / most * share) for share in np.linspace(1.0, 0.4, 25)]
+            off = [(price * (np.clip(np.rint(part / s), -most, most) * s - part) ** 2).sum() for s in tried]
+            steps[output, start : start + block] = tried[int(np.argmin(off))]
+        step, left = steps[output], exact.copy()
+        inverse = np.linalg.inv(damped)
+        for place in range(inputs):
+            codes[output, place] = np.clip(np.rint(left[place] / step[place]), -most, most)
+            error = left[place] - codes[output, place] * step[place]
+            left[place:] -= error / inverse[0, 0] * inverse[0]
+            inverse = inverse[1:, 1:] - np.outer(inverse[1:, 0], inverse[0, 1:]) / inverse[0, 0]
+        for _ in range(4):
+            for place in range(inputs):
+                error = codes[output] * step - exact
+                error[place] = 0
+                wanted = exact[place] - damped[place] @ error / damped[place, place]
+                codes[output, place] = np.clip(np.rint(wanted / step[place]), -most, most)
+    return codes, steps
+
+
+@pytest.mark.parametrize(("most", "block"), [(7, 32), (7, 96), (127, 96)])
+def test_codes_and_scales_are_the_references(most: int, block: int) -> None:
+    seen = inputs_like_a_model(400, 96, seed=most + block)
+    weight = np.random.default_rng(5).standard_normal((24, 96), np.float32)
+    products = seen.T @ seen
+    found = calibrated(weight, products, most, block, FP32)
+    codes, steps = slowly_calibrated(weight, products, most, block)
+    np.testing.assert_allclose(np.repeat(found.scales, block, axis=1), steps, rtol=1e-6)
+    # A value in the middle of two codes may go either way, and others then follow it.
+    assert (found.codes == codes).mean() > 0.995
+    expected = (np.linalg.norm(seen @ (codes * steps - weight).T, axis=0) ** 2).sum()
+    np.testing.assert_allclose(square_errors(weight, found, products).sum(), expected, rtol=5e-3)
+
+
+def test_what_is_seen_is_far_nearer_than_to_the_nearest() -> None:
+    seen = inputs_like_a_model(2000, 256, seed=1)
+    weight, products = np.random.default_rng(2).standard_normal((64, 256), np.float32), seen.T @ seen
+    ours, nearest = calibrated(weight, products, 7, 128, FP32), rounded(weight, 7, 128, FP32)
+    off = [np.linalg.norm(seen @ (of.values() - weight).T) for of in (ours, nearest)]
+    assert off[0] < 0.5 * off[1]
+
+
+WEIGHTS = arrays.arrays(np.float32, (3, 8), elements=st.floats(-1e3, 1e3, width=32))
+SEEN = arrays.arrays(np.float32, (5, 8), elements=st.floats(-1e3, 1e3, width=32))
+
+
+@given(WEIGHTS, SEEN, st.sampled_from([(127, 8), (7, 8), (7, 4)]), st.sampled_from([np.float32, np.float16]))
+def test_no_output_is_further_off_than_to_the_nearest(
+    weight: Array, seen: Array, kind: tuple[int, int], dtype: Any
+) -> None:
+    (most, block), products = kind, seen.T @ seen
+    found, nearest = (rule(weight, products, most, block, np.dtype(dtype)) for rule in (calibrated, to_the_nearest))
+    assert (square_errors(weight, found, products) <= square_errors(weight, nearest, products)).all()
+    assert found.codes.dtype == np.int8 and np.abs(found.codes).max() <= most
+    assert found.scales.dtype == dtype and (found.scales > 0).all() and np.isfinite(found.scales).all()
+    assert found.scales.shape == nearest.scales.shape
+
+
+def to_the_nearest(weight: Array, products: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
+    return rounded(weight, most, block, dtype)
+
+
+def test_many_outputs_are_rounded_as_few_are() -> None:
+    seen = inputs_like_a_model(200, 32, seed=3)
+    weight, products = np.random.default_rng(4).standard_normal((5000, 32), np.float32), seen.T @ seen
+    codes, _ = calibrated(weight, products, 7, 32, FP32)
+    for row in (0, 2047, 2048, 4999):
+        np.testing.assert_array_equal(calibrated(weight[row : row + 1], products, 7, 32, FP32).codes[0], codes[row])
+
+
+def test_inputs_that_were_never_seen_are_rounded_too() -> None:
+    weight = np.random.default_rng(6).standard_normal((4, 64), np.float32)
+    found = calibrated(weight, np.zeros((64, 64), np.float32), 7, 32, FP32)
+    assert np.abs(found.values() - weight).max() < 0.5
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_square_errors_are_those_of_the_outputs(dtype: Any) -> None:
+    seen = inputs_like_a_model(50, 64, seed=7)
+    weight = np.random.default_rng(8).standard_normal((6, 64), np.float32)
+    found = rounded(weight, 7, 32, np.dtype(dtype))
+    matrix = found.codes * np.repeat(found.scales.astype(np.float32), 32, axis=1)
+    np.testing.assert_array_equal(found.values(), matrix)
+    expected = ((seen @ matrix.T - seen @ weight.T) ** 2).sum(axis=0)
+    np.testing.assert_allclose(square_errors(weight, found, seen.T @ seen), expected, rtol=1e-3)
