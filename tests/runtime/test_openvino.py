@@ -7,7 +7,9 @@ from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from PIL import Image
 
@@ -16,6 +18,8 @@ from conftest import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
@@ -94,9 +98,7 @@ def test_several_pictures_keep_the_same(bundle: Callable[..., Path], photo: Imag
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
-def test_quantised_weights_are_exact_in_fp32_and_rows_are_rounded_otherwise(
-    weights: str, bundle: Callable[..., Path]
-) -> None:
+def test_stored_weights_are_multiplied_as_they_are_in_fp32(weights: str, bundle: Callable[..., Path]) -> None:
     opened = read_bundle(bundle("gqa-112", budgets=("retain-64",), weights=weights))
     head = Model.of_bundle(opened, "head")
     hidden = np.random.default_rng(0).standard_normal((1, 3, opened.manifest.language_model.hidden_size), np.float32)
@@ -107,7 +109,49 @@ def test_quantised_weights_are_exact_in_fp32_and_rows_are_rounded_otherwise(
         errors[compute] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
     assert errors["fp32"] < 1e-5
     assert errors["fastest"] < 0.05
-    assert weights == "bf16" or errors["fastest"] > 1e-4
+
+
+def test_rows_are_rounded_to_int8_where_weights_are_and_not_in_fp32(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((5, 256), np.float32)
+    codes = np.random.default_rng(1).integers(-127, 128, (256, 64)).astype(np.int8)
+    scales = np.linspace(0.001, 0.01, 64, dtype=np.float32)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["codes", "scales"], ["matrix"], axis=1),
+        helper.make_node("MatMul", ["x", "matrix"], ["y"]),
+    ]
+    given, made = (helper.make_tensor_value_info(name, 1, ["n", size]) for name, size in (("x", 256), ("y", 64)))
+    weights = [numpy_helper.from_array(codes, "codes"), numpy_helper.from_array(scales, "scales")]
+    graph = helper.make_graph(nodes, "graph", [given], [made], initializer=weights)
+    file = tmp_path / "graph.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), file)
+    spec = GraphSpec(
+        file.name, *((TensorSpec(name, "float32", ("n", size)),) for name, size in (("x", 256), ("y", 64)))
+    )
+    model = Model("graph", spec, file.name, {file.name: HeldFile(file, BackendError)})
+    errors = {}
+    for compute in ("fp32", "fastest"):
+        found, expected = (
+            load_backend("openvino", compute=compute).load(model)({"x": rows})["y"],
+            rows @ (codes * scales),
+        )
+        errors[compute] = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert errors["fp32"] < 1e-6
+    assert 1e-4 < errors["fastest"] < 0.05
+
+
+def test_selection_is_in_fp32_whatever_all_else_is_in(bundle: Callable[..., Path]) -> None:
+    opened = read_bundle(bundle("gqa-112"))
+    graph = next(graph for graph in opened.manifest.graphs if graph.endswith("sanitizer"))
+    model, draw = Model.of_bundle(opened, graph), np.random.default_rng(0)
+    # In bf16 they would all be 1.
+    inputs = {
+        tensor.name: 1
+        + draw.random([1 if isinstance(size, str) else size for size in tensor.shape], np.float32) / 1000
+        for tensor in model.spec.inputs
+    }
+    exact, fast = (load_backend("openvino", compute=compute).load(model)(inputs) for compute in ("fp32", "fastest"))
+    for name, values in exact.items():
+        np.testing.assert_array_equal(fast[name], values)
 
 
 @pytest.mark.parametrize("compute", [compute for compute in COMPUTES if compute != "fp32"])
