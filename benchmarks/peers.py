@@ -36,7 +36,7 @@ from sinkprune.contract.files import check_writable, write_whole
 from sinkprune.export.checkpoint import read_json
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.runtime.profile import machine_name
+from sinkprune.runtime.processor import processor_name
 
 REFERENCE = "openvino-genai bf16"
 # With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.
@@ -110,7 +110,7 @@ def _peers(arguments: Sequence[str] | None) -> None:
         measured = measure(groups, plan, open_process, read.gb_per_s, say)
     measured.not_run = {**not_run, **refused, **measured.not_run}
     heading = (
-        f"{place.name}, {options.threads} threads, {machine_name()}; {options.new_tokens} new tokens, "
+        f"{place.name}, {options.threads} threads, {processor_name()}; {options.new_tokens} new tokens, "
         f"medians (p95) of {options.repeat} interleaved rounds\n"
         f"x: over {options.reference} in the same sitting"
     )

@@ -43,7 +43,7 @@ _ORT_CPU: dict[WeightsName, _Copies] = {
     "int4": _Copies(1.2, 0.9),
 }
 _OPENVINO: dict[WeightsName, _Copies] = {
-    # Beside the files, which are mapped and can be had again. Measured on one segment; 16 bits are bounded from above.
+    # Beside the files, which are mapped and can be had again. Measured on one segment; 16 bits: no more than that.
     "fp32": _Copies(1.0, 1.0),
     "fp16": _Copies(2.0, 1.0),
     "bf16": _Copies(2.0, 1.0),

@@ -13,7 +13,7 @@ from rich.table import Table
 from peer_engines.rounds import Measured, Plan, Row
 from sinkprune.contract.report import Spread
 from sinkprune.runtime.plot import figure_bytes, import_matplotlib
-from sinkprune.runtime.profile import machine_name
+from sinkprune.runtime.processor import processor_name
 
 # Okabe-Ito, told apart by everyone
 _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}
@@ -24,7 +24,7 @@ def as_json(measured: Measured, model: str, plan: Plan, reference: str) -> dict[
     """Everything, every single answer included."""
     return {
         "model": model,
-        "machine": machine_name(),
+        "machine": processor_name(),
         "python": platform.python_version(),
         "read_gb_per_s": measured.read_gb_per_s,
         "plan": asdict(plan),
