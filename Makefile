@@ -19,8 +19,9 @@ lint: .venv/.dev
 types: .venv/.dev
 	MYPYPATH=src $(BIN)/mypy -p sinkprune
 
+# A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness"
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow

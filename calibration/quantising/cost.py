@@ -17,7 +17,7 @@ _LOOKED_AT, _FLOAT = 4, 4
 _ROUNDING_PRODUCTS, _ROUNDING_BYTES = 18, 40
 """Products of the errors with X^T X that rounding a matrix comes to, and bytes it takes beside for each value of
 X^T X."""
-_SAMPLE, _TRIES = 1024, 3
+_SAMPLE, _TRIES = 512, 3
 
 
 class Layer(NamedTuple):
