@@ -41,6 +41,7 @@ _ORT_CPU: dict[WeightsName, _Copies] = {
     # A sum and a scale for each 32 inputs beside the codes; while packing, the codes twice.
     "int8": _Copies(1.4, 0.9),
     "int4": _Copies(1.2, 0.9),
+    "uint4": _Copies(1.2, 0.9),
 }
 _OPENVINO: dict[WeightsName, _Copies] = {
     # Beside the files, which are mapped and can be had again. Measured on one segment; 16 bits: no more than that.
@@ -49,6 +50,7 @@ _OPENVINO: dict[WeightsName, _Copies] = {
     "bf16": _Copies(2.0, 1.0),
     "int8": _Copies(1.2, 1.0),
     "int4": _Copies(1.4, 1.0),
+    "uint4": _Copies(1.4, 1.0),
 }
 _BACKENDS = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
 """Backends that compute in the machine's own memory."""

@@ -88,8 +88,8 @@ def export_bundle(
         shallow = list(weight_graphs([range(1)]))
         memory = _check_memory(family, shallow, precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
-        needs(memory, needed)
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
+            needs(memory, needed)
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
             plans = _save_plans(root, planned, budgets, graphs)

@@ -281,7 +281,9 @@ def test_disk_full_while_writing(tmp_path: Path) -> None:
     limited = f"ulimit -f 2000; exec {BIN}/sinkprune-export llava-1.1b --random-weights -o {tmp_path}/out"
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the system refused")
+    told, error = done.stderr.splitlines()
+    assert told.startswith("needs about ")
+    assert error.startswith("error: the system refused")
     assert list(tmp_path.iterdir()) == []
 
 

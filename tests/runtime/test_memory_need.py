@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from commands import BIN, run
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
-from sinkprune.contract.precision import WeightsName
+from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.families import load_family
 
@@ -78,6 +79,14 @@ def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Pat
         mapped = need_of(manifest, built=True)
         assert mapped is not None
         assert mapped.loading == 0
+
+
+def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112")).manifest
+    for form in get_args(WeightsName):
+        for backend in ("ort-cpu", "openvino"):
+            need = need_of(replace(manifest, weights=WeightForms(form, form, 32)), backend=backend)
+            assert need is not None and need.weights >= sum(map(manifest.weight_bytes, manifest.graphs))
 
 
 def test_what_computes_on_a_gpu_has_no_need_of_the_machine_s_memory(bundle: Callable[..., Path]) -> None:
