@@ -113,29 +113,32 @@ def plot(measured: Measured, heading: str, suffix: str) -> bytes:
     rows = _fastest_first(measured)
     figure = import_matplotlib()(figsize=(12, 1.8 + 0.32 * len(rows)), layout="constrained")
     first, second = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    labels = [row.label for row in rows]
-    left = [0.0] * len(rows)
+    # By place, not by name: the reference has a row for each sitting.
+    places, left = range(len(rows)), [0.0] * len(rows)
     for part, colour in _COLOURS.items():
         widths = [_parts(row)[part] for row in rows]
-        first.barh(labels, widths, left=left, color=colour, label=part)
+        first.barh(places, widths, left=left, color=colour, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     tokens = [spread.median if (spread := row.spread("per_token")) else 0.0 for row in rows]
-    second.barh(labels, tokens, color=_DECODE)
+    second.barh(places, tokens, color=_DECODE)
     for axes, ends in ((first, left), (second, tokens)):
         for place, end in enumerate(ends):
             axes.text(end, place, f" {end:.0f}", va="center", fontsize=8)
         axes.set_xlim(0, max(ends, default=1.0) * 1.15)
         axes.spines[["top", "right"]].set_visible(False)
+    first.set_yticks(places, [row.label for row in rows])
     first.invert_yaxis()
     first.set_xlabel("time to first token, ms (medians)")
     second.set_xlabel("ms a token")
     figure.suptitle(heading, fontsize=10)
-    first.legend(fontsize=8, frameon=False, loc="lower right")
+    first.legend(fontsize=8, frameon=False, loc="center right")
     return figure_bytes(figure, suffix)
 
 
 def _parts(row: Row) -> Mapping[str, float]:
     """Medians of the parts, and what no part accounts for."""
     known = {part: spread.median if (spread := row.spread(part)) else 0.0 for part in ("vision", "prefill", "select")}
+    # Selection is part of the prefill
+    known["prefill"] -= known["select"]
     ttft = row.spread("ttft")
     return {**known, "rest": max(0.0, (ttft.median if ttft else 0.0) - sum(known.values()))}
