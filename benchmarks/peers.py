@@ -1,7 +1,7 @@
 """Measures this project beside other engines on one machine: the same model, words and picture size, in turn.
 
-    python benchmarks/peers.py --folder /tmp/peers
-    python benchmarks/peers.py --folder /tmp/peers --only openvino-genai,retain-64 --repeat 9 \\
+    python benchmarks/peers.py --folder ~/peers-data
+    python benchmarks/peers.py --folder ~/peers-data --only openvino-genai,retain-64 --repeat 9 \\
         --json peers.json --plot peers.png
 
 It makes a checkpoint of true shapes with random weights, has every engine convert it, and loads each form of it in a
