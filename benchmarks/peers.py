@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from peer_engines.rounds import Plan, measure, sittings
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.system_memory import available_bytes
 from sinkprune.export.checkpoint import read_json
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
@@ -42,6 +42,8 @@ REFERENCE = "openvino-genai bf16"
 # With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.
 PROMPT = "What is there on the old chair?"
 _TABLE_WIDTH = 200
+# Where the system does not tell what is free
+_UNKNOWN = 1 << 34
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +105,7 @@ def _peers(arguments: Sequence[str] | None) -> None:
         plan = Plan(options.prompt, options.side, options.new_tokens, options.threads, options.repeat, options.warmup)
         if options.prepare:
             ready = []
-        free = int(options.memory_gb * 1e9) if options.memory_gb else int(0.9 * available_bytes())
+        free = int(options.memory_gb * 1e9) if options.memory_gb else int(0.9 * (available_bytes() or _UNKNOWN))
         groups, refused = sittings(ready, options.reference, weight_bytes(place / "checkpoint") // 2, free)
         read = PlainRead(options.threads)
         open_process = partial(process.Process, place=place, threads=options.threads, log=log)
@@ -165,12 +167,6 @@ def _kept(form: Form, words: Sequence[str], reference: str) -> Form | None:
         return form
     ways = tuple(way for way in form.ways if any(word in way for word in words))
     return Form(form.engine, form.name, form.bits, ways) if ways else None
-
-
-def available_bytes() -> int:
-    """Memory that programs may still take."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(found.group(1)) * 1024 if found else 1 << 34
 
 
 if __name__ == "__main__":

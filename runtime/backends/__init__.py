@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
@@ -22,13 +22,12 @@ THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
 
 Compute = Literal["fastest", "bf16", "fp32"]
-"""What a backend that has the choice computes in: see `COMPUTES`."""
-COMPUTES: dict[Compute, str] = {
-    "fastest": "int8 for rows that meet int8 or int4 weights; openvino: bf16 for the rest where the processor has it",
-    "bf16": "openvino: bf16 for all but selection",
-    "fp32": "rows are not rounded; openvino: fp32 for everything",
-}
-"""What each of them is, in words. Selection is in fp32 always."""
+"""What a backend that has the choice computes in. Selection is in fp32 always.
+
+`fastest`: int8 for rows that meet int8 or int4 weights, and in openvino bf16 for the rest where the processor has it.
+`bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.
+"""
+COMPUTES: tuple[Compute, ...] = get_args(Compute)
 _CHOOSING = ("openvino", "ort-cpu")
 """The backends that have a choice."""
 

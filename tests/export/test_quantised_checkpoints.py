@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx import numpy_helper
@@ -26,6 +25,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.requantised import Requantised
 from sinkprune.export.source import ExportRequest
 from steps import QUESTION, ask
+from transformers_answers import greedy_answer
 
 NEW_TOKENS = 4
 GPTQ, AWQ = Layout(), Layout("awq")
@@ -78,45 +78,15 @@ def repacked(made: Callable[..., Made], tmp_path_factory: pytest.TempPathFactory
     return get
 
 
-class Exact:
-    """An engine whose products are of floats: ONNX Runtime rounds states too, unless told not to."""
-
-    def __init__(self, path: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-        self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        binding = self._session.io_binding()
-        for value in self._session.get_inputs():
-            binding.bind_ortvalue_input(value.name, inputs[value.name])
-        names = [output.name for output in self._session.get_outputs()]
-        for name in names:
-            if f"past_{name}" in inputs:
-                # A cache is written where it lies.
-                binding.bind_ortvalue_output(name, inputs[f"past_{name}"])
-            else:
-                binding.bind_output(name)
-        self._session.run_with_iobinding(binding)
-        return dict(zip(names, binding.get_outputs(), strict=True))
-
-
 def exact(bundle: Path) -> Pipeline:
-    return Pipeline.load(bundle, wrap=lambda graph, engine, backend: Exact(bundle / f"graphs/{graph}.onnx"))
+    """Its products are of floats: unless told not to, ONNX Runtime rounds states too."""
+    return Pipeline.load(bundle, compute="fp32")
 
 
 def transformers_logits(name: str, folder: Path, photo: Image.Image) -> Array:
     """[NEW_TOKENS,vocab] of a greedy answer."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        found = model.generate(
-            **reference_inputs(name, folder, [photo], QUESTION),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    found = greedy_answer(model, reference_inputs(name, folder, [photo], QUESTION), NEW_TOKENS)
     logits: Array = torch.stack(found.logits)[:, 0].numpy()
     return logits
 

@@ -20,6 +20,7 @@ from transformers import (
 from conftest import NEXT_SHAPES
 from sinkprune import Pipeline
 from steps import QUESTION, ask
+from transformers_answers import greedy_answer
 
 NEW_TOKENS = 16
 # Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone
@@ -55,15 +56,7 @@ def test_greedy_text_and_logits_equal_transformers(
     folder, image = checkpoint(name), photo.resize(size)
     model = LlavaNextForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = reference_inputs(folder, image)
-    with torch.no_grad():
-        expected = model.generate(
-            **inputs,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    expected = greedy_answer(model, inputs, NEW_TOKENS)
     answer, logits = ask(pipeline(name), image, "none", NEW_TOKENS)
     length = inputs["input_ids"].shape[1]
     new = expected.sequences[0, length:].tolist()

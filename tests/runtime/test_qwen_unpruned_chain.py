@@ -16,6 +16,7 @@ from conftest import QWEN_SHAPES
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune import Pipeline
 from steps import QUESTION, ask
+from transformers_answers import greedy_answer
 
 NEW_TOKENS = 16
 # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels
@@ -54,15 +55,7 @@ def test_greedy_text_and_logits_equal_transformers(
     folder, image, pipe = checkpoint(name), photo.resize(size), pipeline(name)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = reference_inputs(folder, image)
-    with torch.no_grad():
-        expected = model.generate(
-            **inputs,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    expected = greedy_answer(model, inputs, NEW_TOKENS)
     answer, logits = ask(pipe, image, "none", NEW_TOKENS)
     length = inputs["input_ids"].shape[1]
     new = expected.sequences[0, length:].tolist()

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForCondition
 from conftest import SHAPES
 from sinkprune import Pipeline
 from steps import ask
+from transformers_answers import greedy_answer
 
 PROMPTS = ["What is in the picture?", "Describe the image, please: which colour is the cup?"]
 
@@ -44,15 +45,7 @@ def test_greedy_text_and_logits_equal_transformers(
     folder = checkpoint(name)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     inputs = reference_inputs(folder, photo, prompt)
-    with torch.no_grad():
-        expected = model.generate(
-            **inputs,
-            max_new_tokens=32,
-            min_new_tokens=32,
-            do_sample=False,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
+    expected = greedy_answer(model, inputs, 32)
     answer, logits = ask(pipeline(name), photo, "none", 32, prompt)
     new = expected.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
