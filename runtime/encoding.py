@@ -29,6 +29,8 @@ class Encoded:
     """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array
     """[G',N'] fp32: the attention each token receives in the vision tower."""
+    deepstack: Tensor | None = None
+    """[G',n0,E] float on the device: what the decoder's first layers add to each row, where the model has that."""
 
     @property
     def source_tokens(self) -> Array:
@@ -47,6 +49,7 @@ def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: 
     with clock.measure("vision"):
         features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
+    deepstack = features.get("deepstack")
     # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
     host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
     _check_finite("norms or salience", host_norms, host_salience)
@@ -57,8 +60,10 @@ def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: 
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
         with clock.measure("sanitizer"):
-            sanitized = sanitizer({"tokens": tokens, "norms": norms, "salience": salience})
-        tokens = sanitized["kept_tokens"]
+            sanitized = sanitizer(features)
+        tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
+    if deepstack is not None:
+        _check_finite("features beside its tokens", backend.numpy(deepstack))
     if chain.projector is not None:
         with clock.measure("projector"):
             tokens = chain.projector({"tokens": tokens})["embeddings"]
@@ -68,7 +73,8 @@ def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: 
         kept_index = backend.numpy(sanitized["kept_index"])
     # Frames that were sanitised as one are one group from here on.
     groups = len(kept_index)
-    return Encoded(tokens, norms, kept_index, host_norms.reshape(groups, -1), host_salience.reshape(groups, -1))
+    own_norms, own_salience = (array.reshape(groups, -1) for array in (host_norms, host_salience))
+    return Encoded(tokens, norms, kept_index, own_norms, own_salience, deepstack)
 
 
 def _check_finite(what: str, *arrays: Array) -> None:

@@ -245,17 +245,19 @@ class Pipeline:
             with clock.measure("preprocess"):
                 pairs = zip(request.pictures, pictures, strict=True)
                 seen = [see(source, picture, self.family, manifest) for source, picture in pairs]
-                prompt = self.prompts.encode(request.texts)
+                layouts = [layout for _, layout in seen]
+                prompt = self.prompts.encode(request.texts, [layout.texts for layout in layouts])
             observer.seen(seen)
-            layouts = [layout for _, layout in seen]
             planned = schedule(manifest, request.method, request.budget, layouts)
             check_length(manifest, self.limits, request, prompt.text_tokens, planned.rows, layouts)
             _check_pruning(planned, layouts, manifest.language_model.num_layers)
             encoded = [encode(self.chain, planned.plan, inputs, clock) for inputs, _ in seen]
             observer.encoded(encoded)
             shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
-            between = self.family.between_rows
-            rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
+            between, width = self.family.between_rows, self.chain.deepstack_width
+            rows = lay_out(
+                self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned, deepstack_width=width
+            )
             observer.laid_out(rows)
             result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
             logits = self._logits(result.logits)
@@ -289,8 +291,9 @@ class Pipeline:
     ) -> tuple[Kept, ...]:
         survivors, kept = surviving_rows(self.chain, planned, result), []
         for number, (layout, own, picture) in enumerate(zip(layouts, encoded, planned.pictures, strict=True)):
-            visual = rows.visual[rows.picture == number]
-            after_stage = {layer: np.intersect1d(left, visual) - visual[0] for layer, left in survivors.items()}
+            own_rows = rows.picture == number
+            visual, source = rows.visual[own_rows], rows.source[own_rows]
+            after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
             kept.append(Kept(layout, picture, own.kept_index, own.norms, own.salience, after_stage))
         return tuple(kept)
 

@@ -32,6 +32,7 @@ QWEN_SHAPES = {
     "qwen": QwenShape(),
     "qwen-tied": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True),
     "qwen2-vl": QwenShape(kind="qwen2_vl", num_layers=7),
+    "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
 }
 
 NEXT_SHAPES = {

@@ -180,7 +180,7 @@ def _make_checkpoint(checkpoint: Path, family: str) -> None:
     elif family == "llava_next":
         make_llava_next_checkpoint(checkpoint, NextShape(num_layers=4))
     else:
-        make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=4, max_pixels=28 * 28 * 64))
+        make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=4, most_tokens=64))
     if family == "qwen2_5_vl":
         floats = checkpoint.rename(checkpoint.with_name("floats"))
         quantised = make_quantised(floats, checkpoint.with_name("made"), Layout(sym=False, desc_act=True))
