@@ -95,9 +95,9 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
-            gives = [floats("kept_tokens", None, kept, width), index_of_kept]
-            gives += [floats("kept_deepstack", None, kept, beside)] if beside else []
-            yield plan.sanitizer, features, gives
+            chosen = [floats("kept_tokens", None, kept, width), index_of_kept]
+            chosen += [floats("kept_deepstack", None, kept, beside)] if beside else []
+            yield plan.sanitizer, features, chosen
         selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), norms]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():

@@ -66,8 +66,8 @@ class LanguageModel:
     max_positions: Size
     rope_theta: Annotated[float, Bounds(1, 1e12)]
     rope_sections: tuple[Count, ...] = ()
-    """How many rotary frequencies in a row turn with each axis of a position (time, height, width, time, ...) in mRoPE;
-    empty where a position is one number."""
+    """How many rotary frequencies in a row turn with each axis of a position in mRoPE: time, height, width, time
+    again, and so on. Empty where a position is one number."""
 
     @property
     def decoder_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL: Qwen2-VL's with learned positions, and with features of blocks in between (DeepStack).
+"""The vision tower of Qwen3-VL: Qwen2-VL's with learned positions, and DeepStack's features of blocks in between.
 
 Learned positions lie in a square table that is stretched over every picture. Which four of them a patch lies between,
 and how near to each, comes from the host. What DeepStack adds behind the decoder's first layers is the output

@@ -52,7 +52,7 @@ def lay_out(
     pruned: bool,
     deepstack_width: int = 0,
 ) -> PromptRows:
-    """`texts` (token ids) with `pictures` between them: one text before each part of a picture and one behind the last.
+    """`texts` (token ids) with `pictures` between them: one text before each part of a picture, one behind the last.
 
     Unpruned, a picture's rows stand in the order of the model's own prompt, and `between_rows` names the learned row
     at the end of a line. Rows are joined on the device. Of a picture in several parts, each row stands in that of its

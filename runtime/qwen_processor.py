@@ -78,7 +78,7 @@ class QwenProcessor:
         return frame._replace(t=-(-size.frames // self._settings["temporal_patch_size"]))
 
     def _resized(self, size: Size, least: int, most: int, frames: int = 1, counted: int = 1) -> Grid:
-        """The grid of one of several `frames`, which have `least` to `most` pixels together, so many frames counted."""
+        """The grid of one of several `frames`, which have `least` to `most` pixels together, so many `counted`."""
         width, height = size
         if 0 in size:
             raise ImageError(f"the image has {width}x{height} pixels, expected at least 1x1.")
@@ -108,12 +108,16 @@ class Qwen3Processor(QwenProcessor):
     """
 
     def _clip_grid(self, size: ClipSize, limits: Mapping[str, Any]) -> Grid:
-        together, unit = self._settings["temporal_patch_size"], self._settings["patch_size"] * self._settings["merge_size"]
+        together, unit = (
+            self._settings["temporal_patch_size"],
+            self._settings["patch_size"] * self._settings["merge_size"],
+        )
         width, height, frames = size.width, size.height, max(size.frames, together)
         if 0 < min(width, height) < unit:
             scale = max(unit / height, unit / width)
             width, height = int(width * scale), int(height * scale)
-        # Whole temporal patches, rounded as the model's own processor does.
-        counted = round(frames / together) * together
+        # Whole temporal patches. The model's own processor rounds their number to the nearest even one, and lets the
+        # frames of some odd clips be a quarter larger: no graph is made for that.
+        counted = max(frames, round(frames / together) * together)
         frame = self._resized((width, height), limits["min_pixels"], frames * limits["max_pixels"], frames, counted)
         return frame._replace(t=-(-size.frames // together))

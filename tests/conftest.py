@@ -35,6 +35,9 @@ QWEN_SHAPES = {
     "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
 }
 
+CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
+"""Those that have no text between the frames of a clip."""
+
 NEXT_SHAPES = {
     "next": NextShape(),
     "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),

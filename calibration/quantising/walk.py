@@ -67,9 +67,7 @@ def _steps(
     beside = backend.tensor(seen["deepstack"]) if width else None
     encoded = Encoded(backend.tensor(tokens), None, every, seen["norms"], seen["salience"], beside)
     shown = [(prompt.seen.layout, encoded)]
-    rows = lay_out(
-        backend, embedding, between_rows, prompt.texts, shown, pruned=False, deepstack_width=width
-    )
+    rows = lay_out(backend, embedding, between_rows, prompt.texts, shown, pruned=False, deepstack_width=width)
     hidden, added = backend.numpy(rows.hidden), {}
     if width:
         added["deepstack"] = backend.numpy(rows.deepstack)

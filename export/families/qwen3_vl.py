@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from math import isqrt
 from typing import Any
 
+from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.config_fields import Flag, Kind, Listed, Section, Whole, or_null
 from sinkprune.export.families.llama_shaped import (
     COUNT,
@@ -89,35 +91,29 @@ class Qwen3VL(Qwen25VL):
     def _rope_sections(self, text: Any) -> list[int]:
         """How many frequencies in a row turn with each axis: one with each in turn, and time has what is left."""
         time, height, width = given = text.rope_parameters.get("mrope_section", [24, 20, 20])
-        self._check([("mrope_section has one number for height and width, and no smaller for time",
-                      height == width <= time, given)])  # fmt: skip
+        fits = height == width <= time
+        self._check(
+            [("mrope_section has the same number for height and width, and no smaller for time", fits, given)]
+        )
         return [*[1] * (_AXES * height), *([time - height] if time > height else [])]
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:
-        blocks, side = tuple(vision.deepstack_visual_indexes), round(vision.num_position_embeddings**0.5)
-        ascending = all(before < after for before, after in pairwise(blocks))
-        self._check(
-            [
-                (
-                    f"deepstack_visual_indexes are {_DEEPSTACK} blocks of the tower's {vision.depth}, ascending: what "
-                    "they give is added behind the decoder's first layers, which are one segment",
-                    len(blocks) == _DEEPSTACK and ascending and blocks[-1] < vision.depth,
-                    list(blocks),
-                ),
-                (
-                    "num_position_embeddings is a square",
-                    side**2 == vision.num_position_embeddings,
-                    vision.num_position_embeddings,
-                ),
-            ]
-        )
+        blocks, table = tuple(vision.deepstack_visual_indexes), vision.num_position_embeddings
+        ascending = all(before < after for before, after in pairwise((*blocks, vision.depth)))
+        if len(blocks) != _DEEPSTACK or not ascending:
+            raise CheckpointError(
+                f"checkpoint '{self._source}': vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
+                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind decoder "
+                f"layers 0 to {_DEEPSTACK - 1}, and only the first segment, which ends there, takes any."
+            )
+        self._check([("num_position_embeddings is a square", isqrt(table) ** 2 == table, table)])
         return {
             "hidden_size": vision.hidden_size,
             "intermediate_size": vision.intermediate_size,
             "full_attention_blocks": tuple(range(vision.depth)),
             "window_side": 0,
             "tokens_per_second": None,
-            "position_side": side,
+            "position_side": isqrt(table),
             "deepstack_blocks": blocks,
         }
 
