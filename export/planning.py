@@ -69,8 +69,8 @@ def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
     first, last = min(plan.select_after, default=facts.language_model.num_layers), facts.deepstack - 1
     if first < last:
         raise BudgetError(
-            f"method '{method}' drops tokens after layer {first} of this decoder of "
-            f"{facts.language_model.num_layers}, and the model adds vision features to its visual rows after layers 0 "
-            f"to {last} (DeepStack), all within the first segment. No stage may come before layer {last}: leave "
-            "the method out of --methods, or export a deeper decoder."
+            f"method '{method}' drops tokens after layer {first} of this decoder, which has "
+            f"{facts.language_model.num_layers}, and the model adds vision features to its visual rows after layers "
+            f"0 to {last} (DeepStack), all within the first segment. No stage may come before layer {last}: leave the "
+            "method out of --methods, or export a deeper decoder."
         )

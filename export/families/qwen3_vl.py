@@ -50,14 +50,7 @@ class Qwen3VL(Qwen25VL):
         "num_position_embeddings": Whole(1, 1 << 20),
         "deepstack_visual_indexes": Listed(Whole(0, COUNT.most), 0, COUNT.most),
     }
-    image_defaults: Mapping[str, Any] = {
-        **IMAGE_DEFAULTS,
-        "patch_size": 16,
-        "min_pixels": 256 * 256,
-        "max_pixels": 4096 * 4096,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-    }
+    image_defaults: Mapping[str, Any] = {**IMAGE_DEFAULTS, "patch_size": 16}
     image_processors = ("Qwen2VLImageProcessor",)
     chat_template = (
         "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -103,8 +96,8 @@ class Qwen3VL(Qwen25VL):
         if len(blocks) != _DEEPSTACK or not ascending:
             raise CheckpointError(
                 f"checkpoint '{self._source}': vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
-                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind decoder "
-                f"layers 0 to {_DEEPSTACK - 1}, and only the first segment, which ends there, takes any."
+                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind layers "
+                f"0 to {_DEEPSTACK - 1} of the decoder, and only its first segment, which ends there, takes any."
             )
         self._check([("num_position_embeddings is a square", isqrt(table) ** 2 == table, table)])
         return {

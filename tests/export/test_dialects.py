@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "llava-next": ("next-mistral", ("retain-320", "retain-160+raster+visual-keys+compact"), 1),
     "qwen2.5-vl": ("qwen", ("prune-66.7", "prune-88.9+raster+visual-keys"), 1),
     "qwen2-vl, several images": ("qwen2-vl", ("prune-80",), 2),
+    "qwen3-vl": ("qwen3-vl", ("prune-80",), 1),
 }
 Bundles = Callable[..., Path]
 Emit = Callable[[Any, Any, list[ir.Value]], ir.Value]
