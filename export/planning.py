@@ -71,6 +71,6 @@ def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
         raise BudgetError(
             f"method '{method}' drops tokens after layer {first} of this decoder, which has "
             f"{facts.language_model.num_layers}, and the model adds vision features to its visual rows after layers "
-            f"0 to {last} (DeepStack), all within the first segment. No stage may come before layer {last}: leave the "
-            "method out of --methods, or export a deeper decoder."
+            f"0 to {last} (DeepStack), all within the first segment. No stage may come before layer {last}: leave "
+            "the method out of --methods, or export a deeper decoder."
         )

@@ -96,8 +96,8 @@ class Qwen3VL(Qwen25VL):
         if len(blocks) != _DEEPSTACK or not ascending:
             raise CheckpointError(
                 f"checkpoint '{self._source}': vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
-                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind layers "
-                f"0 to {_DEEPSTACK - 1} of the decoder, and only its first segment, which ends there, takes any."
+                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind the "
+                f"decoder's first {_DEEPSTACK} layers, and only its first segment, which ends there, takes any."
             )
         self._check([("num_position_embeddings is a square", isqrt(table) ** 2 == table, table)])
         return {

@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"budgets": BUDGETS[:1], "max_pixels": 491520, "max_fr
 @pytest.mark.parametrize("dialect", ["opset24", "opset20"])
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **OPTIONS)
-    target = ("--target", "tensorrt-rtx", "--sm", "86,89,120")
+    target = ("--target", "tensorrt-rtx", "--sm", "89")
     outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
     assert outcome.code == 0, outcome.stderr
     built = read_engines(tmp_path / "engines").manifest.engines

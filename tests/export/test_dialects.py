@@ -203,7 +203,9 @@ def test_every_graph_computes_the_same_in_both_dialects(
                 if wanted.dtype == np.int64:
                     np.testing.assert_array_equal(found, wanted, where)
                 else:
-                    atol = TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
+                    # Roundings add up from layer to layer; each has two caches.
+                    deep = max(1, len(caches) // 8)
+                    atol = deep * TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
                     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=where)
                     compared += 1
     assert compared > 50

@@ -157,7 +157,7 @@ def changed(place: tuple[str, ...], value: Any) -> dict[str, Any]:
         (
             ("vision_config", "rope_parameters"),
             {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
-            "rope_type is 'linear'",
+            "rope_type.*linear",
         ),
         (("vision_config", "hidden_act"), "gelu", "vision_config.hidden_act"),
         (("vision_config", "out_hidden_size"), 1024, "out_hidden_size"),
