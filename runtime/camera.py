@@ -42,7 +42,7 @@ class Camera:
     def serve(self, answer: Callable[[int], object]) -> Iterator[Served]:
         """Call `answer` with the number of each frame that is not missed, and tell of each when it is done.
 
-        The first comes at once. It ends when the next frame after the last would come, or later, when all is answered.
+        The first comes at once. It ends when one more frame would come, or later, when all is answered.
         """
         start, taken = self.clock(), -1
         while taken < self.frames - 1:

@@ -74,8 +74,7 @@ def at_rate(
         pictures=len(pictures),
         warmup=warmup,
         rates={
-            name: _budget_rate(first[name], source, frames, start, meter, curve)
-            for name, frames in served.items()
+            name: _budget_rate(first[name], source, frames, start, meter, curve) for name, frames in served.items()
         },
         conditions=log.report(start),
     )
