@@ -32,6 +32,7 @@ def plot_rate(report: RateReport, suffix: str) -> bytes:
     figure = import_matplotlib()(figsize=(_WIDTH, sum(heights) + 0.6), layout="constrained")
     rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     _draw_latencies(rows[0], report)
+    figure.legend(*rows[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", frameon=False)
     for axes, (label, lines) in zip(rows[1:], below, strict=True):
         for colour, (name, values) in zip(_COLOURS, lines.items(), strict=False):
             points = [(at, value) for at, value in zip(conditions.seconds, values, strict=True) if value is not None]
@@ -61,10 +62,9 @@ def _draw_latencies(axes: Any, report: RateReport) -> None:
         axes.plot(came, budget.answer_latency_ms, ".", markersize=4, color=colour, label=label)
         missed = [budget.start_s + frame / report.rate_hz for frame in range(budget.frames) if frame not in answered]
         axes.plot(missed, [0.0] * len(missed), "|", markersize=9, color=colour)
-    axes.axhline(1e3 / report.rate_hz, color="#999999", linewidth=0.8, linestyle="--")
+    axes.axhline(1e3 / report.rate_hz, color="#999999", linewidth=0.8, linestyle="--", label="the next frame comes")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("latency, ms")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), frameon=False)
 
 
 def _highest(lines: Mapping[str, Sequence[float | None]]) -> dict[str, Sequence[float | None]]:

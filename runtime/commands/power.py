@@ -61,9 +61,9 @@ def told_power(power: PowerReport) -> str:
 
 
 def told_joules(part: PartEnergy | None) -> str:
-    """The joules of a part, with a tilde where they are estimated."""
+    """The joules of a part and their standard deviation, with a tilde where they are estimated."""
     if part is None:
         return "-"
-    size = abs(part.joules)
-    unit, factor = ("J", 1.0) if size >= 1 or size == 0 else ("mJ", 1e3)
-    return f"{'~' if part.estimated else ''}{factor * part.joules:.3g} {unit}"
+    unit, factor = ("J", 1.0) if max(abs(part.joules), part.deviation or 0.0) >= 1 else ("mJ", 1e3)
+    spread = "" if part.deviation is None else f" ±{factor * part.deviation:.2g}"
+    return f"{'~' if part.estimated else ''}{factor * part.joules:.3g}{spread} {unit}"
