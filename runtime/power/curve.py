@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sinkprune.runtime.power import Reading
-
 MOST_GAP_SECONDS = 1.0
 """Longer between two readings, and nothing is said of the time between them."""
 
@@ -16,15 +14,12 @@ MOST_GAP_SECONDS = 1.0
 class EnergyCurve:
     """Joules over time: through the readings, and straight between two of them."""
 
-    def __init__(self, readings: Sequence[Reading]) -> None:
-        self._seconds = np.array([reading.seconds for reading in readings])
-        self._joules = np.array([reading.joules for reading in readings])
+    def __init__(self, seconds: Sequence[float], joules: Sequence[float]) -> None:
+        """Of readings as they came: moments of `time.monotonic`, and joules since the sensor was started."""
+        self._seconds, self._joules = np.array(seconds), np.array(joules)
 
     def joules(self, start: float, end: float) -> float | None:
-        """Those used from `start` to `end`, idle included; None where no readings lie around them, or too far apart.
-
-        Moments are those of `time.monotonic`.
-        """
+        """Those used from `start` to `end`, idle included; None without readings around them, or with too long gaps."""
         first, last = self._around(start, end)
         if first < 0 or last >= len(self._seconds):
             return None

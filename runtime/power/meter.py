@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,12 +34,12 @@ class EnergyMeter:
     @property
     def newest(self) -> Reading | None:
         """The last reading; None where the sensor has died."""
-        return None if self._readings.failure else self._readings.all[-1]
+        return None if self._readings.failure else self._readings.newest
 
     def curve(self) -> EnergyCurve:
         """Through all readings, up to one that comes after this call where the sensor still lives."""
         self._readings.wait_for_one()
-        return EnergyCurve(self._readings.all)
+        return self._readings.curve()
 
     def report(self) -> PowerReport:
         """What was measured with, so far."""
@@ -72,11 +73,13 @@ def measuring(sensor: Sensor, idle_seconds: float = IDLE_SECONDS) -> Iterator[En
 
 
 class _Readings:
-    """What a thread reads."""
+    """What a thread reads. A day of it is some tens of megabytes."""
 
     def __init__(self, sensor: Sensor) -> None:
         self._sensor = sensor
-        self.all: list[Reading] = []
+        self._seconds, self._joules = array("d"), array("d")
+        self._writing = threading.Lock()
+        self.newest: Reading | None = None
         self.ended = threading.Event()
         self.failure: PowerError | None = None
         self._bug: Exception | None = None
@@ -85,17 +88,26 @@ class _Readings:
         """Read until `ended`, or until the sensor dies: the work of the thread."""
         try:
             while not self.ended.is_set():
-                self.all.append(self._sensor.read())
+                reading = self._sensor.read()
+                with self._writing:
+                    self._seconds.append(reading.seconds)
+                    self._joules.append(reading.joules)
+                self.newest = reading
         except PowerError as error:
             self.failure = error
         except Exception as error:
             self._bug = error
 
+    def curve(self) -> EnergyCurve:
+        """Through all readings so far."""
+        with self._writing:
+            return EnergyCurve(self._seconds, self._joules)
+
     def wait_for_one(self) -> None:
         """Return when a reading of after this call is there, or none will come."""
         now = time.monotonic()
         # A sensor that tells nothing ends in a failure.
-        while self.failure is None and not (self.all and self.all[-1].seconds > now):
+        while self.failure is None and not (self.newest and self.newest.seconds > now):
             if self._bug is not None:
                 raise self._bug
             time.sleep(0.005)
@@ -109,7 +121,7 @@ def _idle(sensor: Sensor, readings: _Readings, seconds: float) -> IdlePower:
     readings.wait_for_one()
     if readings.failure is not None:
         raise readings.failure
-    curve = EnergyCurve(readings.all)
+    curve = readings.curve()
     joules, watts = curve.joules(start, end), curve.watts(start, end)
     if joules is None or len(watts) < 2:
         raise PowerError(

@@ -55,6 +55,10 @@ def readings(period: float, seconds: float, watts: Callable[[float], float]) -> 
     return [Reading(float(moments[at]), float(joules[at])) for at in range(0, len(moments), round(period / STEP))]
 
 
+def curve(found: list[Reading]) -> EnergyCurve:
+    return EnergyCurve([one.seconds for one in found], [one.joules for one in found])
+
+
 def plain_joules(found: list[Reading], span: Span) -> float:
     """Joules between two moments: those of each stretch between two readings, by the share of it that lies inside."""
     used = 0.0
@@ -67,7 +71,7 @@ def plain_joules(found: list[Reading], span: Span) -> float:
 def test_joules_of_every_part_are_those_of_the_readings() -> None:
     found = readings(0.02, 8, lambda at: 5 + 4 * np.sin(3 * at))
     requests = [request(1.0), request(4.005)]
-    energy = budget_energy(requests, EnergyCurve(found), IDLE)
+    energy = budget_energy(requests, curve(found), IDLE)
     assert energy is not None and (energy.runs, energy.left_out) == (2, 0)
     spans = [{**one.parts, "latency": [Span(one.parts["ttft"][0].start, one.end or 0)]} for one in requests]
     for part in ("preprocess", "vision", "sanitizer", "projector", "prefill", "select", "ttft", "latency"):
@@ -94,7 +98,7 @@ def test_joules_of_every_part_are_those_of_the_readings() -> None:
 @given(period=st.floats(0.01, 0.2), start=st.floats(0.5, 1.5), scale=st.floats(0.2, 2.0), power=st.floats(1.0, 60.0))
 def test_parts_add_up_whatever_the_period(period: float, start: float, scale: float, power: float) -> None:
     found = readings(max(STEP, round(period, 3)), 6, lambda at: power * (1 + (int(at * 10) % 3)))
-    energy = budget_energy([request(start, scale=scale)], EnergyCurve(found), IDLE)
+    energy = budget_energy([request(start, scale=scale)], curve(found), IDLE)
     assert energy is not None and set(energy.joules) == set(PARTS)
     joules = {part: use.joules for part, use in energy.joules.items() if use is not None}
     assert sum(joules[part] for part in OF_TTFT) == pytest.approx(joules["ttft"], abs=1e-9)
@@ -103,7 +107,7 @@ def test_parts_add_up_whatever_the_period(period: float, start: float, scale: fl
 
 
 def test_what_is_shorter_than_the_period_is_called_estimated() -> None:
-    energy = budget_energy([request(1.0)], EnergyCurve(readings(0.1, 5, lambda at: 9.0)), IDLE)
+    energy = budget_energy([request(1.0)], curve(readings(0.1, 5, lambda at: 9.0)), IDLE)
     assert energy is not None
     told = {part: use.estimated for part, use in energy.joules.items() if use}
     assert not any(told[part] for part in ("vision", "prefill", "ttft", "latency", "per_token"))
@@ -111,25 +115,25 @@ def test_what_is_shorter_than_the_period_is_called_estimated() -> None:
     vision = energy.joules["vision"]
     assert vision is not None and vision.sampled == pytest.approx(0.3 / 0.4, abs=0.01)
     # Four times as fast, and only the whole is measured.
-    fast = budget_energy([request(1.0, scale=0.25)], EnergyCurve(readings(0.1, 5, lambda at: 9.0)), IDLE)
+    fast = budget_energy([request(1.0, scale=0.25)], curve(readings(0.1, 5, lambda at: 9.0)), IDLE)
     assert fast is not None
     assert {part for part, use in fast.joules.items() if use and not use.estimated} == {"latency", "ttft"}
 
 
 def test_requests_without_readings_are_left_out() -> None:
-    alive = EnergyCurve(readings(0.05, 4, lambda at: 9.0))
+    alive = curve(readings(0.05, 4, lambda at: 9.0))
     energy = budget_energy([request(1.0), request(3.5), request(20.0)], alive, IDLE)
     assert energy is not None and (energy.runs, energy.left_out) == (1, 2)
     assert budget_energy([request(3.5)], alive, IDLE) is None
     gap = [one for one in readings(0.05, 8, lambda at: 9.0) if not 1.2 < one.seconds < 2.4]
-    energy = budget_energy([request(1.0), request(4.0)], EnergyCurve(gap), IDLE)
+    energy = budget_energy([request(1.0), request(4.0)], curve(gap), IDLE)
     assert energy is not None and (energy.runs, energy.left_out) == (1, 1)
 
 
 def test_one_token_has_no_joules_of_later_ones_and_parts_that_did_not_run_have_none() -> None:
     one = request(1.0, tokens=1)
     del one.parts["select"], one.parts["sanitizer"]
-    energy = budget_energy([one], EnergyCurve(readings(0.02, 5, lambda at: 9.0)), IDLE)
+    energy = budget_energy([one], curve(readings(0.02, 5, lambda at: 9.0)), IDLE)
     assert energy is not None
     assert {part for part, use in energy.joules.items() if use is None} == {"per_token", "select", "sanitizer"}
 

@@ -111,9 +111,9 @@ def test_rapl_counts_packages_and_memory_once_and_past_their_range(tmp_path: Pat
     sensor = open_sensor("rapl", on_gpu=False, root=tmp_path)
     assert sensor.measures == "package-0 + dram of this machine's processors"
     with tree.drawing(watts=40):
-        found = readings(sensor, 10)
-    assert found[-1].joules > 0.5
-    assert watts(found) == pytest.approx(44, rel=0.1)
+        found = readings(sensor, 25)
+    assert found[-1].joules > 0.6
+    assert watts(found) == pytest.approx(44, rel=0.2)
 
 
 def test_a_counter_that_stands_still_is_dead(tmp_path: Path) -> None:

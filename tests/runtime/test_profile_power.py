@@ -73,11 +73,11 @@ def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Imag
         report = profile(pipeline("mha-336"), photo, "What?", ["none"], new_tokens=8, repeat=3, meter=meter)
     energy, whole = report.budgets["none"].energy, report.budgets["none"].ms["latency"]
     assert energy is not None and whole is not None and report.power is not None
-    assert report.power.idle.watts == pytest.approx(11, rel=0.1)
+    assert report.power.idle.watts == pytest.approx(11, rel=0.2)
     request = energy.joules["latency"]
     assert request is not None and not request.estimated
     assert request.joules_with_idle == pytest.approx(33 * whole.median / 1e3, rel=0.3)
-    assert request.joules / request.joules_with_idle == pytest.approx(22 / 33, rel=0.1)
+    assert request.joules / request.joules_with_idle == pytest.approx(22 / 33, rel=0.2)
 
 
 def test_a_sensor_that_dies_is_told_and_the_times_are_kept(
