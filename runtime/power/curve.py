@@ -19,7 +19,7 @@ class EnergyCurve:
         self._seconds, self._joules = np.array(seconds), np.array(joules)
 
     def joules(self, start: float, end: float) -> float | None:
-        """Those used from `start` to `end`, idle included; None without readings around them, or with too long gaps."""
+        """Those used from `start` to `end`, idle included; None without readings around them, or with long gaps."""
         first, last = self._around(start, end)
         if first < 0 or last >= len(self._seconds):
             return None
