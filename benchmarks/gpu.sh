@@ -93,7 +93,7 @@ tensorrt_gate() {
 }
 
 tensorrt_profile() {
-    profile "$out/tensorrt-profile.json" "$work/tensorrt" --backend tensorrt --engines "$work/engines"
+    profile "$out/tensorrt-profile.json" "$work/engines"
 }
 
 part gpu-tests gpu_tests

@@ -6,9 +6,11 @@ import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.energy import IDLE_SECONDS, PartEnergy, PowerReport
 from sinkprune.contract.errors import PowerError
 from sinkprune.runtime.backends import ON_GPU
+from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import status
 from sinkprune.runtime.power import AUTO, SENSORS, Sensor, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
@@ -27,9 +29,11 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--idle", type=IDLE, default=IDLE_SECONDS, help=told)
 
 
-def wanted_sensor(options: argparse.Namespace) -> Sensor | None:
+def wanted_sensor(options: argparse.Namespace, bundle: Bundle) -> Sensor | None:
     """The sensor that was asked for, found to be there and readable; raises `PowerError`."""
-    return None if options.power is None else open_sensor(options.power, on_gpu=options.backend in ON_GPU)
+    if options.power is None:
+        return None
+    return open_sensor(options.power, on_gpu=(options.backend or usual_backend(bundle)) in ON_GPU)
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
-    sensor = wanted_sensor(options)
+    sensor = wanted_sensor(options, bundle)
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest))]
     else:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -14,7 +17,9 @@ import power_stand_ins as boards
 from commands import assert_refused, run
 from power_stand_ins import Powercap, install_tegrastats
 from sinkprune import Pipeline
+from sinkprune.contract.errors import PowerError
 from sinkprune.contract.report import OF_TTFT, PARTS
+from sinkprune.runtime.commands.power import wanted_sensor
 from sinkprune.runtime.power import open_sensor
 from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.profile import profile
@@ -115,3 +120,21 @@ def test_a_sensor_that_dies_while_idle_ends_the_command(
     options = ("--power", "tegrastats", "--idle", 0.5, "--json", tmp_path / "x.json")
     assert_refused(run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *options), said)
     assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "sees"), [("tensorrt", "rapl: does not see the GPU"), ("onnxruntime", "rapl: there")]
+)
+def test_engines_for_a_gpu_want_a_sensor_that_sees_it(
+    monkeypatch: pytest.MonkeyPatch, target: str, sees: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    engines = SimpleNamespace(manifest=SimpleNamespace(target=target))
+    options = Namespace(backend=None, power="auto")
+    try:
+        sensor = wanted_sensor(options, SimpleNamespace(engines=engines))  # type: ignore[arg-type]
+    except PowerError as error:
+        assert sees in str(error) or "energy_uj' may not be read" in str(error)
+    else:
+        assert sensor is not None and (sensor.name, target) == ("rapl", "onnxruntime")
