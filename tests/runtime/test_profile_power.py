@@ -122,19 +122,19 @@ def test_a_sensor_that_dies_while_idle_ends_the_command(
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("target", "sees"), [("tensorrt", "rapl: does not see the GPU"), ("onnxruntime", "rapl: there")]
-)
-def test_engines_for_a_gpu_want_a_sensor_that_sees_it(
-    monkeypatch: pytest.MonkeyPatch, target: str, sees: str
-) -> None:
+def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    engines = SimpleNamespace(manifest=SimpleNamespace(target=target))
-    options = Namespace(backend=None, power="auto")
-    try:
-        sensor = wanted_sensor(options, SimpleNamespace(engines=engines))  # type: ignore[arg-type]
-    except PowerError as error:
-        assert sees in str(error) or "energy_uj' may not be read" in str(error)
-    else:
-        assert sensor is not None and (sensor.name, target) == ("rapl", "onnxruntime")
+
+    def told(target: str) -> str:
+        engines = SimpleNamespace(manifest=SimpleNamespace(target=target))
+        options = Namespace(backend=None, power="auto")
+        try:
+            sensor = wanted_sensor(options, SimpleNamespace(engines=engines))  # type: ignore[arg-type]
+        except PowerError as error:
+            return str(error)
+        return str(sensor and sensor.name)
+
+    assert "rapl: does not see the GPU; nvml: " in told("tensorrt")
+    # What a machine has that this runs on is not known.
+    assert "does not see" not in told("onnxruntime")
