@@ -36,6 +36,7 @@ examples:
   sinkprune-calibrate bundle --task kitchen.jsonl --json norms.json --plot norms.png
 
 what else there is:
+  sinkprune-calibrate attention --help    # sink tokens among the kept, and how sharply text attends
   sinkprune-calibrate quantize --help     # int4 and int8 weights, rounded for pictures and prompts of your own
 """
 
