@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from sinkprune.calibration.attention.report import AttentionReport, RunReport
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import EvaluationReport
-from sinkprune.calibration.norms import OUTLIER, NormReport
+from sinkprune.calibration.norms import NormReport
+from sinkprune.calibration.outlier_gap import OUTLIER
 from sinkprune.runtime.plot import figure_bytes, import_matplotlib
 
 if TYPE_CHECKING:

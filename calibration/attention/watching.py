@@ -10,8 +10,9 @@ import numpy as np
 from sinkprune.calibration.attention.report import LayerObservation, Observation
 from sinkprune.calibration.attention.text_attention import text_attention
 from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.sink_tokens import largest, sink_tokens
 from sinkprune.calibration.tasks import Item
-from sinkprune.contract.budgets import UNPRUNED, Budget
+from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.answer import Kept
@@ -20,9 +21,6 @@ from sinkprune.runtime.decoding import Prefill
 from sinkprune.runtime.observer import Observer
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.prompt_rows import PromptRows
-
-OUTLIER_PER_MILLE = Budget.outlier_per_mille
-"""rho: how many tokens of a group count as sink tokens."""
 
 
 class Watch(Observer):
@@ -105,12 +103,6 @@ def observe(pipeline: Pipeline, watch: Watch, item: Item, combination: Combinati
     )
 
 
-def sink_tokens(norms: Array) -> Array:
-    """[G,N] bool: of `norms` [G,N] the ceil(rho*N) largest of each group, ties to the earlier token."""
-    count = -(-norms.shape[1] * OUTLIER_PER_MILLE // 1000)
-    return _largest(norms, count)
-
-
 def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
     """[V] bool: which of the rows in front of the LLM are sink tokens. Their average is told as one of them."""
     groups, tokens = kept.norms.shape
@@ -122,11 +114,4 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
 
 def _salience_alone(kept: Kept) -> float:
     """The share of sink tokens among as many tokens of each group, those of largest salience."""
-    return float(sink_tokens(kept.norms)[_largest(kept.salience, kept.index.shape[1])].mean())
-
-
-def _largest(values: Array, count: int) -> Array:
-    """[G,N] bool: the `count` largest of each row, ties to the earlier."""
-    marked = np.zeros(values.shape, bool)
-    np.put_along_axis(marked, np.argsort(-values, axis=1, kind="stable")[:, :count], True, axis=1)
-    return marked
+    return float(sink_tokens(kept.norms)[largest(kept.salience, kept.index.shape[1])].mean())

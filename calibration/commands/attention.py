@@ -13,11 +13,12 @@ from rich.progress import track
 from rich.table import Table
 
 from sinkprune.calibration.attention.report import AttentionReport, LayerReport, Observation, RunReport, summarise
-from sinkprune.calibration.attention.watching import OUTLIER_PER_MILLE, Watch, observe
+from sinkprune.calibration.attention.watching import Watch, observe
 from sinkprune.calibration.evaluation.asking import choose_combinations
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.plots import plot_attention
+from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle

@@ -20,8 +20,9 @@ from picture_prompts import reference_inputs
 from reference import largest
 from sinkprune import Pipeline
 from sinkprune.calibration.attention.text_attention import text_attention
-from sinkprune.calibration.attention.watching import Watch, observe, sink_tokens
+from sinkprune.calibration.attention.watching import Watch, observe
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.questions import Question
