@@ -63,8 +63,8 @@ def _draw(axes: Any, boxes: Array, values: Array, sinks: Array, scale: Any) -> A
 
     left, top, right, bottom = boxes.T
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
-    shades = PolyCollection(corners, array=values, norm=scale, cmap="viridis", alpha=_OPAQUE, linewidths=0)
+    shades = PolyCollection([*corners], array=values, norm=scale, cmap="viridis", alpha=_OPAQUE, linewidths=0)
     axes.add_collection(shades, autolim=False)
-    outlines = PolyCollection(corners[sinks], facecolors="none", edgecolors=_SINK_COLOUR, linewidths=1.4)
+    outlines = PolyCollection([*corners[sinks]], facecolors="none", edgecolors=_SINK_COLOUR, linewidths=1.4)
     axes.add_collection(outlines, autolim=False)
     return shades

@@ -69,19 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(arguments: Sequence[str] | None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
-    source: Path = options.bundle
-    is_tower = (source / CONFIG).exists() and not (source / MANIFEST).exists()
+    is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
     _check_fit(parser, options, is_tower=is_tower)
     check_report_options(options, [] if options.images else [Path(options.task)])
     with status("checking the pictures"):
         pictures = picture_files(options.images) if options.images else task_pictures(options.task)
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*report_outputs(options), *_heatmap_outputs(options, pictures)], read, bundle_folders(options))
-    if is_tower:
-        layer = _LAYER if options.layer is None else options.layer
-        model, look = source.resolve().name, VisionTower(source, layer, options.threads).features
-    else:
-        model, look = _bundle(options, pictures)
+    model, look = _tower(options) if is_tower else _bundle(options, pictures)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     norms, salience = [], []
@@ -134,6 +129,12 @@ def _check_fit(parser: argparse.ArgumentParser, options: argparse.Namespace, *, 
         raise UsageError(
             f"--{given[0].replace('_', '-')} is for {whose}, and '{options.bundle}' is none. Leave it out."
         )
+
+
+def _tower(options: argparse.Namespace) -> tuple[str, Look]:
+    """The name of a tower without an LLM, and itself."""
+    layer = _LAYER if options.layer is None else options.layer
+    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features
 
 
 def _bundle(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> tuple[str, Look]:
