@@ -16,6 +16,8 @@ _SIDE = 3.6
 _NARROWEST = 2.4
 _OPAQUE = 0.75
 _SINK_COLOUR = "#D55E00"
+_TICKS = 5
+"""On each scale."""
 _DECADES = 1e3
 """Few tokens draw most of the attention: the scale goes from the most to a thousandth of it."""
 
@@ -31,12 +33,13 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
 
     norms = features.norms / np.median(features.norms, axis=1, keepdims=True)
     salience = features.salience / features.salience.mean(axis=1, keepdims=True)
-    top = float(salience.max())
+    low, top = float(norms.min()), float(norms.max())
+    most = float(salience.max())
     maps = {
-        "norm, in its group's medians": (norms, Normalize(float(norms.min()), float(norms.max()))),
+        "norm, in its group's medians": (norms, Normalize(low, top)),
         "attention received, in its group's means": (
             salience,
-            LogNorm(max(float(salience.min()), top / _DECADES), top),
+            LogNorm(max(float(salience.min()), most / _DECADES), most),
         ),
     }
     sinks, views = sink_tokens(features.norms).ravel(), features.views
@@ -46,11 +49,13 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
     panels[0, 0].set_title("picture", fontsize=9)
     for line, view in zip(panels, views, strict=True):
         for axes in line:
-            axes.imshow(features.picture)
+            axes.imshow(features.picture, extent=(0, features.picture.width, features.picture.height, 0))
             axes.set_axis_off()
         for axes, (name, (values, scale)) in zip(line[1:], maps.items(), strict=True):
             shades = _draw(axes, features.boxes[view], values.ravel()[view], sinks[view], scale)
-            figure.colorbar(shades, ax=axes, shrink=0.85)
+            spaced = np.geomspace if isinstance(scale, LogNorm) else np.linspace
+            ticks = np.unique(spaced(scale.vmin, scale.vmax, _TICKS))
+            figure.colorbar(shades, ax=axes, shrink=0.85, ticks=ticks, format="%.3g").minorticks_off()
             if view == views[0]:
                 axes.set_title(name, fontsize=9)
     figure.suptitle(f"{title}; outlined: the {int(sinks.sum())} of largest norm", fontsize=9)
