@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.questions import Question
+from sinkprune.runtime.backends import Backend, Engine
 from steps import QUESTION, Watched, watched
 
 Array = np.ndarray[Any, Any]
@@ -158,6 +159,28 @@ def test_pruned_it_is_what_transformers_attends_to_without_what_was_dropped(
     groups = zip(kept.salience, kept.norms, strict=True)
     alone = [len({*largest(s, count)} & {*largest(n, -(-len(n) // 100))}) / count for s, n in groups]
     assert found.salience_alone == pytest.approx(np.mean(alone))
+
+
+def test_a_row_at_the_end_of_a_line_is_no_sink_token(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    watch = Watch()
+
+    def last_is_largest(graph: str, engine: Engine, backend: Backend) -> Engine:
+        """Of every group the last token has the largest norm."""
+
+        def changed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            features = engine(inputs)
+            norms = backend.numpy(features["norms"]).copy()
+            norms[:, -1] = 2 * norms.max()
+            return {**features, "norms": backend.tensor(norms)}
+
+        return changed if graph == "vision" else watch.wrap(graph, engine, backend)
+
+    pipe = Pipeline.load(bundle("next"), wrap=last_is_largest, check_sums=False)
+    image = photo.resize((224, 224))
+    found = observe(pipe, watch, Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy), BASELINE)
+    rows = pipe.family.see(image).layout.unpruned_rows
+    assert (rows < 0).sum() == 16 and found.rows == 5 * 64 + 16
+    assert found.sink_share == pytest.approx(5 / found.rows)
 
 
 @given(
