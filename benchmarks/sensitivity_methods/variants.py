@@ -6,7 +6,6 @@ budget's mean visual tokens a layer, within half a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -64,10 +63,7 @@ def _shared(percent: int, facts: PlanFacts, budget: Budget) -> PlanGraphs:
     return build_counts(facts, budget, replace(counts, reserve=salient, diverse=places - salient))
 
 
-def _methods() -> dict[str, Method]:
-    moved: Sequence[tuple[str, Method]] = [(shift, partial(_moved, shift)) for shift in SHIFTS]
-    shared: Sequence[tuple[str, Method]] = [(f"salient-{n}", partial(_shared, n)) for n in SALIENT_PERCENT]
-    return dict([*moved, *shared])
-
-
-METHODS = _methods()
+METHODS: dict[str, Method] = {
+    **{shift: partial(_moved, shift) for shift in SHIFTS},
+    **{f"salient-{percent}": partial(_shared, percent) for percent in SALIENT_PERCENT},
+}
