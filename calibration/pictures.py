@@ -33,7 +33,7 @@ def task_pictures(task: str) -> list[NamedPicture]:
     return [NamedPicture(name, next(items).load_image) for name, items in by_picture]
 
 
-def picture_files(paths: Sequence[Path]) -> list[NamedPicture]:
+def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
     """Image files, and of folders the files in them that have one of `SUFFIXES`, by name; all are read once.
 
     Raises `ImageError` for what is no picture, and for a folder without one.

@@ -21,7 +21,7 @@ from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import check_apart
 from sinkprune.contract.manifest import Manifest
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     check_report_options(options, [Path(options.data)])
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, trusted_bundle(options))
     combinations, _ = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the questions"):
         items = load_task(options.data, options.limit)

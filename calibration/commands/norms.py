@@ -13,13 +13,13 @@ from rich.progress import track
 
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
-from sinkprune.calibration.pictures import NamedPicture, picture_files, task_pictures
+from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files import Output, check_outputs, write_whole
@@ -73,7 +73,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
     _check_fit(parser, options, is_tower=is_tower)
     check_report_options(options, [] if options.images else [Path(options.task)])
     with status("checking the pictures"):
-        pictures = picture_files(options.images) if options.images else task_pictures(options.task)
+        pictures = file_pictures(options.images) if options.images else task_pictures(options.task)
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*report_outputs(options), *_heatmap_outputs(options, pictures)], read, bundle_folders(options))
     model, look = _tower(options) if is_tower else _bundle(options, pictures)
@@ -139,7 +139,7 @@ def _tower(options: argparse.Namespace) -> tuple[str, Look]:
 
 def _bundle(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> tuple[str, Look]:
     """A bundle's name, and its tower."""
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, trusted_bundle(options))
     method = next(iter(bundle.manifest.plans))
     check_memory(options, bundle, Planned([pictures[0].load()], method, [UNPRUNED], "", 0))
     pipeline = load_pipeline(options, bundle)
