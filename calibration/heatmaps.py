@@ -33,13 +33,14 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
 
     norms = features.norms / np.median(features.norms, axis=1, keepdims=True)
     salience = features.salience / features.salience.mean(axis=1, keepdims=True)
-    low, top = float(norms.min()), float(norms.max())
-    most = float(salience.max())
+    low, top, most = float(norms.min()), float(norms.max()), float(salience.max())
+    faint = max(float(salience.min()), most / _DECADES)
     maps = {
-        "norm, in its group's medians": (norms, Normalize(low, top)),
+        "norm, in its group's medians": (norms, Normalize(low, top), np.linspace(low, top, _TICKS)),
         "attention received, in its group's means": (
             salience,
-            LogNorm(max(float(salience.min()), most / _DECADES), most),
+            LogNorm(faint, most),
+            np.geomspace(faint, most, _TICKS),
         ),
     }
     sinks, views = sink_tokens(features.norms).ravel(), features.views
@@ -51,10 +52,8 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
         for axes in line:
             axes.imshow(features.picture, extent=(0, features.picture.width, features.picture.height, 0))
             axes.set_axis_off()
-        for axes, (name, (values, scale)) in zip(line[1:], maps.items(), strict=True):
+        for axes, (name, (values, scale, ticks)) in zip(line[1:], maps.items(), strict=True):
             shades = _draw(axes, features.boxes[view], values.ravel()[view], sinks[view], scale)
-            spaced = np.geomspace if isinstance(scale, LogNorm) else np.linspace
-            ticks = np.unique(spaced(scale.vmin, scale.vmax, _TICKS))
             figure.colorbar(shades, ax=axes, shrink=0.85, ticks=ticks, format="%.3g").minorticks_off()
             if view == views[0]:
                 axes.set_title(name, fontsize=9)

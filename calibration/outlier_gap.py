@@ -63,7 +63,9 @@ def suggest_rho(norms: Sequence[Array]) -> Suggestion:
     gaps = [gap for gap in found if gap is not None]
     where = f"in {len(gaps)} of {len(norms)} groups of tokens the largest norms stand apart"
     if 2 * len(gaps) < len(norms):
-        rule = f"{OUTLIER:g} medians or more, {GAP:g} times the norm below them, at most {MOST:.0%} of the tokens"
+        rule = (
+            f"{OUTLIER:g} medians or more, {GAP:g} times the norm below them, at most {100 * MOST:g} % of the tokens"
+        )
         return Suggestion(0, f"take out none (budgets with +keep-outliers): {where} ({rule}).")
     share = sum(gap.outliers for gap in gaps) / sum(group.size for group in norms)
     per_mille = max(1, int(1000 * share))
