@@ -12,8 +12,7 @@ from sinkprune.contract.precision import Array
 OUTLIER = 2.0
 """Norm, in median norms of its group, from which a token counts as an outlier."""
 GAP = 1.25
-"""How many times the next smaller norm the smallest outlier has at least: twice what the tails of towers without
-outliers show."""
+"""How many times the next smaller norm the smallest outlier has at least."""
 MOST = 0.05
 """The most of a group's tokens that can be outliers: five times the paper's share."""
 
