@@ -9,6 +9,7 @@ import numpy as np
 from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.token_features import TokenFeatures
 from sinkprune.contract.precision import Array
+from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.plot import figure_bytes, import_matplotlib
 
 _SIDE = 3.6
@@ -57,8 +58,14 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
             figure.colorbar(shades, ax=axes, shrink=0.85, ticks=ticks, format="%.3g").minorticks_off()
             if view == views[0]:
                 axes.set_title(name, fontsize=9)
-    figure.suptitle(f"{title}; outlined: the {int(sinks.sum())} of largest norm", fontsize=9)
+    told = f"{_drawable(title)}; outlined: the {int(sinks.sum())} of largest norm"
+    figure.suptitle(told, fontsize=9, parse_math=False)
     return figure_bytes(figure, ".png")
+
+
+def _drawable(text: str) -> str:
+    """Text in characters that matplotlib's own font has: names of files may be in any."""
+    return escaped(text).encode("latin-1", "backslashreplace").decode("latin-1")
 
 
 def _draw(axes: Any, boxes: Array, values: Array, sinks: Array, scale: Any) -> Any:

@@ -118,6 +118,7 @@ def plot_attention(report: AttentionReport, suffix: str) -> bytes:
         f"{report.model}, {report.precision}, {report.backend}: {report.task}, {report.questions} questions about "
         f"{report.pictures} pictures, 95 % intervals",
         fontsize=10,
+        parse_math=False,
     )
     return figure_bytes(figure, suffix)
 

@@ -95,6 +95,18 @@ def test_pictures_of_one_name_have_maps_of_their_own(
     assert run("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps).code == 0
 
 
+def test_names_of_any_characters_can_be_drawn(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name in ("a $1 {$x.png", "b 杯.png", "c \udcff.png", "d \n\x1b.png", "e ä.png"):
+        (tmp_path / "photos" / name).write_bytes((photos / "one" / "cup.png").read_bytes())
+    maps = tmp_path / "maps"
+    outcome = run(
+        "sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", tmp_path / "photos", "--heatmaps", maps
+    )
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert len(list(maps.iterdir())) == 5
+
+
 def test_what_cannot_be_drawn_is_told_before_the_run(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
     def refused(*words: object, said: str) -> None:
         assert_refused(run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words), said)
