@@ -146,14 +146,18 @@ def _need(
     """The need of a backend that holds the weights of each graph in so many `copies`."""
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
-    lm, item = manifest.language_model, DTYPES[manifest.precision].itemsize
-    visual = [sum(picture.reaching(layer) for picture in rows.pictures) for layer in range(lm.num_layers)]
-    lengths = [count + tokens for count in visual]
-    cache = sum(lengths) * 2 * lm.num_kv_heads * lm.head_dim * item
-    activations = _decoder_bytes(manifest, max(lengths)) + max(
+    cache = cache_bytes(manifest, rows, tokens)
+    activations = _decoder_bytes(manifest, max(rows.per_layer(manifest.language_model.num_layers)) + tokens) + max(
         (_tower_bytes(manifest, one) for one in layouts), default=0
     )
     return MemoryNeed(round(held), round(loading), round(_SPARE * cache), round(_SPARE * activations), fixed)
+
+
+def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
+    """Keys and values of the visual `rows` that each layer keeps and of `tokens` of text."""
+    lm = manifest.language_model
+    lengths = sum(rows.per_layer(lm.num_layers)) + lm.num_layers * tokens
+    return lengths * 2 * lm.num_kv_heads * lm.head_dim * DTYPES[manifest.precision].itemsize
 
 
 def _form(manifest: Manifest, graph: str) -> WeightsName:
