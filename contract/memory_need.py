@@ -55,8 +55,8 @@ _OPENVINO: dict[WeightsName, _Copies] = {
     "uint4": _Copies(1.4, 1.0),
 }
 _TENSORRT = _Copies(1.0, 1.0)
-"""In every form, on a board, whose GPU computes in the machine's memory: an engine holds weights as its file does, which
-is in memory too while it is loaded. An assumption as well."""
+"""In every form, on a board, whose GPU computes in the machine's memory: an engine holds weights as its file does,
+which is in memory too while it is loaded. An assumption as well."""
 _BACKENDS = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
 """Backends that compute in the machine's own memory."""
 

@@ -119,7 +119,8 @@ class Boards:
         return next((name for name, board in self.boards.items() if words & set(board.compatible)), None)
 
     def jetpack(self, l4t: str) -> JetPack | None:
-        """The JetPack that is built on that release of L4T, as in "36.4.3"; None where its major number is unknown."""
+        """The JetPack that is built on that release of L4T, as in "36.4.3"; None where none is known of its major
+        number, or as early."""
         found = _numbers(l4t)
         before = [pack for pack in self.jetpacks if _numbers(pack.first_l4t) <= found]
         return before[-1] if before and _numbers(before[-1].first_l4t)[0] == found[0] else None

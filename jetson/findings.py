@@ -57,7 +57,8 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
             least = min(fit.memory_bytes for form in model.forms for fit in form.budgets.values())
             yield Finding(
                 True,
-                f"'{model.name}' fits in no form: it needs {gigabytes(least)} at least, {gigabytes(memory)} can be taken",
+                f"'{model.name}' fits in no form: it needs {gigabytes(least)} at least, "
+                f"{gigabytes(memory)} can be taken",
                 "end other programs, take a smaller model or a board with more memory",
             )
         elif model.bundle and not any(form.exported for form, _ in model.fitting()):
@@ -66,7 +67,8 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
             smaller = next(form for form, _ in model.fitting())
             yield Finding(
                 True,
-                f"'{model.name}' needs {gigabytes(least)} at least as it is exported, {gigabytes(memory)} can be taken",
+                f"'{model.name}' needs {gigabytes(least)} at least as it is exported, "
+                f"{gigabytes(memory)} can be taken",
                 f"export it again with --weights {smaller.decoder_form}",
             )
         if model.bundle and model.backend == BOARD_BACKEND:
@@ -81,7 +83,9 @@ def _board_findings(machine: Machine, board: Board | None, jetpack: JetPack | No
             "name the one that is most like it: sinkprune-doctor --board NAME",
         )
     if machine.jetpack.l4t is None:
-        yield Finding(True, "no release of Jetson Linux is told by /etc/nv_tegra_release", "install JetPack 6.2 or 7.2")
+        yield Finding(
+            True, "no release of Jetson Linux is told by /etc/nv_tegra_release", "install JetPack 6.2 or 7.2"
+        )
     elif jetpack is None:
         yield Finding(
             True,
@@ -122,7 +126,9 @@ def _tensorrt_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding(
             True,
             "neither cuda-python nor pycuda can be imported, by which TensorRT's engines run",
-            f"pip install 'cuda-python>={major},<{int(major) + 1}'" if major.isdecimal() else "pip install cuda-python",
+            f"pip install 'cuda-python>={major},<{int(major) + 1}'"
+            if major.isdecimal()
+            else "pip install cuda-python",
         )
 
 

@@ -209,9 +209,7 @@ def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:
     )
 
 
-def _budget_fit(
-    stored: Manifest, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target
-) -> BudgetFit:
+def _budget_fit(stored: Manifest, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target) -> BudgetFit:
     tokens = PROMPT_TOKENS + NEW_TOKENS
     if target.backend == BOARD_BACKEND:
         need = board_need(stored, layouts=[layout], rows=planned, tokens=tokens)

@@ -1,4 +1,4 @@
-"""What the manifest of a bundle would be if its weights were stored otherwise: for sizes, before it is exported again."""
+"""What the manifest of a bundle would be if its weights were stored otherwise: sizes, before it is exported again."""
 
 from __future__ import annotations
 

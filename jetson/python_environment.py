@@ -12,13 +12,25 @@ from pathlib import Path
 from sinkprune.contract.terminal import escaped
 
 # Each in a process of its own: a library for another machine may end the process that imports it.
+_IMPORT = """
+import sys
+try:
+    {}
+    print(library.__version__)
+except Exception as error:
+    found = error.__cause__ or error
+    sys.exit(f"{{type(found).__name__}}: {{found}}")
+"""
+_BY = {
+    "onnxruntime": "onnxruntime_library import import_onnxruntime as load; library = load('ort-cpu')",
+    "openvino": "openvino_library import import_openvino as load; library = load('openvino')",
+    "tensorrt": "tensorrt_library import import_tensorrt as load; library = load('tensorrt')",
+    "tensorrt_rtx": "tensorrt_library import import_tensorrt as load; library = load('tensorrt-rtx')",
+}
 _PROGRAMS = {
-    "onnxruntime": "from sinkprune.runtime.onnxruntime_library import import_onnxruntime as f; m = f('ort-cpu')",
-    "openvino": "from sinkprune.runtime.openvino_library import import_openvino as f; m = f('openvino')",
-    "tensorrt": "from sinkprune.runtime.tensorrt_library import import_tensorrt as f; m = f('tensorrt')",
-    "tensorrt_rtx": "from sinkprune.runtime.tensorrt_library import import_tensorrt as f; m = f('tensorrt-rtx')",
-    "cuda.bindings": "import cuda.bindings as m; import cuda.bindings.driver",
-    "pycuda": "import pycuda as m; m.__version__ = m.VERSION_TEXT; import pycuda.driver",
+    **{name: _IMPORT.format(f"from sinkprune.runtime.{words}") for name, words in _BY.items()},
+    "cuda.bindings": _IMPORT.format("import cuda.bindings as library, cuda.bindings.driver"),
+    "pycuda": _IMPORT.format("import pycuda as library, pycuda.driver; library.__version__ = library.VERSION_TEXT"),
 }
 _SECONDS = 120
 _LONGEST = 300
@@ -88,15 +100,16 @@ def _includes_system(configuration: Path) -> bool:
 
 
 def _library(program: str) -> Library:
-    words = [sys.executable, "-c", f"{program}; print(m.__version__)"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, errors="replace", timeout=_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return Library(None, f"importing it took more than {_SECONDS} s")
     except OSError as error:
         return Library(None, f"no process could be started to import it: {error.strerror}")
     if done.returncode == 0:
         return Library(done.stdout.strip().splitlines()[-1], None)
-    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    ended = f"its import ended the process (signal {-done.returncode})" if done.returncode < 0 else "it said nothing"
-    return Library(None, escaped(said[-1] if said and done.returncode > 0 else ended)[:_LONGEST])
+    if done.returncode < 0:
+        return Library(None, f"its import ended the process (signal {-done.returncode})")
+    return Library(None, escaped(" ".join(done.stderr.split())[-_LONGEST:]))

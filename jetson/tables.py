@@ -51,7 +51,10 @@ def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "machine", machine.model or f"no Jetson: {machine.processor}, {machine.python.architecture}"
     if machine.chip:
         yield "board", machine.board or f"{machine.chip}, of a module that is not known"
-    yield "system", ", ".join(filter(None, (machine.system, machine.kernel and f"Linux {machine.kernel}"))) or _NOT_TOLD
+    yield (
+        "system",
+        ", ".join(filter(None, (machine.system, machine.kernel and f"Linux {machine.kernel}"))) or _NOT_TOLD,
+    )
     installed = machine.jetpack
     if machine.chip:
         yield "Jetson Linux", installed.l4t or _NOT_TOLD
@@ -154,8 +157,8 @@ def _legend(report: Report) -> Iterator[str]:
         yield "*: as the bundle is exported; the others are computed, to one per cent of the weights."
     if any(fit.bounds for model in report.models for fit in model.forms[0].budgets.values()):
         yield (
-            "ms: the least that the datasheet allows, not measured. Prefill: its FLOPs at the fp16 peak, or w: reading "
-            "the weights once. A token: reading weights and cache."
+            "ms: the least that the datasheet allows, not measured. Prefill: its FLOPs at the fp16 peak, or w: "
+            "reading the weights once. A token: reading weights and cache."
         )
 
 

@@ -1,7 +1,7 @@
 """Stand-ins for the files of machines: trees that hold what a board's system tells of itself.
 
-They are named for what they stand in for. Lines of nvpmodel, of the release and of the device tree are as boards print
-them; none of these trees was copied from one.
+They are named for what they stand in for. Lines of nvpmodel, of the release and of the device tree are as boards
+print them; none of these trees was copied from one.
 """
 
 from __future__ import annotations

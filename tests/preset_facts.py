@@ -24,7 +24,9 @@ def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -
     graphs = {}
     for name, write in family.graphs([range(1)], ()).items():
         matrices = form_of(vision_form if name == "vision" else form, 128)
-        graphs[name] = WeightedGraph(name, PRECISIONS["fp16"], DIALECTS["opset24"], matrices, lambda name, shape: None)
+        graphs[name] = WeightedGraph(
+            name, PRECISIONS["fp16"], DIALECTS["opset24"], matrices, lambda name, shape: None
+        )
         write(graphs[name])
     return graphs
 

@@ -29,7 +29,7 @@ case $name in
     fi
     ;;
   python) printf '#!/bin/sh\n' >"$(dirname "$0")/sinkprune-doctor"; chmod +x "$(dirname "$0")/sinkprune-doctor" ;;
-  df) printf 'Filesystem 1M-blocks Used Available Capacity Mounted\n/dev/root 99 9 %s 9%% /\n' "${STAND_IN_FREE:-90000}" ;;
+  df) printf 'Filesystem 1M-blocks Used Available Mounted\n/dev/x 99 9 %s /\n' "${STAND_IN_FREE:-90000}" ;;
   nvpmodel) printf 'pmode:%04d' "$2" >"$STAND_IN_ROOT/var/lib/nvpmodel/status" ;;
   jetson_clocks) [[ ${1:-} != --store ]] || echo kept >"$2" ;;
   fallocate) echo swap >"${!#}" ;;

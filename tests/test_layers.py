@@ -1,4 +1,4 @@
-"""Within export/ and runtime/ imports run one way: modules have layers."""
+"""Within export/, runtime/ and jetson/ imports run one way: modules have layers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "observer",
         "pipeline peak_memory",
         "overlay profile",
+        "commands",
+    ),
+    "jetson": (
+        "__init__ boards other_forms presets python_environment system_files",
+        "fit jetpack_files power_mode",
+        "machine",
+        "findings next_steps",
+        "report",
+        "tables",
         "commands",
     ),
 }

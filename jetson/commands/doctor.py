@@ -71,8 +71,8 @@ def _size(words: str) -> tuple[int, int]:
 def _parser(boards: str, presets: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sinkprune-doctor",
-        description="Tell what this machine is, or a Jetson elsewhere, which models fit it in which form of weights and "
-        "at which budget, what stands in the way, and what to run next.",
+        description="Tell what this machine is, or a Jetson elsewhere, which models fit it in which form of weights "
+        "and at which budget, what stands in the way, and what to run next.",
         epilog=f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

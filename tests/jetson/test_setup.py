@@ -30,6 +30,16 @@ def other(tmp_path: Path, tree: Callable[[Path], Path]) -> ScratchBoard:
     return scratch_board(tree(tmp_path / "root"), tmp_path / "programs")
 
 
+def state(board: ScratchBoard) -> dict[str, str]:
+    """What a set-up that failed must have left as it was."""
+    files = board.files()
+    # nvpmodel writes what else it likes beside the mode's number, and an empty table is as good as none.
+    files["var/lib/nvpmodel/status"] = files["var/lib/nvpmodel/status"].split()[0]
+    # What jetson_clocks is restored from is of no more use, and in nobody's way.
+    files.pop("var/lib/sinkprune/clocks.before", None)
+    return {name: text for name, text in files.items() if text or name != "etc/fstab"}
+
+
 def shellcheck() -> str | None:
     return shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
@@ -119,26 +129,17 @@ def test_what_a_new_run_wants_otherwise_takes_the_place_of_the_old(board: Scratc
 
 
 @pytest.mark.parametrize("jetpack", BOARDS)
-@pytest.mark.parametrize("fails", ["python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon", "systemctl"])
+@pytest.mark.parametrize(
+    "fails", ["python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon", "systemctl"]
+)
 def test_what_fails_is_undone(fails: str, jetpack: str, tmp_path: Path) -> None:
     board = other(tmp_path, BOARDS[jetpack])
-    before = board.files()
+    before = state(board)
     mode = {"6.2": "MAXN_SUPER", "7.2": "MODE_30W"}[jetpack]
     done = board.setup("--power-mode", mode, "--clocks", "--swap", "8", "--service", fails=fails)
     assert done.returncode == 1
     assert "undoing what was begun" in done.stderr
-    left = board.files()
-    # What jetson_clocks is restored from is of no more use, and in nobody's way.
-    left.pop("var/lib/sinkprune/clocks.before", None)
-    if fails == "nvpmodel":
-        left["var/lib/nvpmodel/status"] = before["var/lib/nvpmodel/status"]
-    # An empty table where there was none says the same.
-    if not left.get("etc/fstab", "-"):
-        del left["etc/fstab"]
-    assert {**left, "var/lib/nvpmodel/status": int(left["var/lib/nvpmodel/status"].split()[0][6:])} == {
-        **before,
-        "var/lib/nvpmodel/status": int(before["var/lib/nvpmodel/status"].split()[0][6:]),
-    }
+    assert state(board) == before
     assert board.setup("--power-mode", mode, "--swap", "8", "--service").returncode == 0
 
 
@@ -175,7 +176,14 @@ def test_a_dry_run_tells_and_changes_nothing(board: ScratchBoard) -> None:
     before = board.files()
     done = board.setup(*ALL, "--dry-run")
     assert done.returncode == 0, done.stderr
-    for told in ("-m venv", "pip install", "nvpmodel -m 2", "would run: jetson_clocks", "fallocate -l 8G", "systemctl enable"):
+    for told in (
+        "-m venv",
+        "pip install",
+        "nvpmodel -m 2",
+        "would run: jetson_clocks",
+        "fallocate -l 8G",
+        "systemctl enable",
+    ):
         assert told in done.stdout
     assert done.stdout.endswith("nothing was changed\n")
     assert board.calls() == []
