@@ -43,7 +43,8 @@ def machine_findings(machine: Machine, boards: Boards) -> Iterator[Finding]:
         yield Finding(
             False,
             f"{gigabytes(machine.disk_free_bytes)} of disk are free at '{machine.disk}'",
-            "bundle and engines of a 7B take 4 GB each in int4, 14 in fp16: free some, or keep them on another disk",
+            "bundle and engines of a 7B take 4 GB each in int4, 14 in fp16: free some, keep them on another disk, or "
+            "build with --move, which leaves engines only",
         )
 
 
@@ -61,7 +62,7 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
                 f"{gigabytes(memory)} can be taken",
                 "end other programs, take a smaller model or a board with more memory",
             )
-        elif model.bundle and not any(form.exported for form, _ in model.fitting()):
+        elif model.kind != "preset" and not any(form.exported for form, _ in model.fitting()):
             form = next(form for form in model.forms if form.exported)
             least = min(fit.memory_bytes for fit in form.budgets.values())
             smaller = next(form for form, _ in model.fitting())
@@ -71,7 +72,7 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
                 f"{gigabytes(memory)} can be taken",
                 f"export it again with --weights {smaller.decoder_form}",
             )
-        if model.bundle and model.backend == BOARD_BACKEND:
+        if model.kind == "bundle" and model.backend == BOARD_BACKEND:
             yield from _tensorrt_bundle_findings(model, jetpack)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from PIL import Image
 
@@ -26,6 +27,10 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 """What is asked and answered, in tokens of text, where needs and bounds are told."""
 BOARD_BACKEND = "tensorrt"
+CPU_BACKENDS = ("ort-cpu", "openvino")
+"""Those that compute in the machine's memory anywhere."""
+Kind = Literal["preset", "bundle", "engines"]
+"""What a model is there as: nothing yet, a folder of graphs, a folder of engines."""
 _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
     "fp16": ("fp16", "int8", "int4"),
     "fp32": ("fp32", "int8", "int4"),
@@ -122,8 +127,8 @@ class ModelFit:
     """A model on a machine."""
 
     name: str
-    bundle: str | None
-    """Where its bundle lies; None for a preset."""
+    kind: Kind
+    """Of a bundle and of engines `name` is the folder."""
     source: str
     """The checkpoint it is of, or the preset."""
     random_weights: bool
@@ -148,29 +153,28 @@ class ModelFit:
                 yield form, budget
 
 
-def fit(name: str, bundle: str | None, manifest: Manifest, target: Target, picture: tuple[int, int]) -> ModelFit:
+def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tuple[int, int]) -> ModelFit:
     """How the model of `manifest` fits `target`, asked about one image of `picture` (width, height).
 
     Raises `BundleError` for a manifest whose image side is malformed, and `ImageError` for an image of that size that
     the model takes none of.
     """
     layout = load_family(manifest).see(Image.new("RGB", picture)).layout
-    method = next(iter(manifest.plans))
-    schedules = {
-        budget: schedule(manifest, method, budget, [layout]) for budget in [UNPRUNED, *manifest.plans[method]]
-    }
+    method = next(iter(manifest.plans), "")
+    names = [UNPRUNED, *manifest.plans.get(method, {})]
+    schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}
     rows = {budget: _rows(manifest, planned, layout) for budget, planned in schedules.items()}
     forms = []
-    for stored, exported in _stored(manifest, bundle is not None, target):
+    for stored, exported in _stored(manifest, kind, target):
         budgets = {
-            budget: _budget_fit(stored, planned, layout, rows[budget], target)
+            budget: _budget_fit(stored, kind, planned, layout, rows[budget], target)
             for budget, planned in schedules.items()
         }
         count = sum(map(stored.weight_bytes, stored.graphs))
         forms.append(FormFit(stored.precision, stored.weights.name, exported, count, budgets))
     return ModelFit(
         name=name,
-        bundle=bundle,
+        kind=kind,
         source=manifest.checkpoint.source,
         random_weights=manifest.checkpoint.random_weights,
         family=manifest.family,
@@ -185,15 +189,16 @@ def fit(name: str, bundle: str | None, manifest: Manifest, target: Target, pictu
     )
 
 
-def _stored(manifest: Manifest, is_bundle: bool, target: Target) -> Iterator[tuple[Manifest, bool]]:
+def _stored(manifest: Manifest, kind: Kind, target: Target) -> Iterator[tuple[Manifest, bool]]:
     """The manifest in every form that is told, and whether it is so already; the bundle's own first where it is none
     of them."""
     own = (manifest.precision, manifest.weights.decoder)
     told = [(target.precision, form) for form in _FORMS[target.precision]]
-    if is_bundle and own not in told:
+    there = kind != "preset"
+    if there and own not in told:
         yield manifest, True
     for precision, form in told:
-        if is_bundle and (precision, form) == own:
+        if there and (precision, form) == own:
             yield manifest, True
         else:
             yield stored_as(manifest, precision, form), False
@@ -209,12 +214,15 @@ def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:
     )
 
 
-def _budget_fit(stored: Manifest, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target) -> BudgetFit:
+def _budget_fit(
+    stored: Manifest, kind: Kind, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target
+) -> BudgetFit:
     tokens = PROMPT_TOKENS + NEW_TOKENS
     if target.backend == BOARD_BACKEND:
         need = board_need(stored, layouts=[layout], rows=planned, tokens=tokens)
     else:
-        found = running_need(stored, target.backend, built=False, layouts=[layout], rows=planned, tokens=tokens)
+        built = kind == "engines"
+        found = running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
         if found is None:
             raise ValueError(f"'{target.backend}' computes in a memory of its own")
         need = found

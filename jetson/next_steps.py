@@ -15,15 +15,15 @@ _ASKED = '--image PICTURE.jpg --prompt "What is in front of me?"'
 
 def next_steps(models: Sequence[ModelFit]) -> list[str]:
     """A command or two for each model that fits; for presets, how the first is exported for that machine."""
-    bundles = [model for model in models if model.bundle]
-    if bundles:
-        return [command for model in bundles for command in _with_bundle(model)]
+    there = [model for model in models if model.kind != "preset"]
+    if there:
+        return [command for model in there for command in _with_folder(model)]
     exports = (_export(model, form) for model in models for form in _best(model))
     return [f"{command}  {_OF_A_PRESET}" for command in islice(exports, 1)]
 
 
-def _with_bundle(model: ModelFit) -> Iterator[str]:
-    bundle = shlex.quote(model.bundle or "")
+def _with_folder(model: ModelFit) -> Iterator[str]:
+    folder = shlex.quote(model.name)
     own = next((form for form, _ in model.fitting() if form.exported), None)
     if own is None:
         for form in _best(model):
@@ -32,13 +32,15 @@ def _with_bundle(model: ModelFit) -> Iterator[str]:
     fitting = [name for name, fit in own.budgets.items() if fit.fits is not False]
     # As accurate as there is room for, but pruned: that is what a user came for.
     budget = next((name for name in fitting if name != UNPRUNED), fitting[0])
-    if model.backend == BOARD_BACKEND:
-        engines = shlex.quote(f"{(model.bundle or '').rstrip('/')}-engines")
+    if model.kind == "engines":
+        yield f"sinkprune-run {folder} {_ASKED} --budget {budget}"
+    elif model.backend == BOARD_BACKEND:
+        engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
         limits = f"--max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"
-        yield f"sinkprune-build {bundle} -o {engines} --target tensorrt {limits}"
-        yield f"sinkprune-run {bundle} --backend tensorrt --engines {engines} {_ASKED} --budget {budget}"
+        yield f"sinkprune-build {folder} -o {engines} --target tensorrt {limits}"
+        yield f"sinkprune-run {engines} {_ASKED} --budget {budget}"
     else:
-        yield f"sinkprune-run {bundle} --backend {model.backend} {_ASKED} --budget {budget}"
+        yield f"sinkprune-run {folder} --backend {model.backend} {_ASKED} --budget {budget}"
 
 
 def _best(model: ModelFit) -> list[FormFit]:

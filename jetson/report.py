@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.boards import Board, Boards, JetPack, Source
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
-from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit, Target, fit
+from sinkprune.jetson.fit import BOARD_BACKEND, CPU_BACKENDS, Kind, ModelFit, Target, fit
 from sinkprune.jetson.machine import Machine
 from sinkprune.jetson.next_steps import next_steps
 from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.runtime.backends.compatibility import usual_backend
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Asked:
     """What a user wants to know."""
 
     models: tuple[str, ...]
-    """Folders of bundles and names of presets; every preset where there is none."""
+    """Folders of bundles and of engines, and names of presets; every preset where there is none."""
     picture: tuple[int, int]
     """Width and height in pixels of the image that is asked about."""
     backend: str | None
@@ -108,10 +109,28 @@ def _backend(machine: Machine) -> str:
 
 
 def _fit(model: str, dialect: DialectName, target: Target, picture: tuple[int, int]) -> ModelFit:
-    """A bundle, or a preset where no folder is of its name; raises `BundleError` and `UsageError`."""
+    """A bundle or engines, or a preset where no folder is of its name.
+
+    Raises `BundleError`, `EnginesError` and `UsageError`.
+    """
     presets = read_presets()
     if Path(model).exists():
-        return fit(model, model, read_bundle(model).manifest, target, picture)
+        bundle = read_runnable(model)
+        kind: Kind = "engines" if bundle.engines else "bundle"
+        return fit(model, kind, bundle.manifest, _own_target(model, bundle, target), picture)
     if model not in presets:
         raise UsageError(f"'{model}' is no folder and no preset; presets: {', '.join(presets)}.")
-    return fit(model, None, preset_manifest(model, presets[model], dialect), target, picture)
+    return fit(model, "preset", preset_manifest(model, presets[model], dialect), target, picture)
+
+
+def _own_target(model: str, bundle: Bundle, target: Target) -> Target:
+    """What runs a bundle or its engines, which are for one library; raises `UsageError` for memory not known here."""
+    if bundle.engines is None:
+        return target
+    backend = usual_backend(bundle)
+    if backend != target.backend and backend not in CPU_BACKENDS:
+        raise UsageError(
+            f"the engines '{model}' are for {bundle.engines.manifest.target}, whose memory is a GPU's own unless it "
+            "is a board's: run this there, or add --board NAME."
+        )
+    return target if backend == target.backend else replace(target, backend=backend, board=None)

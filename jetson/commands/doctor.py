@@ -13,6 +13,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.schema import to_json
 from sinkprune.jetson.boards import read_boards
+from sinkprune.jetson.fit import CPU_BACKENDS
 from sinkprune.jetson.machine import read_machine
 from sinkprune.jetson.presets import read_presets
 from sinkprune.jetson.python_environment import this_environment
@@ -77,12 +78,17 @@ def _parser(boards: str, presets: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("models", nargs="*", metavar="MODEL", help="a bundle's folder, or a preset (default: every preset)")
+    add(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="a folder of a bundle or of engines, or a preset (default: every preset)",
+    )
     add("--board", metavar="NAME", help="a board that is elsewhere, in place of this machine")
     add("--picture", default="640x480", metavar="WxH", help="size of the image asked about (default: 640x480)")
     add(
         "--backend",
-        choices=("ort-cpu", "openvino"),
+        choices=CPU_BACKENDS,
         help="what is to run models (default: tensorrt on a board, else what is installed)",
     )
     add("--json", action="store_true", help="print all of it as JSON")

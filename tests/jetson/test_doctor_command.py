@@ -117,7 +117,7 @@ def test_a_bundle_is_told_with_the_commands_that_run_it(
     path = bundle("mha-336", "fp16", dialect="opset20")
     report = told("--root", tree(tmp_path), path)
     (model,) = report["models"]
-    assert model["bundle"] == str(path)
+    assert (model["name"], model["kind"]) == (str(path), "bundle")
     own = [form for form in model["forms"] if form["exported"]]
     assert len(own) == 1
     weights = (path / "graphs" / "weights").iterdir()
@@ -126,7 +126,7 @@ def test_a_bundle_is_told_with_the_commands_that_run_it(
     if report["machine"]["board"]:
         build, ask = commands
         assert build[:5] == ["sinkprune-build", str(path), "-o", f"{path}-engines", "--target"]
-        assert ask[:6] == ["sinkprune-run", str(path), "--backend", "tensorrt", "--engines", f"{path}-engines"]
+        assert ask[:3] == ["sinkprune-run", f"{path}-engines", "--image"]
     else:
         (ask,) = commands
         assert ask[:4] == ["sinkprune-run", str(path), "--backend", "ort-cpu"]
@@ -138,6 +138,40 @@ def test_a_command_that_is_told_runs(bundle: Callable[..., Path], photo_file: Pa
     name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
     done = run(name, *words)
     assert done.code == 0, done.stderr
+
+
+def test_engines_are_told_for_what_they_are_for(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    engines = tmp_path / "engines"
+    assert run("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime").code == 0
+    report = told(engines)
+    (model,) = report["models"]
+    assert (model["kind"], model["backend"]) == ("engines", "ort-cpu")
+    # What is packed is mapped: nothing is packed while it loads.
+    own = next(form for form in model["forms"] if form["exported"])
+    assert own["budgets"]["none"]["memory"]["loading"] == 0
+    (command,) = report["next"]
+    name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
+    assert words[0] == str(engines)
+    assert run(name, *words).code == 0
+    on_board = told("--board", "orin-nano-8gb", engines)["models"][0]
+    assert on_board["backend"] == "ort-cpu"
+    assert on_board["forms"][0]["budgets"]["none"]["bounds"] is None
+
+
+def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    built = run("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime")
+    assert built.code == 0
+    told_of = json.loads((engines / "engines.json").read_text())
+    told_of["target"] = "tensorrt"
+    for engine in told_of["engines"].values():
+        engine["optimisation_profiles"] = {"any": {}}
+    (engines / "engines.json").write_text(json.dumps(told_of))
+    assert_refused(doctor(engines), "are for tensorrt", "--board NAME")
+    (command,) = told("--board", "orin-nano-8gb", engines)["next"]
+    assert command.startswith(f"sinkprune-run {engines} --image")
 
 
 def test_a_bundle_too_large_is_told_how_to_be_smaller(bundle: Callable[..., Path], tmp_path: Path) -> None:

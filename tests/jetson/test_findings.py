@@ -142,7 +142,7 @@ def test_a_file_that_may_not_be_read_and_a_full_disk(tmp_path: Path) -> None:
 
 def fits(model: str, usable: int, path: Path | None = None, backend: str = "tensorrt") -> ModelFit:
     manifest = read_bundle(path).manifest if path else preset_manifest(model, read_presets()[model], "opset20")
-    return fit(model, str(path) if path else None, manifest, Target(backend, usable, None), (336, 336))
+    return fit(model, "bundle" if path else "preset", manifest, Target(backend, usable, None), (336, 336))
 
 
 def test_too_little_memory_says_what_would_fit(bundle: Callable[..., Path]) -> None:

@@ -22,7 +22,7 @@ PICTURE = (640, 480)
 
 def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
     manifest = preset_manifest(name, read_presets()[name], "opset20")
-    return fit(name, None, manifest, Target("tensorrt", usable, board), PICTURE)
+    return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)
 
 
 def test_a_7b_by_hand() -> None:
@@ -75,13 +75,13 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
     layout = next(iter(load_family(manifest).largest().values()))
     rows = schedule(manifest, "sinkpruner", "retain-64", [layout])
     tokens = PROMPT_TOKENS + NEW_TOKENS
-    on_board = fit("it", str(path), manifest, Target("tensorrt", 0, NANO), PICTURE).forms[0]
+    on_board = fit("it", "bundle", manifest, Target("tensorrt", 0, NANO), PICTURE).forms[0]
     expected = board_need(manifest, layouts=[layout], rows=rows, tokens=tokens)
     assert on_board.exported
     assert on_board.budgets["retain-64"].memory == expected
     assert on_board.budgets["retain-64"].memory_bytes == expected.bytes
     for backend in ("ort-cpu", "openvino"):
-        here = fit("it", str(path), manifest, Target(backend, 0, None), PICTURE).forms[0]
+        here = fit("it", "bundle", manifest, Target(backend, 0, None), PICTURE).forms[0]
         assert here.exported
         assert here.budgets["retain-64"].bounds is None
         found = running_need(manifest, backend, built=False, layouts=[layout], rows=rows, tokens=tokens)
@@ -124,7 +124,7 @@ def test_a_bundle_is_told_as_it_is_and_in_the_other_forms(
     precision: str, weights: str | None, backend: str, told: list[tuple[str, str, bool]], bundle: Callable[..., Path]
 ) -> None:
     path = bundle("mha-336", precision, weights=weights)
-    model = fit("it", str(path), read_bundle(path).manifest, Target(backend, 0, None), PICTURE)
+    model = fit("it", "bundle", read_bundle(path).manifest, Target(backend, 0, None), PICTURE)
     assert [(form.precision, form.decoder_form, form.exported) for form in model.forms] == told
     own = next(form for form in model.forms if form.exported)
     manifest = read_bundle(path).manifest
