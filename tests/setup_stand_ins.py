@@ -39,8 +39,12 @@ case $name in
     enabled=$STAND_IN_ROOT/etc/systemd/system/enabled
     case $1 in
       is-enabled) [[ -e $enabled ]] ;;
-      enable) touch "$enabled" ;;
-      disable) rm -f "$enabled" ;;
+      enable)
+        touch "$enabled"
+        [[ ${STAND_IN_FAILS:-} != half-enabled ]]
+        ;;
+      # Of a unit that is gone it knows nothing.
+      disable) [[ -e $STAND_IN_ROOT/etc/systemd/system/$2 ]] && rm -f "$enabled" ;;
     esac
     ;;
 esac

@@ -197,8 +197,10 @@ def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:
     assert small["rows"]["none"]["prefill_flops"] < large["rows"]["none"]["prefill_flops"]
 
 
-def test_a_board_may_run_on_its_processor() -> None:
-    report = told("--board", "orin-nano-8gb", "llava-1.1b", "--backend", "ort-cpu")
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> None:
+    place = ("--board", "orin-nano-8gb") if elsewhere else ("--root", orin_nano_jetpack_6_2(tmp_path))
+    report = told(*place, "llava-1.1b", "--backend", "ort-cpu")
     (model,) = report["models"]
     assert model["backend"] == "ort-cpu"
     assert model["forms"][0]["budgets"]["none"]["bounds"] is None

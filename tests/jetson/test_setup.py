@@ -130,7 +130,7 @@ def test_what_a_new_run_wants_otherwise_takes_the_place_of_the_old(board: Scratc
 
 @pytest.mark.parametrize("jetpack", BOARDS)
 @pytest.mark.parametrize(
-    "fails", ["python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon", "systemctl"]
+    "fails", ["python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon", "systemctl", "half-enabled"]
 )
 def test_what_fails_is_undone(fails: str, jetpack: str, tmp_path: Path) -> None:
     board = other(tmp_path, BOARDS[jetpack])
