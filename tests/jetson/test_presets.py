@@ -30,9 +30,11 @@ def test_the_file_holds_what_the_export_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "next", "qwen"])
-def test_a_preset_s_manifest_is_the_one_of_its_bundle(name: str, bundle: Callable[..., Path]) -> None:
+def test_a_preset_s_manifest_is_the_one_of_its_bundle(
+    name: str, bundle: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
     real = read_bundle(bundle(name, "fp16")).manifest
-    config = json.loads((Path(real.checkpoint.source) / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((checkpoint(name) / "config.json").read_text(encoding="utf-8"))
     planned = preset_manifest(name, from_json(PresetFacts, to_json(facts_of(name, config))), "opset24")
     for field in ("family", "language_model", "vision", "projector", "precision", "cut_after", "budgets"):
         assert getattr(planned, field) == getattr(real, field)
