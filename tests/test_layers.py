@@ -1,4 +1,4 @@
-"""Within export/ and runtime/ imports run one way: modules have layers."""
+"""Within export/, runtime/ and jetson/ imports run one way: modules have layers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,15 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "pipeline peak_memory stage_spans",
         "energy overlay",
         "profile rate rate_plot",
+        "commands",
+    ),
+    "jetson": (
+        "__init__ boards other_forms presets python_environment system_files",
+        "fit jetpack_files power_mode",
+        "machine",
+        "findings next_steps",
+        "report",
+        "tables",
         "commands",
     ),
 }
