@@ -29,15 +29,17 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes heap image_settings images "
-        "onnxruntime_library openvino_library picture_segments pixel_values plot processor prompt rotary sampling "
-        "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
+        "learnt onnxruntime_library openvino_library picture_segments pixel_values plot processor prompt rotary "
+        "sampling stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
         "families",
         "pictures request context_length",
-        "chain",
-        "encoding prompt_rows decoding",
+        "chain choices",
+        "encoding prompt_rows decoding deadline",
+        "decoder_times",
+        "cost_measuring",
         "observer",
         "pipeline peak_memory",
         "overlay profile",
