@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,8 @@ class Curve:
     linear: Milliseconds
     quadratic: Milliseconds
 
-    def ms(self, rows: float) -> float:
-        """The milliseconds that `rows` take."""
+    def ms(self, rows: Any) -> Any:
+        """The milliseconds that `rows` take, a number or an array of numbers."""
         return self.constant + self.linear * rows + self.quadratic * rows**2
 
 

@@ -17,7 +17,7 @@ from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.choices import choices, up_to
-from sinkprune.runtime.decoder_times import DecoderTimes
+from sinkprune.runtime.decoder_times import DecoderTimes, rounds
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.pictures import decoded, see
@@ -25,8 +25,8 @@ from sinkprune.runtime.processor import processor_name
 from sinkprune.runtime.prompt import PromptEncoder
 from sinkprune.runtime.request import Request
 
-REPEAT = 3
-"""How often each is measured where a request waits for it."""
+SECONDS = 2.0
+"""For about how long each half is measured where a request waits for it; a large model takes longer."""
 _COUNTS = 8
 _FAR_ABOVE = 2.0
 
@@ -46,8 +46,8 @@ class Measured(NamedTuple):
     ask: Ask
 
 
-def measure_costs(measured: Measured, request: Request, repeat: int = REPEAT) -> Costs:
-    """The costs of requests like this one, as medians of `repeat` runs behind one that does not count.
+def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS) -> Costs:
+    """The costs of requests like this one, as medians: whole ones are run for some `seconds`, and the decoder.
 
     Budgets are tried from the smallest on, and none above the first that takes far longer to its first token than the
     request's deadline. The decoder runs on some numbers of rows between those of the smallest budget and those of the
@@ -61,13 +61,13 @@ def measure_costs(measured: Measured, request: Request, repeat: int = REPEAT) ->
     budgets = up_to(manifest, request.method, request.budget, layouts)
     possible = choices(manifest, measured.limits, plain, budgets, text, layouts)
     requests = [replace(plain, budget=choice.budget) for choice in reversed(possible)]
-    found = _parts(measured.ask, requests, request.deadline_ms or float("inf"), repeat)
+    found = _parts(measured.ask, requests, request.deadline_ms or float("inf"), seconds)
     planned = [choice.schedule for choice in reversed(possible)][: len(found)]
 
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     most = max(one.rows for one in planned)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder = DecoderTimes(chain, measured.embedding, sorted(counts), repeat)
+    decoder = DecoderTimes(chain, measured.embedding, sorted(counts), seconds)
     points: dict[str, list[tuple[float, float]]] = {"sanitizer": [], "projector": [], "select": []}
     each = len(pictures)
     for one, ms in zip(planned, found, strict=True):
@@ -105,18 +105,18 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
     )
 
 
-def _parts(ask: Ask, requests: Sequence[Request], most_ms: float, repeat: int) -> list[Mapping[str, float]]:
+def _parts(ask: Ask, requests: Sequence[Request], most_ms: float, seconds: float) -> list[Mapping[str, float]]:
     """Median milliseconds of each part of `requests`, the fastest first; those far above `most_ms` are left out."""
     runs: list[list[Mapping[str, float | None]]] = []
     for request in requests:
-        # An engine's first run is not like the others.
-        _answered(ask, request)
         runs.append([])
         if (_answered(ask, request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
             break
-    for _ in range(repeat):
+    for counted in rounds(seconds):
         for request, own in zip(requests, runs, strict=False):
-            own.append(_answered(ask, request).ms)
+            ms = _answered(ask, request).ms
+            if counted:
+                own.append(ms)
     return [{part: median(ms[part] or 0.0 for ms in own) for part in PARTS} for own in runs]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 import numpy as np
@@ -16,22 +16,37 @@ from sinkprune.runtime.decoding import KVCache, decode_one_token
 from sinkprune.runtime.embedding import Embedding
 
 _TOKENS = 2
+_ROUNDS = (3, 50)
+"""The fewest and the most."""
+
+
+def rounds(seconds: float) -> Iterator[bool]:
+    """Rounds of something to be measured, for some `seconds`; false for the first, which does not count: an engine's
+    first run is not like the others."""
+    yield False
+    began = time.perf_counter()
+    for number in range(1, _ROUNDS[1] + 1):
+        yield True
+        if number >= _ROUNDS[0] and time.perf_counter() - began >= seconds:
+            return
 
 
 class DecoderTimes:
     """Milliseconds of the decoder on rows of text: what rows say does not matter to the time they take."""
 
-    def __init__(self, chain: Chain, embedding: Embedding, counts: Sequence[int], repeat: int) -> None:
-        """Runs prefills of each of `counts` rows `repeat` times, behind a round that does not count."""
+    def __init__(self, chain: Chain, embedding: Embedding, counts: Sequence[int], seconds: float) -> None:
+        """Runs prefills of each of `counts` rows, for some `seconds`."""
         self._chain = chain
         rows = embedding(range(min(max(counts), chain.model.vocab_size)))
         self._rows: Array = np.resize(rows, (max(counts), rows.shape[1]))
         self._ms: dict[int, list[tuple[float, ...]]] = defaultdict(list)
         self._tokens: dict[int, list[float]] = defaultdict(list)
-        for turn in range(-1, repeat):
-            # Behind the largest and behind the smallest: what was before is no count's privilege.
-            for count in sorted(counts, reverse=bool(turn % 2)):
-                self._run(count, counted=turn >= 0)
+        ordered = sorted(counts)
+        for counted in rounds(seconds):
+            for count in ordered:
+                self._run(count, counted=counted)
+            # Behind a larger, then behind a smaller: what was before is no count's privilege.
+            ordered.reverse()
 
     @property
     def segments(self) -> tuple[Curve, ...]:

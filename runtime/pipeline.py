@@ -30,7 +30,7 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.choices import choices
-from sinkprune.runtime.cost_measuring import REPEAT, Measured, measure_costs
+from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs
 from sinkprune.runtime.deadline import Hurried, Pace
 from sinkprune.runtime.decoding import Prefill, decode_one_token, kv_bytes, prefill, surviving_rows
 from sinkprune.runtime.embedding import Embedding
@@ -242,14 +242,14 @@ class Pipeline:
         clock = Stopwatch(self.backend)
         return encode(self.chain, None, look(self.chain, inputs, clock), clock)
 
-    def measure_costs(self, request: Request, repeat: int = REPEAT) -> Costs:
-        """Measure what requests like this one cost on this machine, which takes some fifty of them; sets `costs`.
+    def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
+        """Measure what requests like this one cost on this machine, for about twice as many `seconds`; sets `costs`.
 
-        With a deadline, budgets far too large for it are left out. Raises what `answer` does.
+        Large models take longer. With a deadline, budgets far too large for it are left out. Raises what `answer` does.
         """
         manifest, limits = self.bundle.manifest, self.limits
         own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)
-        self.costs = measure_costs(own, request, repeat)
+        self.costs = measure_costs(own, request, seconds)
         return self.costs
 
     def _pace(self, request: Request) -> Pace:

@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "rewriting",
         "vit qwen2_5_vision qwen2_vision llama",
         "pruning",
-        "methods planning",
+        "methods plan_files planning",
         "checkpoint text tokenizer",
         "quantised_weights repacked_form",
         "families",
@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """The modules and packages of a folder, lowest first: none imports one of a layer above."""
-APART = {"export": ("pruning methods planning", "vit qwen2_5_vision qwen2_vision llama")}
+APART = {"export": ("pruning methods plan_files planning", "vit qwen2_5_vision qwen2_vision llama")}
 """Modules and packages of a folder that stand side by side: neither imports the other."""
 
 

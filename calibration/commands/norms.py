@@ -37,6 +37,7 @@ examples:
 
 what else there is:
   sinkprune-calibrate quantize --help     # int4 and int8 weights, rounded for pictures and prompts of your own
+  sinkprune-calibrate schedule --help     # a budget that answers in 250 ms on this machine
 """
 
 

@@ -1,0 +1,208 @@
+"""Proposes a budget for a bundle on this machine: measures, searches, and tries what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+from PIL import Image
+
+from sinkprune.calibration.evaluation.asking import ask
+from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.scheduling import grid
+from sinkprune.calibration.scheduling.attention import attend
+from sinkprune.calibration.scheduling.named_budget import METHOD
+from sinkprune.calibration.scheduling.other_cuts import other_cuts
+from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
+from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+from sinkprune.calibration.scheduling.search import Found, Price, best_of_each_sanitizer, cheapest
+from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.trials import TRIAL, Trials
+from sinkprune.calibration.tasks import Item
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.costs import Prediction, fit_measured, predict
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.report import Spread
+from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.pictures import see
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.request import new_request
+
+REPEAT = 9
+_CLOSER = 4
+"""How many budgets are compared where answers tell which is best."""
+_ROUNDS = 3
+"""How often a budget is sought again where one is slower than was predicted."""
+
+
+class Target(NamedTuple):
+    """What a budget must meet: milliseconds to the last of `new_tokens`, or a mean of visual tokens a layer."""
+
+    ms: float | None
+    tokens: float | None
+    new_tokens: int = 1
+
+
+class Asking(NamedTuple):
+    """A picture and a question about it."""
+
+    image: Image.Image
+    question: str
+
+
+class Proposer:
+    """A bundle on a machine, measured; proposes budgets for it."""
+
+    def __init__(self, trials: Trials, pipeline: Pipeline, asked: Sequence[Asking], repeat: int = REPEAT) -> None:
+        """Measures the first of `asked` as often as `repeat` says, and looks at what text attends to in all of them.
+
+        Raises `BudgetError` for a bundle without the method, and what a request raises.
+        """
+        self._trials, self._pipeline, self._repeat = trials, pipeline, repeat
+        self._manifest, self._first = trials.bundle.manifest, asked[0]
+        if not self._manifest.plans.get(METHOD):
+            raise BudgetError(
+                f"this bundle holds no budget of method '{METHOD}', so it may be cut where nothing is to be dropped. "
+                f"Export it again with --methods {METHOD}."
+            )
+        request = new_request(self._first.image, self._first.question, method=METHOD)
+        costs = pipeline.measure_costs(request, repeat)
+        self._layout = see(self._first.image, self._first.image, pipeline.family, self._manifest).layout
+        self._text = pipeline.prompts.encode(request.texts).text_tokens
+        self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(self._manifest))}
+        for name, budget in self._sanitizers.items():
+            trials.add(name, budget, ())
+        # An engine's first run is not like the others.
+        attend(pipeline, *self._first, [*self._sanitizers])
+        attended = [attend(pipeline, *each, [*self._sanitizers]) for each in asked]
+        kept = [self._schedule(name).rows for name in self._sanitizers]
+        spent = [median(each.sanitizer_ms[number] for each in attended) for number in range(len(kept))]
+        self.costs = replace(costs, sanitizer=fit_measured(zip(kept, spent, strict=True)))
+        sizes = grid.sizes(self._manifest)
+        self._looked = Looked(attended, self._manifest.cut_after, kept, sizes, self._layout.all_tokens)
+        self._layers = tuple(map(len, self._manifest.segments))
+        self._space = space_of(self._looked, self._manifest.cut_after, sum(self._layers))
+        self._count = 0
+
+    def propose(self, name: str, target: Target, items: Sequence[Item]) -> ScheduleReport:
+        """The budget that meets the target and drops least attention, or answers most of `items` where there are any.
+
+        Raises `BudgetError` where no budget meets it, or the unpruned model does.
+        """
+        unpruned = self._predict(schedule(self._manifest, METHOD, UNPRUNED, [self._layout])).latency(
+            target.new_tokens
+        )
+        price, limit = self._price(target)
+        self._check_reachable(target, price, limit, unpruned)
+        accuracy: float | None = None
+        for _ in range(_ROUNDS):
+            found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
+            names = [self._try(each) for each in found]
+            rated = self._rate(names, items)
+            candidates = {
+                each: self._candidate(each, plan.lost, rated.get(each), target.new_tokens)
+                for each, plan in zip(names, found, strict=True)
+            }
+            best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
+            accuracy = rated.get(UNPRUNED)
+            measured = self._measure(best, target.new_tokens)
+            if target.ms is None or measured.median <= target.ms:
+                break
+            # Costs are off by a little, or the machine is slower now.
+            slower = limit * target.ms / measured.median
+            if not best_of_each_sanitizer(self._space, price, slower):
+                break
+            limit = slower
+        return ScheduleReport(
+            name=name,
+            pictures=len(self._looked.attended),
+            visual_tokens=self._layout.all_tokens,
+            prompt_tokens=self._text,
+            new_tokens=target.new_tokens,
+            costs=self.costs,
+            unpruned_ms=unpruned,
+            unpruned_accuracy=accuracy,
+            chosen=candidates.pop(best),
+            others=tuple(candidates.values()),
+            measured_ms=measured,
+            other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._looked, price, limit)),
+        )
+
+    def _price(self, target: Target) -> tuple[Milliseconds | MeanTokens, float]:
+        if target.ms is None:
+            return MeanTokens(self._layers), target.tokens or 0.0
+        projector = self._manifest.projector is not None
+        tokens = self._layout.all_tokens
+        return (
+            Milliseconds(self.costs, self._layers, self._text, tokens, projector, target.new_tokens),
+            target.ms,
+        )
+
+    def _check_reachable(self, target: Target, price: Price, limit: float, unpruned: float) -> None:
+        least = cheapest(self._space, price)
+        what, unit, whole = (
+            ("--budget-tokens", "visual tokens a layer", float(self._layout.all_tokens))
+            if target.ms is None
+            else ("--target-ms", "ms", unpruned)
+        )
+        if whole <= limit:
+            raise BudgetError(
+                f"no pruning is needed: unpruned, the model takes {whole:.0f} {unit} here, and {what} is {limit:g}. "
+                f"Run it with --budget {UNPRUNED}, or ask for less."
+            )
+        if least > limit:
+            raise BudgetError(
+                f"no budget takes as little as {limit:g} {unit} here: the least is {least:.1f}, unpruned it is "
+                f"{whole:.0f}. Give a larger {what}, smaller pictures, or weights in int8 or int4."
+            )
+
+    def _try(self, found: Found) -> str:
+        """Have a plan among those on trial; its name there."""
+        self._count += 1
+        name, sanitizer = f"found {self._count}", [*self._sanitizers.values()][found.sanitizer]
+        stages = tuple(self._looked.sizes[size] for size in found.sizes)
+        cuts = [self._manifest.cut_after[stage] for stage in found.stages]
+        self._trials.add(name, replace(sanitizer, stages=stages), cuts)
+        return name
+
+    def _rate(self, names: Sequence[str], items: Sequence[Item]) -> dict[str, float]:
+        """The fraction of `items` answered rightly at each budget on trial, and unpruned; empty without items."""
+        if not items:
+            return {}
+        replies = ask(self._pipeline, items, [Combination(TRIAL, name) for name in names])
+        right: dict[str, list[bool]] = {}
+        for reply in replies:
+            name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
+            right.setdefault(name, []).append(reply.right)
+        return {name: sum(each) / len(each) for name, each in right.items()}
+
+    def _candidate(self, name: str, lost: float, accuracy: float | None, new_tokens: int) -> Candidate:
+        planned, layers = self._schedule(name), range(sum(self._layers))
+        stages = tuple(planned.plan.cuts) if planned.plan else ()
+        return Candidate(
+            budget=self._manifest.budgets[name],
+            stages_after=stages,
+            rows=(planned.rows, *(sum(planned.kept_after(layer)) for layer in stages)),
+            mean_visual_tokens=sum(map(planned.reaching, layers)) / len(layers),
+            lost=lost,
+            accuracy=accuracy,
+            predicted_ms=self._predict(planned).latency(new_tokens),
+        )
+
+    def _measure(self, name: str, new_tokens: int) -> Spread:
+        latencies = []
+        for turn in range(-2, 2 * self._repeat):
+            answer = self._pipeline.generate(
+                *self._first, method=TRIAL, budget=name, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+            )
+            if turn >= 0:
+                latencies.append(answer.ms["latency"] or 0.0)
+        return Spread.of(latencies)
+
+    def _schedule(self, name: str) -> Schedule:
+        return schedule(self._manifest, TRIAL, name, [self._layout])
+
+    def _predict(self, planned: Schedule) -> Prediction:
+        return predict(self.costs, self._manifest, planned, self._text, [self._layout])
