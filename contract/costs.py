@@ -105,7 +105,8 @@ class Costs:
     select: Curve
     """Against the rows it is given."""
     rest: Milliseconds
-    """The head, and what none of the others is: rows laid out, results checked and read back, a token chosen."""
+    """What none of the others is: the head, rows laid out, results checked and read back, a token chosen, and what a
+    decoder takes longer in a request, where other engines ran before it, than by itself."""
     token: Curve
     """A token behind the first, against the rows that caches hold, mean over the layers."""
 

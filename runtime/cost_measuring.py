@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -16,8 +17,8 @@ from sinkprune.contract.report import PARTS
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.chain import Chain
-from sinkprune.runtime.choices import choices, up_to
-from sinkprune.runtime.decoder_times import DecoderTimes, rounds
+from sinkprune.runtime.choices import Choice, choices, up_to
+from sinkprune.runtime.decoder_times import DecoderTimes
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.pictures import decoded, see
@@ -25,11 +26,14 @@ from sinkprune.runtime.processor import processor_name
 from sinkprune.runtime.prompt import PromptEncoder
 from sinkprune.runtime.request import Request
 
-SECONDS = 2.0
-"""For about how long each half is measured where a request waits for it; a large model takes longer."""
+SECONDS = 4.0
+"""For about how long is measured where a request waits for it."""
+_ROUNDS = (3, 100)
+"""The fewest and the most: a large model takes longer."""
 _COUNTS = 8
 _FAR_ABOVE = 2.0
 
+_Ms = Mapping[str, float | None]
 Ask = Callable[[Request], Generator[str, None, Answer]]
 """Answers a request."""
 
@@ -47,7 +51,7 @@ class Measured(NamedTuple):
 
 
 def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS) -> Costs:
-    """The costs of requests like this one, as medians: whole ones are run for some `seconds`, and the decoder.
+    """The costs of requests like this one: medians of whole ones and of the decoder, in turn for about `seconds`.
 
     Budgets are tried from the smallest on, and none above the first that takes far longer to its first token than the
     request's deadline. The decoder runs on some numbers of rows between those of the smallest budget and those of the
@@ -59,36 +63,58 @@ def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS
     text = measured.prompts.encode(request.texts).text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     budgets = up_to(manifest, request.method, request.budget, layouts)
-    possible = choices(manifest, measured.limits, plain, budgets, text, layouts)
-    requests = [replace(plain, budget=choice.budget) for choice in reversed(possible)]
-    found = _parts(measured.ask, requests, request.deadline_ms or float("inf"), seconds)
-    planned = [choice.schedule for choice in reversed(possible)][: len(found)]
-
+    possible = choices(manifest, measured.limits, plain, budgets, text, layouts)[::-1]
+    asked = _worth_asking(measured.ask, plain, possible, request.deadline_ms or float("inf"))
+    planned = [choice.schedule for choice in possible[: len(asked)]]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     most = max(one.rows for one in planned)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder = DecoderTimes(chain, measured.embedding, sorted(counts), seconds)
+    decoder, runs = DecoderTimes(chain, measured.embedding, [*counts]), [list[_Ms]() for _ in asked]
+    for counted in rounds(seconds):
+        for each, own in zip(asked, runs, strict=True):
+            answered = _answered(measured.ask, each).ms
+            if counted:
+                own.append(answered)
+        decoder.run(counted=counted)
+    found = [{part: median(ms[part] or 0.0 for ms in own) for part in PARTS} for own in runs]
+
     points: dict[str, list[tuple[float, float]]] = {"sanitizer": [], "projector": [], "select": []}
-    each = len(pictures)
+    segments, number, rest = decoder.segments, len(pictures), []
     for one, ms in zip(planned, found, strict=True):
-        points["sanitizer"].append((one.rows / each, ms["sanitizer"] / each))
-        points["projector"].append((one.rows / each, ms["projector"] / each))
+        points["sanitizer"].append((one.rows / number, ms["sanitizer"] / number))
+        points["projector"].append((one.rows / number, ms["projector"] / number))
         if one.plan is not None and one.plan.cuts:
-            asked = text + sum(map(one.reaching, one.plan.cuts)) / len(one.plan.cuts)
-            points["select"].append((asked, ms["select"] / len(one.plan.cuts)))
-    tokens = sum(layout.all_tokens for layout in layouts) / each
-    tower = median(ms["preprocess"] + ms["vision"] for ms in found) / each
+            rows = text + sum(map(one.reaching, one.plan.cuts)) / len(one.plan.cuts)
+            points["select"].append((rows, ms["select"] / len(one.plan.cuts)))
+        alone = sum(
+            curve.ms(text + one.reaching(layers.start))
+            for layers, curve in zip(manifest.segments, segments, strict=True)
+        )
+        rest.append(ms["rest"] + ms["prefill"] - ms["select"] - alone)
+    tokens = sum(layout.all_tokens for layout in layouts) / number
+    tower = median(ms["preprocess"] + ms["vision"] for ms in found) / number
     return Costs(
         costs_version=COSTS_VERSION,
         place=place_of(manifest, chain.backend),
         tower=fit_measured([(tokens, tower)]),
         sanitizer=fit_measured(points["sanitizer"]),
         projector=fit_measured(points["projector"]),
-        decoders=decoder.segments,
+        decoders=segments,
         select=fit_measured(points["select"]),
-        rest=median(ms["rest"] for ms in found) + decoder.head,
+        rest=max(0.0, median(rest)),
         token=decoder.token,
     )
+
+
+def rounds(seconds: float) -> Iterator[bool]:
+    """Rounds of something to be measured, for about as many `seconds`; false for the first, which does not count: an
+    engine's first run is not like the others."""
+    yield False
+    began = time.perf_counter()
+    for number in range(1, _ROUNDS[1] + 1):
+        yield True
+        if number >= _ROUNDS[0] and time.perf_counter() - began >= seconds:
+            return
 
 
 def place_of(manifest: Manifest, backend: Backend) -> Place:
@@ -105,19 +131,15 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
     )
 
 
-def _parts(ask: Ask, requests: Sequence[Request], most_ms: float, seconds: float) -> list[Mapping[str, float]]:
-    """Median milliseconds of each part of `requests`, the fastest first; those far above `most_ms` are left out."""
-    runs: list[list[Mapping[str, float | None]]] = []
-    for request in requests:
-        runs.append([])
-        if (_answered(ask, request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
+def _worth_asking(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms: float) -> list[Request]:
+    """The request at each of the `possible` budgets up to the first that takes far longer than `most_ms`."""
+    asked = []
+    for choice in possible:
+        asked.append(replace(plain, budget=choice.budget))
+        _answered(ask, asked[-1])
+        if (_answered(ask, asked[-1]).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
             break
-    for counted in rounds(seconds):
-        for request, own in zip(requests, runs, strict=False):
-            ms = _answered(ask, request).ms
-            if counted:
-                own.append(ms)
-    return [{part: median(ms[part] or 0.0 for ms in own) for part in PARTS} for own in runs]
+    return asked
 
 
 def _answered(ask: Ask, request: Request) -> Answer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
@@ -16,47 +16,30 @@ from sinkprune.runtime.decoding import KVCache, decode_one_token
 from sinkprune.runtime.embedding import Embedding
 
 _TOKENS = 2
-_ROUNDS = (3, 50)
-"""The fewest and the most."""
-
-
-def rounds(seconds: float) -> Iterator[bool]:
-    """Rounds of something to be measured, for some `seconds`; false for the first, which does not count: an engine's
-    first run is not like the others."""
-    yield False
-    began = time.perf_counter()
-    for number in range(1, _ROUNDS[1] + 1):
-        yield True
-        if number >= _ROUNDS[0] and time.perf_counter() - began >= seconds:
-            return
 
 
 class DecoderTimes:
     """Milliseconds of the decoder on rows of text: what rows say does not matter to the time they take."""
 
-    def __init__(self, chain: Chain, embedding: Embedding, counts: Sequence[int], seconds: float) -> None:
-        """Runs prefills of each of `counts` rows, for some `seconds`."""
-        self._chain = chain
+    def __init__(self, chain: Chain, embedding: Embedding, counts: Sequence[int]) -> None:
+        """Of prefills of each of `counts` rows."""
+        self._chain, self._counts = chain, sorted(counts)
         rows = embedding(range(min(max(counts), chain.model.vocab_size)))
         self._rows: Array = np.resize(rows, (max(counts), rows.shape[1]))
         self._ms: dict[int, list[tuple[float, ...]]] = defaultdict(list)
         self._tokens: dict[int, list[float]] = defaultdict(list)
-        ordered = sorted(counts)
-        for counted in rounds(seconds):
-            for count in ordered:
-                self._run(count, counted=counted)
-            # Behind a larger, then behind a smaller: what was before is no count's privilege.
-            ordered.reverse()
+
+    def run(self, *, counted: bool) -> None:
+        """A prefill of each count, and tokens behind it."""
+        for count in self._counts:
+            self._run(count, counted=counted)
+        # Behind a larger, then behind a smaller: what was before is no count's privilege.
+        self._counts.reverse()
 
     @property
     def segments(self) -> tuple[Curve, ...]:
         """A prefill's way through each segment, against its rows."""
         return tuple(self._curve(segment) for segment in range(len(self._chain.decoders)))
-
-    @property
-    def head(self) -> float:
-        """The head, which is given one row."""
-        return median(ms[-1] for runs in self._ms.values() for ms in runs)
 
     @property
     def token(self) -> Curve:
@@ -75,9 +58,7 @@ class DecoderTimes:
             hidden = decoder({"hidden": hidden, "cos": cos, "sin": sin}, cache)["hidden_out"]
             spans.append((start, backend.mark()))
             caches.append(cache)
-        start = backend.mark()
         backend.numpy(chain.head({"hidden": hidden})["logits"])
-        spans.append((start, backend.mark()))
         written, tokens = KVCache(caches, [count] * len(caches)), []
         for _ in range(_TOKENS):
             began = time.perf_counter()

@@ -243,9 +243,9 @@ class Pipeline:
         return encode(self.chain, None, look(self.chain, inputs, clock), clock)
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
-        """Measure what requests like this one cost on this machine, for about twice as many `seconds`; sets `costs`.
+        """Measure what requests like this one cost on this machine, for some `seconds`; sets `costs`.
 
-        Large models take longer. With a deadline, budgets far too large for it are left out. Raises what `answer` does.
+        With a deadline, budgets far too large for it are left out. Raises what `answer` does.
         """
         manifest, limits = self.bundle.manifest, self.limits
         own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)

@@ -52,7 +52,7 @@ _BACKENDS = ("ort-cpu", "openvino", "ort-cuda")
 """Those that run a budget's graphs as they are."""
 _TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
-_REPEAT = WholeNumber("--repeat", 1, 10_000)
+_SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
 _QUESTIONS = WholeNumber("--questions", 1, 10**6)
 _PROMPT = "What is in the picture?"
 _PICTURES = 8
@@ -88,9 +88,9 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         pipeline = load_pipeline(options, trials.bundle)
         with status("measuring, which takes some hundred requests"):
             if not sought:
-                write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.repeat))
+                write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.seconds))
                 return
-            proposer = Proposer(trials, pipeline, asked, options.repeat)
+            proposer = Proposer(trials, pipeline, asked, options.seconds)
             report = proposer.propose(name, target, items)
     if options.costs:
         write_costs(options.costs, proposer.costs)
@@ -232,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
     add("--dry-run", action="store_true", help="tell what was found, and leave the bundle as it is")
     add("--force", action="store_true", help="replace a budget of that name that was added before")
-    add("--repeat", type=_REPEAT, default=9, metavar="N", help="how often each is measured (default: 9)")
+    add("--seconds", type=_SECONDS, default=5.0, help="how long to measure each part, about (default: 5)")
     add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
     add("--compute", choices=COMPUTES, help="as sinkprune-run has it")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")

@@ -27,8 +27,6 @@ class Attended(NamedTuple):
     over heads and rows, as the method's own stages score."""
     kept: list[Array]
     """Of each sanitizer: the tokens it keeps; a sink stands for its highest-norm member."""
-    sanitizer_ms: list[float]
-    """Milliseconds that each took."""
 
 
 def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Sequence[str]) -> Attended:
@@ -40,12 +38,9 @@ def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Se
     clock = Stopwatch(backend)
     inputs, layout = see(image, image, pipeline.family, manifest)
     tower = look(chain, inputs, clock)
-    kept, spent = [], []
+    kept = []
     for name in sanitizers:
-        plan, own = manifest.plans[TRIAL][name], Stopwatch(backend)
-        chain.load_plan(plan)
-        kept.append(encode(chain, plan, tower, own).source_tokens)
-        spent.append(own.ms()["sanitizer"])
+        kept.append(encode(chain, manifest.plans[TRIAL][name], tower, clock).source_tokens)
     texts = pipeline.prompts.encode(["", question]).texts
     shown, between = [(layout, encode(chain, None, tower, clock))], pipeline.family.between_rows
     rows = lay_out(backend, pipeline.embedding, between, texts, shown, pruned=False)
@@ -57,7 +52,7 @@ def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Se
         received.append(tokens)
     if not np.isfinite(received).all() or not np.sum(received, axis=1).all():
         raise NumericsError("the text pays the picture no attention that is finite, so nothing can be chosen by it.")
-    return Attended(np.stack(received), kept, spent)
+    return Attended(np.stack(received), kept)
 
 
 def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:

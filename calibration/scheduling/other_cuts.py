@@ -11,6 +11,7 @@ from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.report import OtherCuts
 from sinkprune.calibration.scheduling.search import Price, best_of_each_sanitizer
 from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.costs import Curve
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
@@ -32,8 +33,14 @@ def other_cuts(
             continue
         best = best_of_each_sanitizer(space_of(looked, cuts, layers), _recut(price, own, cuts, layers), limit)
         if best:
+            methods = tuple(name for name in dict.fromkeys([METHOD, *manifest.plans, method]) if name != TRIAL)
             stages = tuple(cuts[stage] for stage in best[0].stages)
-            yield OtherCuts(tuple(dict.fromkeys([METHOD, *manifest.plans, method])), cuts, stages, best[0].lost)
+            yield OtherCuts(
+                methods,
+                cuts,
+                stages,
+                best[0].lost,
+            )
 
 
 def _cuts_of(method: str, manifest: Manifest, facts: PlanFacts) -> list[int]:

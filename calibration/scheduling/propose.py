@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
 from typing import NamedTuple
 
 from PIL import Image
@@ -22,15 +21,17 @@ from sinkprune.calibration.scheduling.spaces import Looked, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.costs import Prediction, fit_measured, predict
+from sinkprune.contract.costs import Prediction, predict
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.report import Spread
 from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.cost_measuring import rounds
 from sinkprune.runtime.pictures import see
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import new_request
 
-REPEAT = 9
+SECONDS = 5.0
+"""For about how long the costs are measured, and the budget that was found."""
 _CLOSER = 4
 """How many budgets are compared where answers tell which is best."""
 _ROUNDS = 3
@@ -55,12 +56,12 @@ class Asking(NamedTuple):
 class Proposer:
     """A bundle on a machine, measured; proposes budgets for it."""
 
-    def __init__(self, trials: Trials, pipeline: Pipeline, asked: Sequence[Asking], repeat: int = REPEAT) -> None:
-        """Measures the first of `asked` as often as `repeat` says, and looks at what text attends to in all of them.
+    def __init__(self, trials: Trials, pipeline: Pipeline, asked: Sequence[Asking], seconds: float = SECONDS) -> None:
+        """Measures the first of `asked` for some `seconds`, and looks at what text attends to in all of them.
 
         Raises `BudgetError` for a bundle without the method, and what a request raises.
         """
-        self._trials, self._pipeline, self._repeat = trials, pipeline, repeat
+        self._trials, self._pipeline, self._seconds = trials, pipeline, seconds
         self._manifest, self._first = trials.bundle.manifest, asked[0]
         if not self._manifest.plans.get(METHOD):
             raise BudgetError(
@@ -68,18 +69,14 @@ class Proposer:
                 f"Export it again with --methods {METHOD}."
             )
         request = new_request(self._first.image, self._first.question, method=METHOD)
-        costs = pipeline.measure_costs(request, repeat)
+        self.costs = pipeline.measure_costs(request, seconds)
         self._layout = see(self._first.image, self._first.image, pipeline.family, self._manifest).layout
         self._text = pipeline.prompts.encode(request.texts).text_tokens
         self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(self._manifest))}
         for name, budget in self._sanitizers.items():
             trials.add(name, budget, ())
-        # An engine's first run is not like the others.
-        attend(pipeline, *self._first, [*self._sanitizers])
         attended = [attend(pipeline, *each, [*self._sanitizers]) for each in asked]
         kept = [self._schedule(name).rows for name in self._sanitizers]
-        spent = [median(each.sanitizer_ms[number] for each in attended) for number in range(len(kept))]
-        self.costs = replace(costs, sanitizer=fit_measured(zip(kept, spent, strict=True)))
         sizes = grid.sizes(self._manifest)
         self._looked = Looked(attended, self._manifest.cut_after, kept, sizes, self._layout.all_tokens)
         self._layers = tuple(map(len, self._manifest.segments))
@@ -193,11 +190,11 @@ class Proposer:
 
     def _measure(self, name: str, new_tokens: int) -> Spread:
         latencies = []
-        for turn in range(-2, 2 * self._repeat):
+        for counted in rounds(self._seconds):
             answer = self._pipeline.generate(
                 *self._first, method=TRIAL, budget=name, max_new_tokens=new_tokens, min_new_tokens=new_tokens
             )
-            if turn >= 0:
+            if counted:
                 latencies.append(answer.ms["latency"] or 0.0)
         return Spread.of(latencies)
 
