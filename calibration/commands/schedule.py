@@ -20,6 +20,7 @@ from sinkprune.contract.errors import TaskError, UsageError
 from sinkprune.contract.files import Output, check_apart, check_outputs, write_whole
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.ranges import RealNumber, WholeNumber
+from sinkprune.contract.report import Spread
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.signature import read_private_key
 from sinkprune.contract.terminal import escaped
@@ -157,10 +158,10 @@ def _asked(options: argparse.Namespace, items: Sequence[Item]) -> list[Asking]:
 def _print(report: ScheduleReport, target: Target) -> None:
     what = "first token" if report.new_tokens == 1 else f"{report.new_tokens} new tokens"
     sys.stdout.write(
-        f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}; unpruned "
-        f"{_ms(report.unpruned_ms)}{_rated(report.unpruned_accuracy)}\n{report.name}: {_told(report.chosen)}\n"
-        f"predicted {_ms(report.chosen.predicted_ms)}, measured {_ms(report.measured_ms.median)} "
-        f"(p95 {_ms(report.measured_ms.p95)}): {100 * report.off:+.1f} %\n"
+        f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}\n"
+        f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
+        f"{_rated(report.unpruned_accuracy)}\n{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured "
+        f"{_spread(report.measured_ms)}: {100 * report.off:+.1f} %\n{_told(report.chosen)}\n"
     )
     for other in report.others:
         sys.stdout.write(f"also looked at: {_told(other)}, predicted {_ms(other.predicted_ms)}\n")
@@ -187,6 +188,10 @@ def _told(candidate: Candidate) -> str:
 
 def _rated(accuracy: float | None) -> str:
     return "" if accuracy is None else f", answers {100 * accuracy:.1f} %"
+
+
+def _spread(spread: Spread) -> str:
+    return f"{_ms(spread.median)} (p95 {_ms(spread.p95)})"
 
 
 def _ms(value: float) -> str:

@@ -104,7 +104,7 @@ class Proposer:
             }
             best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
             accuracy = rated.get(UNPRUNED)
-            measured = self._measure(best, target.new_tokens)
+            measured, beside = self._measure(best, target.new_tokens)
             if target.ms is None or measured.median <= target.ms:
                 break
             # Costs are off by a little, or the machine is slower now.
@@ -124,6 +124,7 @@ class Proposer:
             chosen=candidates.pop(best),
             others=tuple(candidates.values()),
             measured_ms=measured,
+            unpruned_measured_ms=beside,
             other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._looked, price, limit)),
         )
 
@@ -188,15 +189,18 @@ class Proposer:
             predicted_ms=self._predict(planned).latency(new_tokens),
         )
 
-    def _measure(self, name: str, new_tokens: int) -> Spread:
-        latencies = []
+    def _measure(self, name: str, new_tokens: int) -> tuple[Spread, Spread]:
+        """Milliseconds at a budget on trial and unpruned, in turn."""
+        turns = ((TRIAL, name), (METHOD, UNPRUNED))
+        latencies: dict[str, list[float]] = {budget: [] for _, budget in turns}
         for counted in rounds(self._seconds):
-            answer = self._pipeline.generate(
-                *self._first, method=TRIAL, budget=name, max_new_tokens=new_tokens, min_new_tokens=new_tokens
-            )
-            if counted:
-                latencies.append(answer.ms["latency"] or 0.0)
-        return Spread.of(latencies)
+            for method, budget in turns:
+                answer = self._pipeline.generate(
+                    *self._first, method=method, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+                )
+                if counted:
+                    latencies[budget].append(answer.ms["latency"] or 0.0)
+        return Spread.of(latencies[name]), Spread.of(latencies[UNPRUNED])
 
     def _schedule(self, name: str) -> Schedule:
         return schedule(self._manifest, TRIAL, name, [self._layout])

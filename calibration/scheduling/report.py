@@ -63,6 +63,9 @@ class ScheduleReport:
     """Those that were looked at more closely beside it."""
     measured_ms: Spread
     """Of the chosen budget, to the last of the new tokens."""
+    unpruned_measured_ms: Spread
+    """Of the unpruned model, in turn with the chosen budget: beside `unpruned_ms` it tells by how much the machine's
+    speed changed since costs were measured."""
     other_cuts: tuple[OtherCuts, ...]
 
     @property
