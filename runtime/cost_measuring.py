@@ -26,7 +26,7 @@ from sinkprune.runtime.processor import processor_name
 from sinkprune.runtime.prompt import PromptEncoder
 from sinkprune.runtime.request import Request
 
-SECONDS = 4.0
+SECONDS = 2.0
 """For about how long is measured where a request waits for it."""
 _ROUNDS = (3, 100)
 """The fewest and the most: a large model takes longer."""
