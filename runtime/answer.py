@@ -42,14 +42,14 @@ class DeadlineReport:
     """Whether a first token was expected in time, at that budget or any other."""
     met: bool
     """Whether the whole answer was there in time."""
-    max_new_tokens: int
-    """How many new tokens there was time for when the first was there."""
+    expected_tokens: int
+    """How many new tokens were expected to fit; as many come as do."""
     predicted_first_ms: float
     """When the first token was expected; known when the budget was chosen."""
     first_ms: float
     """When it was there."""
     predicted_ms: float
-    """When the last of as many tokens as fit was expected; known when the budget was chosen."""
+    """When the last of `expected_tokens` was expected."""
     measured_ms: float
     """When the whole answer was there."""
     slower: float

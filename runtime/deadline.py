@@ -85,7 +85,7 @@ class Hurried(Pace):
         chosen = whole[0] if whole else min(range(len(choices)), key=lambda number: expected[number].first)
         self._budget, self._usual, self._expected = choices[chosen].budget, usual[chosen], expected[chosen]
         self._can_meet = self._expected.first <= left
-        self._most_tokens = self._planned_tokens = self._fitting(left - self._expected.first)
+        self._tokens = self._fitting(left - self._expected.first)
         if whole:
             self._reason = f"the largest budget that is expected to bring {told(wanted)} in time"
         elif self._can_meet:
@@ -96,10 +96,10 @@ class Hurried(Pace):
 
     def first_token(self) -> None:
         self._first_at = self._elapsed()
-        self._most_tokens = self._fitting(self._deadline_ms - self._first_at)
 
     def goes_on(self, tokens: int) -> bool:
-        return tokens < self._most_tokens and self._elapsed() + self._expected.token <= self._deadline_ms
+        in_time = self._elapsed() + self._expected.token <= self._deadline_ms
+        return tokens < self._request.max_new_tokens and in_time
 
     def finish(self, tokens: int) -> str:
         return "length" if tokens >= self._request.max_new_tokens else "deadline"
@@ -114,10 +114,10 @@ class Hurried(Pace):
             reason=self._reason,
             can_meet=self._can_meet,
             met=measured <= self._deadline_ms,
-            max_new_tokens=self._most_tokens,
+            expected_tokens=self._tokens,
             predicted_first_ms=self._tower_at + self._expected.first,
             first_ms=self._first_at,
-            predicted_ms=self._tower_at + self._expected.first + (self._planned_tokens - 1) * self._expected.token,
+            predicted_ms=self._tower_at + self._expected.first + (self._tokens - 1) * self._expected.token,
             measured_ms=measured,
             slower=self._slower.first,
         )

@@ -11,7 +11,9 @@ WINDOW = 40
 """How many requests are remembered. Where they come in any order alike, the next exceeds all of them once in
 `WINDOW` + 1 times, whatever their distribution: 2.4 %."""
 MARGIN = 1.05
-"""What is expected is longer by this: while few are remembered, the next often exceeds them by a little."""
+"""What is expected is longer by this than what was."""
+_UNKNOWN = 1.3
+"""Stands among the first: of few the next often is the slowest."""
 
 
 class Slower(NamedTuple):
@@ -31,8 +33,8 @@ class Learnt:
     """The last `WINDOW` requests: a slow one counts at once, and is forgotten after as many others."""
 
     def __init__(self) -> None:
-        """As costs say."""
-        self._first, self._token = deque([1.0], WINDOW), deque([1.0], WINDOW)
+        """Of no request yet."""
+        self._first, self._token = deque([_UNKNOWN], WINDOW), deque([_UNKNOWN], WINDOW)
 
     def add(self, usual: Prediction, first: float, token: float | None) -> None:
         """A request took `first` milliseconds from behind the tower to its first token and `token` for each behind
@@ -43,5 +45,5 @@ class Learnt:
 
     @property
     def slower(self) -> Slower:
-        """What to expect of the next: that it is like the slowest."""
+        """What to expect of the next: that it is like the slowest of them."""
         return Slower(MARGIN * max(self._first), MARGIN * max(self._token))

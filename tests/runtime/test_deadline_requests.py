@@ -147,21 +147,25 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     assert_refused(outcome, "none.json", "is missing")
 
 
-def trial(pipeline: Pipeline, requests: int, on: float, off: float) -> tuple[list[Answer], float, float]:
-    """Answers on a machine with load that comes and goes, the deadline they had, and how often the smallest budget
-    alone would have met it."""
-    picture, options = make_scene("validation", 3)[1], {"max_new_tokens": 4}
+def trial(pipeline: Pipeline, requests: int, on: float, off: float) -> tuple[list[Answer], float]:
+    """Answers on a machine with load that comes and goes, and the share of requests that the smallest budget answered
+    in the same time, in turn with them."""
+    picture = make_scene("validation", 3)[1]
+
+    def smallest() -> float:
+        began = time.perf_counter()
+        pipeline.generate(picture, QUESTION, budget="retain-32", max_new_tokens=4)
+        return (time.perf_counter() - began) * 1e3
+
     with burning(2, on, off):
         pipeline.measure_costs(new_request(picture, QUESTION), 1.0)
-        smallest = [
-            pipeline.generate(picture, QUESTION, budget="retain-32", deadline_ms=60_000, **options).deadline
-            for _ in range(requests // 2)
-        ]
-        slow = [report.measured_ms for report in smallest if report]
         # What a robot's engineer would write down: what the smallest budget needs on this machine, and some air.
-        deadline = 1.4 * float(np.quantile(slow, 0.95))
-        answers = [pipeline.generate(picture, QUESTION, deadline_ms=deadline, **options) for _ in range(requests)]
-    return answers, deadline, float(np.mean(np.array(slow) <= deadline))
+        deadline = 1.3 * float(np.quantile([smallest() for _ in range(requests)], 0.99))
+        answers, alone = [], []
+        for _ in range(requests):
+            answers.append(pipeline.generate(picture, QUESTION, deadline_ms=deadline, max_new_tokens=4))
+            alone.append(smallest() <= deadline)
+    return answers, float(np.mean(alone))
 
 
 @pytest.fixture(scope="module")
@@ -173,16 +177,17 @@ def pocket(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_under_load_the_budget_told_is_the_one_that_ran(pocket: Path) -> None:
     pipeline = Pipeline.load(pocket)
-    answers, _, _ = trial(pipeline, 20, 0.1, 0.1)
+    answers, _ = trial(pipeline, 20, 0.1, 0.1)
     for answer in answers:
         assert_as_told(pipeline, answer)
 
 
 @pytest.mark.slow
-def test_under_load_95_of_100_are_in_time(pocket: Path) -> None:
+@pytest.mark.parametrize(("on", "off"), [(1.0, 1.0), (100.0, 1.0)])
+def test_under_load_95_of_100_are_in_time(pocket: Path, on: float, off: float) -> None:
     pipeline = Pipeline.load(pocket)
-    answers, deadline, smallest = trial(pipeline, 200, 1.0, 1.0)
+    answers, alone = trial(pipeline, 200, on, off)
     for answer in answers:
         assert_as_told(pipeline, answer)
     met = np.mean([answer.deadline.met for answer in answers if answer.deadline])
-    assert met >= 0.95 or met >= smallest - 0.02, (met, smallest, deadline)
+    assert met >= min(0.95, alone), (met, alone)
