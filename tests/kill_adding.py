@@ -1,7 +1,7 @@
-"""Kill processes that add a budget to a bundle, and look at what the next command finds: a program, as it forks often.
+"""Kill processes that add a budget to a bundle, and look at what the next command finds: a program, as kills fork.
 
-`kill_adding.py BUNDLE` kills at calls of the system, some way apart, until one is not killed. Prints a JSON list of the
-budgets that were found behind each.
+`kill_adding.py BUNDLE` kills at calls of the system, some way apart, until one is not killed. Prints a JSON list of
+the budgets that were found behind each.
 """
 
 from __future__ import annotations
