@@ -7,7 +7,7 @@ among them. Measured by `sinkprune.runtime.cost_measuring`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,10 @@ class Curve:
     def ms(self, rows: Any) -> Any:
         """The milliseconds that `rows` take, a number or an array of numbers."""
         return self.constant + self.linear * rows + self.quadratic * rows**2
+
+    def slower(self, times: float) -> Curve:
+        """The curve of a machine that takes so many times as long."""
+        return Curve(times * self.constant, times * self.linear, times * self.quadratic)
 
 
 # What takes less is not there, or no clock tells.
@@ -109,6 +113,19 @@ class Costs:
     decoder takes longer in a request, where other engines ran before it, than by itself."""
     token: Curve
     """A token behind the first, against the rows that caches hold, mean over the layers."""
+
+    def slower(self, times: float) -> Costs:
+        """The costs of a machine that takes so many times as long."""
+        return replace(
+            self,
+            tower=self.tower.slower(times),
+            sanitizer=self.sanitizer.slower(times),
+            projector=self.projector.slower(times),
+            decoders=tuple(curve.slower(times) for curve in self.decoders),
+            select=self.select.slower(times),
+            rest=times * self.rest,
+            token=self.token.slower(times),
+        )
 
 
 class Prediction(NamedTuple):

@@ -94,7 +94,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             proposer = Proposer(trials, pipeline, asked, options.seconds)
             report = proposer.propose(name, target, items)
     if options.costs:
-        write_costs(options.costs, proposer.costs)
+        write_costs(options.costs, report.costs)
     if options.json:
         write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
     _print(report, target)

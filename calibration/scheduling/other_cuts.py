@@ -12,7 +12,6 @@ from sinkprune.calibration.scheduling.report import OtherCuts
 from sinkprune.calibration.scheduling.search import Price, best_of_each_sanitizer
 from sinkprune.calibration.scheduling.spaces import Looked, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL
-from sinkprune.contract.costs import Curve
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import Manifest, decoder_segments
@@ -63,6 +62,5 @@ def _recut(price: Milliseconds | MeanTokens, own: tuple[int, ...], cuts: tuple[i
     decoders = []
     for segment in segments:
         number = bisect_left(own, segment[-1])
-        curve, part = price.costs.decoders[number], len(segment) / len(whole[number])
-        decoders.append(Curve(curve.constant * part, curve.linear * part, curve.quadratic * part))
+        decoders.append(price.costs.decoders[number].slower(len(segment) / len(whole[number])))
     return replace(price, costs=replace(price.costs, decoders=tuple(decoders)), layers=layers)

@@ -16,7 +16,7 @@ from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.other_cuts import other_cuts
 from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
-from sinkprune.calibration.scheduling.search import Found, Price, best_of_each_sanitizer, cheapest
+from sinkprune.calibration.scheduling.search import Found, best_of_each_sanitizer, cheapest
 from sinkprune.calibration.scheduling.spaces import Looked, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.calibration.tasks import Item
@@ -34,8 +34,10 @@ SECONDS = 5.0
 """For about how long the costs are measured, and the budget that was found."""
 _CLOSER = 4
 """How many budgets are compared where answers tell which is best."""
-_ROUNDS = 3
-"""How often a budget is sought again where one is slower than was predicted."""
+_ROUNDS = 4
+"""How often a budget is sought, where the machine's speed changes meanwhile."""
+_NEAR = 0.08
+"""How far a prediction may be off, as a share of what was measured."""
 
 
 class Target(NamedTuple):
@@ -88,30 +90,31 @@ class Proposer:
 
         Raises `BudgetError` where no budget meets it, or the unpruned model does.
         """
-        unpruned = self._predict(schedule(self._manifest, METHOD, UNPRUNED, [self._layout])).latency(
-            target.new_tokens
-        )
-        price, limit = self._price(target)
-        self._check_reachable(target, price, limit, unpruned)
-        accuracy: float | None = None
+        self._check_reachable(target)
         for _ in range(_ROUNDS):
+            price, limit = self._price(target)
             found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
-            names = [self._try(each) for each in found]
-            rated = self._rate(names, items)
-            candidates = {
-                each: self._candidate(each, plan.lost, rated.get(each), target.new_tokens)
-                for each, plan in zip(names, found, strict=True)
-            }
-            best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
-            accuracy = rated.get(UNPRUNED)
-            measured, beside = self._measure(best, target.new_tokens)
-            if target.ms is None or measured.median <= target.ms:
+            if not found:
+                # At the speed that the machine has now no budget meets it any more; the last is told of.
                 break
-            # Costs are off by a little, or the machine is slower now.
-            slower = limit * target.ms / measured.median
-            if not best_of_each_sanitizer(self._space, price, slower):
+            report = self._tried(name, target, found, items)
+            if abs(report.off) <= _NEAR and (target.ms is None or report.measured_ms.median <= target.ms):
                 break
-            limit = slower
+            # Its speed is another than when costs were measured.
+            self.costs = self.costs.slower(report.measured_ms.median / report.chosen.predicted_ms)
+        return report
+
+    def _tried(self, name: str, target: Target, found: Sequence[Found], items: Sequence[Item]) -> ScheduleReport:
+        """What becomes of the best of `found` plans."""
+        price, limit = self._price(target)
+        names = [self._try(each) for each in found]
+        rated = self._rate(names, items)
+        candidates = {
+            each: self._candidate(each, plan.lost, rated.get(each), target.new_tokens)
+            for each, plan in zip(names, found, strict=True)
+        }
+        best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
+        measured, beside = self._measure(best, target.new_tokens)
         return ScheduleReport(
             name=name,
             pictures=len(self._looked.attended),
@@ -119,14 +122,18 @@ class Proposer:
             prompt_tokens=self._text,
             new_tokens=target.new_tokens,
             costs=self.costs,
-            unpruned_ms=unpruned,
-            unpruned_accuracy=accuracy,
+            unpruned_ms=self._unpruned(target),
+            unpruned_accuracy=rated.get(UNPRUNED),
             chosen=candidates.pop(best),
             others=tuple(candidates.values()),
             measured_ms=measured,
             unpruned_measured_ms=beside,
             other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._looked, price, limit)),
         )
+
+    def _unpruned(self, target: Target) -> float:
+        planned = schedule(self._manifest, METHOD, UNPRUNED, [self._layout])
+        return self._predict(planned).latency(target.new_tokens)
 
     def _price(self, target: Target) -> tuple[Milliseconds | MeanTokens, float]:
         if target.ms is None:
@@ -138,8 +145,9 @@ class Proposer:
             target.ms,
         )
 
-    def _check_reachable(self, target: Target, price: Price, limit: float, unpruned: float) -> None:
-        least = cheapest(self._space, price)
+    def _check_reachable(self, target: Target) -> None:
+        price, limit = self._price(target)
+        least, unpruned = cheapest(self._space, price), self._unpruned(target)
         what, unit, whole = (
             ("--budget-tokens", "visual tokens a layer", float(self._layout.all_tokens))
             if target.ms is None

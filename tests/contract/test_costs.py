@@ -105,6 +105,8 @@ def test_a_prediction_is_the_sum_of_its_parts(budget: str, pipeline: Pipelines) 
     assert found.tower == layout.all_tokens
     assert found.first == pytest.approx(first)
     assert found.token == pytest.approx(2 + sum(sizes) / len(sizes))
+    slower = predict(costs.slower(2.5), manifest, planned, text, [layout])
+    assert tuple(slower) == pytest.approx([2.5 * part for part in found])
     assert found.latency(5) == pytest.approx(found.tower + first + 4 * found.token)
 
 
