@@ -30,7 +30,7 @@ SECONDS = 2.0
 """For about how long is measured where a request waits for it."""
 _ROUNDS = (3, 100)
 """The fewest and the most: a large model takes longer."""
-_COUNTS = 8
+_COUNTS = 6
 _FAR_ABOVE = 2.0
 
 _Ms = Mapping[str, float | None]
@@ -53,9 +53,9 @@ class Measured(NamedTuple):
 def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS) -> Costs:
     """The costs of requests like this one: medians of whole ones and of the decoder, in turn for about `seconds`.
 
-    Budgets are tried from the smallest on, and none above the first that takes far longer to its first token than the
-    request's deadline. The decoder runs on some numbers of rows between those of the smallest budget and those of the
-    largest that was tried. Raises what a request raises.
+    Budgets that take far longer to their first token than the request's deadline are left out, the smallest aside.
+    The decoder runs on some numbers of rows between those of the smallest and those of the largest budget that is
+    measured. Raises what a request raises.
     """
     manifest, chain = measured.manifest, measured.chain
     pictures = tuple(decoded(source, measured.family) for source in request.pictures)
@@ -132,13 +132,16 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
 
 
 def _worth_asking(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms: float) -> list[Request]:
-    """The request at each of the `possible` budgets up to the first that takes far longer than `most_ms`."""
-    asked = []
+    """The request at the smallest of the `possible` budgets, and at the others below the first that takes far longer
+    than `most_ms`."""
+    asked: list[Request] = []
     for choice in possible:
-        asked.append(replace(plain, budget=choice.budget))
-        _answered(ask, asked[-1])
-        if (_answered(ask, asked[-1]).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
+        request = replace(plain, budget=choice.budget)
+        # An engine's first run is not like the others.
+        _answered(ask, request)
+        if asked and (_answered(ask, request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
             break
+        asked.append(request)
     return asked
 
 

@@ -32,7 +32,8 @@ def sanitizers(manifest: Manifest) -> list[Budget]:
         chosen = max(2, round(whole * float(kept)))
         reserve = min(max(1, round(chosen * own[nearest] / nearest)), chosen - 1)
         found.append(Budget(Share(reserve, whole), Share(chosen - reserve, whole), ()))
-    return found
+    # Of the grid some are among the family's.
+    return [*dict.fromkeys(found)]
 
 
 def sizes(manifest: Manifest) -> list[Share]:
