@@ -6,39 +6,96 @@ the format version, every field, what the graphs take and give, and (`Bundle.ver
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, Engines, read_engines
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.folders import recover
 from sinkprune.contract.graph_contract import check_interfaces
-from sinkprune.contract.manifest import BUNDLE, CHAT_TEMPLATE, EMBEDDING, MANIFEST, TOKENIZER, Manifest
+from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
 from sinkprune.contract.manifest_file import Folder
 from sinkprune.contract.trust import ANY, Trust
+from sinkprune.contract.untrusted import MANIFEST_BYTES
 
 
+@dataclass(frozen=True)
 class Bundle(Folder[Manifest]):
     """A bundle that was read: where it lies, what its manifest says, and its files, held open."""
 
     kind = BUNDLE
+    engines: Engines | None = None
+    """The folder of engines that it came with, which run in the place of its graphs; None for one with graphs."""
+
+    def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
+        """Compare every file with its sha256; `on_bytes` is told of bytes read. Raises `BundleError`, `EnginesError`.
+
+        Of one that came with engines it is their files, which are all that will be read.
+        """
+        if self.engines is None:
+            super().verify(on_bytes)
+        else:
+            self.engines.verify(on_bytes)
 
     def graph_path(self, graph: str) -> Path:
         """The path of the ONNX file of the graph that bears this name in the manifest."""
         return self.path / self.manifest.graphs[graph].file
 
 
-def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
+def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY, *, whole: bool = True) -> Bundle:
     """The bundle at `path`: its manifest validated, and every file present at its size and held open.
 
-    Raises `BundleError`, also for a manifest that is not the one that `trust` expects. The files' sums are not
-    compared: see `Bundle.verify`.
+    One that need not be `whole` may lack files, as `sinkprune-build --move` leaves it on its way. The files' sums are
+    not compared: see `Bundle.verify`. Raises `BundleError`, also for a manifest that is not the one that `trust`
+    expects, and for a folder of engines: it holds no graphs.
     """
     root = Path(path)
     recover(root, BUNDLE)
+    if os.path.lexists(root / ENGINES.name):
+        raise BundleError(
+            f"'{root}' is a folder of engines, and this needs the bundle that they were built from. Give that one."
+        )
     manifest, sha256 = BUNDLE.read(root, Manifest, trust)
     _check_consistent(root / MANIFEST, manifest)
-    return Bundle(root, manifest, sha256, BUNDLE.hold(root, manifest.files), trust)
+    return Bundle(root, manifest, sha256, BUNDLE.hold(root, manifest.files, whole=whole), trust)
+
+
+def read_runnable(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
+    """What can be run: the bundle at `path`, or the one that came with the folder of engines at `path`.
+
+    `trust` is of the folder's own manifest, `bundle.json` or `engines.json`. Raises `BundleError` and `EnginesError`,
+    as `read_bundle` and `read_engines` do.
+    """
+    root = Path(path)
+    recover(root, ENGINES)
+    return _came_with(read_engines(root, trust)) if os.path.lexists(root / ENGINES.name) else read_bundle(root, trust)
+
+
+def _came_with(engines: Engines) -> Bundle:
+    """The bundle that came with `engines`: its manifest, tokenizer, chat template and embedding, and no graphs."""
+    root = engines.path / BUNDLE_FOLDER
+    files = {
+        name.removeprefix(f"{BUNDLE_FOLDER}/"): file
+        for name, file in engines.files.items()
+        if name.startswith(f"{BUNDLE_FOLDER}/")
+    }
+    lacking = [name for name in (MANIFEST, *BESIDE_GRAPHS) if name not in files]
+    if lacking:
+        raise ENGINES.error(f"the engines '{engines.path}' came without '{lacking[0]}' of a bundle. {ENGINES.again}")
+    data = files.pop(MANIFEST).read(MANIFEST_BYTES)
+    sha256 = hashlib.sha256(data).hexdigest()
+    if sha256 != engines.manifest.bundle_sha256:
+        raise ENGINES.error(
+            f"'{root / MANIFEST}' has the sha256 {sha256}, and the engines beside it were built from a bundle of "
+            f"{engines.manifest.bundle_sha256}. {ENGINES.again}"
+        )
+    manifest = BUNDLE.parsed(root / MANIFEST, data, Manifest)
+    _check_consistent(root / MANIFEST, manifest)
+    return Bundle(engines.path, manifest, sha256, files, engines.trust, engines)
 
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:
@@ -82,7 +139,7 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
                 f"{len(stages)} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
                 "Export the bundle again."
             )
-    needed = [EMBEDDING, TOKENIZER, CHAT_TEMPLATE, *(graph.file for graph in manifest.graphs.values())]
+    needed = [*BESIDE_GRAPHS, *(graph.file for graph in manifest.graphs.values())]
     unlisted = [name for name in needed if name not in manifest.files]
     if unlisted:
         raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")

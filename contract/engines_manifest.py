@@ -18,11 +18,16 @@ from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile
 from sinkprune.contract.schema import Bounds, Count, Few, Size
 from sinkprune.contract.trust import ANY, Trust
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "engines.json"
+BUNDLE_FOLDER = "bundle"
+"""Within a folder of engines: what a bundle has beside its graphs, so that the folder runs by itself."""
 
-Target = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+Target = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
 """The library that engines are built by and run in."""
+ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "openvino")
+"""Those whose engines take any shape: there are no optimisation profiles, and a request may be as long as the model
+takes."""
 Realisation = Literal["plugin", "function", "stripped"]
 """What became of a `TopRho` or `DiversitySelect` node: our plugin, named as such by the parser; the compiled function
 body; or our plugin, after the function that would have won (before TensorRT 10.7) was stripped."""
@@ -64,7 +69,7 @@ class EngineSpec:
     """The engine's file, relative to the engines folder."""
     optimisation_profiles: OptimisationProfiles
     """`prefill`, and `decode` for graphs that run in both; or `clip` and `image`, for graphs that are given groups
-    where no one optimisation profile can hold both. The narrower stands last. Empty for onnxruntime."""
+    where no one optimisation profile can hold both. The narrower stands last. Empty where engines take any shape."""
     nodes: dict[str, Realisation]
     """What became of each node of domain `sinkprune`, by the node's name."""
     device_memory: Annotated[int, Bounds(0, 1 << 50)] | None
@@ -81,9 +86,9 @@ class EnginesManifest:
     sinkprune_version: str
     target: Target
     library_version: str
-    """The version of onnxruntime, tensorrt or tensorrt_rtx; engines load in exactly this one."""
+    """The version of the library; engines load in exactly this one."""
     compute_capabilities: tuple[Count, ...]
-    """The GPUs the engines hold code for, e.g. 87 for sm_87; empty for onnxruntime."""
+    """The GPUs the engines hold code for, e.g. 87 for sm_87; empty where they are for a processor."""
     bundle_sha256: str
     """The sha256 of the bundle's `bundle.json`, which holds the sums of all its files."""
     checkpoint_sha256: str
@@ -105,7 +110,7 @@ ENGINES = ManifestFile(
     folder="engines",
     a_folder="a folder of engines",
     error=EnginesError,
-    make="sinkprune-build BUNDLE -o {root} --target onnxruntime|tensorrt|tensorrt-rtx",
+    make="sinkprune-build BUNDLE -o {root} --target onnxruntime|openvino|tensorrt|tensorrt-rtx",
     again="Build or copy the engines again.",
     upgrade="Upgrade sinkprune, or build the engines again with this one.",
 )
@@ -143,7 +148,7 @@ def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
     for graph, engine in manifest.engines.items():
         if engine.file not in manifest.files:
             raise EnginesError(f"'{path}' has no size and sha256 for '{engine.file}'. {ENGINES.again}")
-        if bool(engine.optimisation_profiles) != (manifest.target != "onnxruntime"):
+        if bool(engine.optimisation_profiles) == (manifest.target in ANY_SHAPE):
             raise EnginesError(
                 f"'{path}' has {len(engine.optimisation_profiles)} optimisation profiles for '{graph}', which does "
                 f"not go with target '{manifest.target}'. {ENGINES.again}"

@@ -84,6 +84,19 @@ def check_outside(output: Path, source: Path, kind: ManifestFile) -> None:
         )
 
 
+def check_room(place: Path, needed: int, kind: ManifestFile, way_out: str) -> None:
+    """Refuse to write `needed` bytes below `place`, a folder beside what is written, where fewer are free.
+
+    `way_out` says how to need less. Raises `kind.error`.
+    """
+    free = shutil.disk_usage(place).free
+    if free < needed:
+        raise kind.error(
+            f"no room for the {kind.folder}: {needed / 1e9:.1f} GB are needed, '{place.parent}' has "
+            f"{free / 1e9:.1f} GB free. Free space, choose another place, or {way_out}."
+        )
+
+
 @contextmanager
 def replacing(
     output: Path, kind: ManifestFile, needed: int, way_out: str, *, force: bool, rename: Rename = system_rename
@@ -97,18 +110,13 @@ def replacing(
     """
     check_replaceable(output, kind, force=force)
     remove_dead(output, kind)
-    with _made_parents(output, kind):
+    with made_parents(output, kind):
         try:
             staging = new_staging(output)
         except OSError as error:
             raise _unwritable(output, kind, error) from error
         try:
-            free = shutil.disk_usage(staging.new).free
-            if free < needed:
-                raise kind.error(
-                    f"no room for the {kind.folder}: {needed / 1e9:.1f} GB are needed, '{output.absolute().parent}' "
-                    f"has {free / 1e9:.1f} GB free. Free space, choose another place, or {way_out}."
-                )
+            check_room(staging.new, needed, kind, way_out)
             yield staging.new
             sync_tree(staging.new)
             _install(staging, kind, rename, force=force)
@@ -185,7 +193,7 @@ def _is_utf8(text: str) -> bool:
 
 
 @contextmanager
-def _made_parents(output: Path, kind: ManifestFile) -> Iterator[None]:
+def made_parents(output: Path, kind: ManifestFile) -> Iterator[None]:
     """The folders above `output`, made where there are none; if the block fails, those that were made go again."""
     made = [folder for folder in output.absolute().parents if not folder.exists()]
     try:

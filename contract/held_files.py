@@ -50,7 +50,7 @@ class HeldFile:
                 self._bytes = read_all(file, _SMALL) if self.size <= _SMALL else None
                 if self._bytes is None:
                     self._descriptor = os.dup(file.fileno())
-                    weakref.finalize(self, os.close, self._descriptor)
+                    self._close = weakref.finalize(self, os.close, self._descriptor)
         except UnreadableError as error:
             raise refusal(str(error)) from error
         except OSError as error:
@@ -89,6 +89,12 @@ class HeldFile:
         self._check_content()
         return digest.hexdigest()
 
+    def copy(self, path: Path) -> None:
+        """Write its bytes into the new file `path`; raises `OSError` where that cannot be written."""
+        with path.open("xb") as file:
+            for offset in range(0, self.size, _BLOCK):
+                file.write(self.read_at(offset, min(_BLOCK, self.size - offset)))
+
     @contextmanager
     def mapped(self) -> Iterator[mmap.mmap | bytes]:
         """Its bytes in memory that the file backs, while the block runs; who truncates the file meanwhile ends the
@@ -107,6 +113,16 @@ class HeldFile:
         self._check_name()
         yield self.path
         self._check_name()
+
+    def remove(self) -> None:
+        """Remove it from its folder, and let go of it: its place on the disk is free. It must not be read again.
+
+        A name that leads to another file is left alone, and refused.
+        """
+        self._check_name()
+        self.path.unlink()
+        if self._bytes is None:
+            self._close()
 
     def _check_content(self) -> None:
         # A new export beside it removes the name, which alters ctime and no byte.

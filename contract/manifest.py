@@ -21,6 +21,8 @@ MANIFEST = "bundle.json"
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
+BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
+"""What of a bundle is read when it runs, beside graphs and their weights."""
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
 DialectName = Literal["opset24", "opset20"]
@@ -91,6 +93,7 @@ class Checkpoint:
     """The checkpoint that a bundle was exported from."""
 
     source: str
+    """Its name on the hub, that of the preset, or that of the folder it lay in."""
     config_sha256: str
     random_weights: bool
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +60,10 @@ class ManifestFile:
         digest = hashlib.sha256(data).hexdigest()
         # Before anything is made of what it says
         self._check_trust(path, data, digest, trust)
+        return self.parsed(path, data, kind), digest
+
+    def parsed(self, path: Path, data: bytes, kind: type[T]) -> T:
+        """The manifest that stands in `data`, the content of `path`, as the dataclass `kind`; raises `error`."""
         try:
             parsed = parsed_json(data)
         except UnreadableError as error:
@@ -67,12 +71,12 @@ class ManifestFile:
         version = parsed.get("format_version") if isinstance(parsed, dict) else None
         if type(version) is not int or version != self.format_version:
             older = type(version) is int and version < self.format_version
-            way_out = f"Make it again: {self.make.format(root=root)} --force" if older else self.upgrade
+            way_out = f"Make it again: {self.make.format(root=path.parent)} --force" if older else self.upgrade
             raise self.error(
                 f"'{path}' has format version {version!r}, this sinkprune reads {self.format_version}. {way_out}"
             )
         try:
-            return from_json(kind, parsed), digest
+            return from_json(kind, parsed)
         except SchemaError as error:
             raise self.error(f"'{path}' is malformed at {error}. {self.again}") from error
 
@@ -94,8 +98,8 @@ class ManifestFile:
         """The sha256 of the manifest as `write` writes it, in hexadecimal."""
         return hashlib.sha256(_encoded(manifest)).hexdigest()
 
-    def hold(self, root: Path, files: Mapping[str, FileSpec]) -> dict[str, HeldFile]:
-        """Every file that the manifest lists, of its size and held open.
+    def hold(self, root: Path, files: Mapping[str, FileSpec], *, whole: bool = True) -> dict[str, HeldFile]:
+        """Every file that the manifest lists, of its size and held open; if it need not be `whole`, those there are.
 
         A file that is missing, no regular file or of another size is refused, and so is one that nobody listed;
         raises `error`.
@@ -105,7 +109,8 @@ class ManifestFile:
                 raise self.error(
                     f"'{root / self.name}' names the file '{name}', which lies outside the {self.folder}."
                 )
-        held = {name: HeldFile(root / name, partial(self._refusal, root, name)) for name in files}
+        there = [name for name in files if whole or os.path.lexists(root / name)]
+        held = {name: HeldFile(root / name, partial(self._refusal, root, name)) for name in there}
         for name, file in held.items():
             if file.size != files[name].size:
                 raise self.error(
@@ -130,12 +135,12 @@ class ManifestFile:
     ) -> None:
         """Compare every held file with its sha256; `on_bytes` is told of progress. Raises `error`."""
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            found = pool.map(lambda name: held[name].sha256(on_bytes), files)
-            for (name, spec), digest in zip(files.items(), found, strict=True):
-                if digest != spec.sha256:
+            found = pool.map(lambda file: file.sha256(on_bytes), held.values())
+            for name, digest in zip(held, found, strict=True):
+                if digest != files[name].sha256:
                     raise self.error(
                         f"{self.folder} '{root}': file '{name}' was altered: its sha256 is {digest}, expected "
-                        f"{spec.sha256}. {self.again}"
+                        f"{files[name].sha256}. {self.again}"
                     )
 
     @property
@@ -212,10 +217,12 @@ class Folder(Generic[M]):
         self.kind.check_sums(self.path, self.files, self.manifest.files, on_bytes)
 
 
-def file_specs(root: Path) -> dict[str, FileSpec]:
-    """Size and sha256 of all files below `root`, by their paths relative to it, in order."""
+def file_specs(root: Path, known: Collection[str] = ()) -> dict[str, FileSpec]:
+    """Size and sha256 of all files below `root` but those `known`, by their paths relative to it, in order."""
     paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
-    return {name: FileSpec(paths[name].stat().st_size, sha256(paths[name])) for name in sorted(paths)}
+    return {
+        name: FileSpec(paths[name].stat().st_size, sha256(paths[name])) for name in sorted(paths) if name not in known
+    }
 
 
 def outside(name: str) -> bool:

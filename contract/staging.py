@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -23,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sinkprune.contract.durable import sync_folder
+from sinkprune.contract.folder_lock import LOCK, hold, open_lock
 from sinkprune.contract.listed_files import listed_files, remove_listed
 from sinkprune.contract.manifest_file import ManifestFile
 from sinkprune.contract.system_rename import move
 from sinkprune.contract.untrusted import UnreadableError
 
-_LOCK = "sinkprune.lock"
 _PARTIAL = ".partial"
 ADDED_CHARACTERS = len("..") + 8 + len(_PARTIAL)
 """By how much the name of a staging folder is longer than the name it is for."""
@@ -79,8 +78,8 @@ class Staging:
         self.restore(kind)
         shutil.rmtree(self.new, ignore_errors=True)
         self.remove_old(kind)
-        if [path.name for path in self.place.iterdir()] == [_LOCK]:
-            (self.place / _LOCK).unlink()
+        if [path.name for path in self.place.iterdir()] == [LOCK]:
+            (self.place / LOCK).unlink()
             # Whoever takes an empty one for dead may be faster.
             with suppress(FileNotFoundError):
                 self.place.rmdir()
@@ -115,9 +114,9 @@ def new_staging(output: Path) -> Staging:
         place = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=_PARTIAL, dir=output.absolute().parent))
         # Until it is locked it can be taken for a dead one's, and be removed.
         with suppress(FileNotFoundError):
-            lock = _open_lock(place, os.O_CREAT | os.O_EXCL)
+            lock = open_lock(place, os.O_CREAT | os.O_EXCL)
             try:
-                held = _hold(lock)
+                held = hold(lock)
             except OSError:
                 # Nobody can hold a lock on this file system, so nobody takes this for a dead one's.
                 held = True
@@ -132,11 +131,11 @@ def dead_stagings(output: Path) -> Iterator[Staging]:
     """The staging folders for `output` whose processes have ended; whoever is given one releases it."""
     for place in _places(output):
         try:
-            lock = _open_lock(place)
+            lock = open_lock(place)
         except OSError:
             continue
         try:
-            held = _hold(lock)
+            held = hold(lock)
         except OSError:
             held = False
         if held:
@@ -162,25 +161,12 @@ def _places(output: Path) -> list[Path]:
     """Everything beside `output` that bears the name of a staging folder for it."""
     pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}{re.escape(_PARTIAL)}")
     try:
-        return sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name) and _is_ours(path))
+        return sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name) and is_ours(path))
     except (OSError, ValueError):
         return []
 
 
-def _open_lock(place: Path, flags: int = 0) -> int:
-    return os.open(place / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o600)
-
-
-def _hold(lock: int) -> bool:
-    """Lock an open lock; False where another holds it or has removed it. Raises `OSError` where nobody can."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.fstat(lock).st_nlink > 0
-
-
-def _is_ours(path: Path) -> bool:
+def is_ours(path: Path) -> bool:
     """Whether a folder stands there, and no link to one, that this user made."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

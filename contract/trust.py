@@ -37,7 +37,7 @@ ANY = Trust()
 def add_trust_options(parser: argparse.ArgumentParser) -> None:
     """The arguments of a command that reads a bundle; `trusted_bundle` reads them."""
     add = parser.add_argument
-    add("--sha256", metavar="SUM", help="the sum that sinkprune-export printed: any other bundle is refused")
+    add("--sha256", metavar="SUM", help="the sum that was printed when BUNDLE was written: any other is refused")
     add("--signed-by", type=Path, metavar="KEY.pub", help="a public key: what it did not sign is refused")
 
 

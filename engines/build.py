@@ -1,13 +1,18 @@
-"""Bundle to engines, all or nothing: written beside their place, then renamed."""
+"""Bundle to engines, all or nothing: built beside their place one by one, and put there when all are whole."""
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import (
+    BUNDLE_FOLDER,
     ENGINES,
     FORMAT_VERSION,
     EnginesManifest,
@@ -15,19 +20,27 @@ from sinkprune.contract.engines_manifest import (
     Limits,
     OptimisationProfiles,
 )
-from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.folders import check_outside, replacing
-from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.folders import check_outside, check_replaceable, check_room, made_parents, replacing
+from sinkprune.contract.listed_files import remove_listed
+from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
+from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
 from sinkprune.contract.signature import Sign
+from sinkprune.contract.staging import named
+from sinkprune.contract.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
+from sinkprune.engines.unfinished import Unfinished, unfinished
 from sinkprune.runtime.backends.models import Model
 
 # What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
 _CODE_BYTES = 16 << 20
+# Other programs write too, and file systems keep some for themselves.
+_FULL_BYTES = 4 << 20
+_WAY_OUT = "build a bundle with fewer methods and budgets"
 
 
 def build_engines(
@@ -37,62 +50,159 @@ def build_engines(
     limits: Limits,
     *,
     force: bool = False,
+    move: bool = False,
     sign: Sign | None = None,
     progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
-    """Build every graph of `bundle` into the new folder `output`; with `force`, engines that are there are replaced.
+    """Build every graph of `bundle` into the new folder `output`, which then runs without the bundle.
 
-    `sign` signs their manifest (`sinkprune.contract.signature.read_private_key`).
+    With `force`, engines that are there are replaced. With `move`, a graph and its weights are removed from the
+    bundle as soon as the disk holds its engine, and in the end the bundle. `sign` signs the engines' manifest
+    (`sinkprune.contract.signature.read_private_key`).
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
-    as it was. Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
+    as it was, and engines that are whole are taken up by the next build of the same (`sinkprune.engines.unfinished`).
+    Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
     """
     check_outside(output, bundle.path, ENGINES)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
-    memories = builder.memories()
-    check_memory(bundle, profiles, memories)
-    needed = sum(int(builder.disk_copies * bundle.manifest.weight_bytes(graph)) + _CODE_BYTES for graph in profiles)
-    if needed >= TOLD_BYTES:
-        largest = max(profiles, key=bundle.manifest.weight_bytes)
-        told = need_and_free(bundle, largest, profiles[largest], memories) if memories else "building needs"
-        progress.needs(f"{told}, and {gigabytes(needed)} of disk")
-    way_out = "build a bundle with fewer methods and budgets"
-    with replacing(output, ENGINES, needed, way_out, force=force) as root:
-        engines = {}
-        # One after the other: each may need most of the memory.
-        for number, (graph, own) in enumerate(profiles.items()):
-            progress.graph(graph, number, len(profiles))
-            engines[graph] = _engine(bundle, graph, own, root, builder, progress)
-        manifest = EnginesManifest(
-            format_version=FORMAT_VERSION,
-            sinkprune_version=version("sinkprune"),
-            target=builder.target,
-            library_version=builder.library_version,
-            compute_capabilities=builder.compute_capabilities,
-            bundle_sha256=bundle.sha256,
-            checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
-            plugins=builder.plugins,
-            flags=builder.flags,
-            limits=limits,
-            engines=engines,
-            files=file_specs(root),
-        )
-        ENGINES.write(root, manifest, sign)
+    plan = EnginesManifest(
+        format_version=FORMAT_VERSION,
+        sinkprune_version=version("sinkprune"),
+        target=builder.target,
+        library_version=builder.library_version,
+        compute_capabilities=builder.compute_capabilities,
+        bundle_sha256=bundle.sha256,
+        checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
+        plugins={},
+        flags=builder.flags,
+        limits=limits,
+        engines={},
+        files={},
+    )
+    check_replaceable(output, ENGINES, force=force)
+    with made_parents(output, ENGINES), unfinished(output, plan) as work:
+        left = {graph: own for graph, own in profiles.items() if graph not in work.manifest.engines}
+        models = {graph: _model(bundle, graph, work) for graph in left}
+        work.start_anew()
+        _check_room(bundle, left, builder, work.place, move=move, progress=progress)
+        try:
+            _build(bundle, models, left, work, builder, move=move, progress=progress)
+        except BaseException:
+            if work.manifest.engines:
+                progress.tell(
+                    f"{len(work.manifest.engines)} of {len(profiles)} engines are whole and wait in '{work.place}': "
+                    "the same command goes on from there."
+                )
+            raise
+        with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
+            work.give(root)
+            _bring_along(bundle, root / BUNDLE_FOLDER)
+            files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
+            manifest = replace(work.manifest, files=files)
+            ENGINES.write(root, manifest, sign)
+        if move and (strangers := remove_listed(bundle.path, BUNDLE)):
+            progress.tell(f"'{bundle.path}' holds what is not of the bundle, and stays: {named(strangers)}.")
     return manifest
 
 
+def _model(bundle: Bundle, graph: str, work: Unfinished) -> Model:
+    """The ONNX file of a graph that is to be built; raises `EnginesError` for one that is not there any more."""
+    model = Model.of_bundle(bundle, graph)
+    if model.name in bundle.files:
+        return model
+    raise EnginesError(
+        f"'{bundle.path}' holds graph '{graph}' no more: a build with --move took it, and its engine in "
+        f"'{work.place}' {'is another' if work.differs else 'is not whole'}"
+        f"{', by ' + ', '.join(work.differs) if work.differs else ''}. Give the same options to go on with that "
+        "build, or export the bundle again."
+    )
+
+
+def _check_room(
+    bundle: Bundle,
+    profiles: Mapping[str, OptimisationProfiles],
+    builder: Builder,
+    place: Path,
+    *,
+    move: bool,
+    progress: BuildProgress,
+) -> None:
+    """Compare what building the graphs of `profiles` needs of memory and disk with what is free, and tell it."""
+    memories = builder.memories()
+    check_memory(bundle, profiles, memories)
+    beside = sum(bundle.manifest.files[name].size for name in BESIDE_GRAPHS)
+    needed = most = beside
+    for graph in profiles:
+        weights = bundle.manifest.weight_bytes(graph)
+        needed += int(builder.disk_copies * weights) + _CODE_BYTES
+        most = max(most, needed)
+        needed -= weights if move else 0
+    check_room(place, most, ENGINES, _WAY_OUT)
+    if most >= TOLD_BYTES and profiles:
+        largest = max(profiles, key=bundle.manifest.weight_bytes)
+        told = need_and_free(bundle, largest, profiles[largest], memories) if memories else "building needs"
+        progress.tell(f"{told}, and {gigabytes(most)} of disk")
+
+
+def _build(
+    bundle: Bundle,
+    models: Mapping[str, Model],
+    profiles: Mapping[str, OptimisationProfiles],
+    work: Unfinished,
+    builder: Builder,
+    *,
+    move: bool,
+    progress: BuildProgress,
+) -> None:
+    """Build the engines of `models` into `work`, one after the other: each may need most of the memory."""
+    done = len(work.manifest.engines)
+    users = Counter(name for model in models.values() for name in model.names)
+    for number, (graph, model) in enumerate(models.items(), start=done):
+        progress.graph(graph, number, done + len(models))
+        work.add(graph, _engine(bundle, model, profiles[graph], work.root, builder, progress), builder.plugins)
+        users.subtract(model.names)
+        # The graph's own file first: without it everybody knows that the graph is gone.
+        for name in model.names if move else ():
+            if not users[name]:
+                bundle.files[name].remove()
+
+
+def _bring_along(bundle: Bundle, folder: Path) -> None:
+    """Write into `folder` what the engines need of the bundle to run without it."""
+    folder.mkdir()
+    (folder / MANIFEST).write_bytes(read_bytes(bundle.path / MANIFEST, MANIFEST_BYTES, follow_links=False))
+    if sha256(folder / MANIFEST) != bundle.sha256:
+        raise EnginesError(f"'{bundle.path / MANIFEST}' was altered while engines were built. Build them again.")
+    for name in BESIDE_GRAPHS:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        bundle.files[name].copy(folder / name)
+
+
 def _engine(
-    bundle: Bundle, graph: str, profiles: OptimisationProfiles, root: Path, builder: Builder, progress: BuildProgress
+    bundle: Bundle,
+    model: Model,
+    profiles: OptimisationProfiles,
+    root: Path,
+    builder: Builder,
+    progress: BuildProgress,
 ) -> EngineSpec:
-    """Write the engine of `graph` below `root`."""
-    file = f"engines/{graph}{builder.suffix}"
+    """Write the engine of `model` below `root`."""
+    file = f"engines/{model.graph}{builder.suffix}"
     (root / file).parent.mkdir(parents=True, exist_ok=True)
-    job = Job(Model.of_bundle(bundle, graph), profiles)
     start = time.perf_counter()
     try:
-        built = builder.build(job, root / file, progress)
+        built = builder.build(Job(model, profiles), root / file, progress)
     except OutOfMemoryError as error:
-        told = need_and_free(bundle, graph, profiles, builder.memories())
+        told = need_and_free(bundle, model.graph, profiles, builder.memories())
         raise EnginesError(f"{error} By estimate, {told}. End other programs, or use a machine with more.") from error
+    except (EnginesError, BackendError) as error:
+        # Libraries say of a full disk that they could not write.
+        if shutil.disk_usage(root).free < _FULL_BYTES:
+            raise EnginesError(
+                f"the disk is full: the engine of graph '{model.graph}' could not be written in '{root}' ({error}) "
+                "Free space, then give the same command again."
+            ) from error
+        raise
     seconds = round(time.perf_counter() - start, 3)
     return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)

@@ -24,8 +24,11 @@ examples:
   sinkprune-build llava-7b -o engines --target tensorrt-rtx --sm 86,89,120  # anywhere, without a GPU
   sinkprune-build llava-7b -o engines --target tensorrt --max-prompt 128 --max-new-tokens 64
   sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
+  sinkprune-build pocket -o engines --target openvino
 
-TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be exported with --dialect opset20.
+ENGINES runs by itself, as in `sinkprune-run ENGINES --image ...`; copy it where you want. A build that was killed
+goes on with the same command. TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be
+exported with --dialect opset20.
 """
 
 _SM = WholeNumber("--sm", 10, 999)
@@ -47,9 +50,11 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
+    from sinkprune.engines.unfinished import is_begun
 
     check_replaceable(options.output, ENGINES, force=options.force)
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    # A build with --move that was cut short has taken graphs away.
+    bundle = read_bundle(options.bundle, trusted_bundle(options), whole=not is_begun(options.output))
     check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
     limits = resolve_limits(
@@ -65,7 +70,14 @@ def _build(arguments: Sequence[str] | None) -> None:
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
-            bundle, options.output, builder, limits, force=options.force, sign=sign, progress=progress
+            bundle,
+            options.output,
+            builder,
+            limits,
+            force=options.force,
+            move=options.move,
+            sign=sign,
+            progress=progress,
         )
     summary = _summary(options.output, manifest)
     sys.stdout.write(json.dumps(summary) + "\n" if options.json else _text(options.output, manifest))
@@ -115,19 +127,18 @@ def _compute_capabilities(text: str) -> tuple[int, ...]:
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy, like all that `_build` imports.
     from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
+    from sinkprune.engines.targets import TARGETS
 
     parser = argparse.ArgumentParser(
         prog="sinkprune-build",
-        description="Compile the graphs of a bundle into engines for one library and one kind of GPU.",
+        description="Compile the graphs of a bundle into engines, for one library on one kind of machine.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     add("-o", "--output", type=Path, required=True, metavar="ENGINES", help="the folder to write")
-    add(
-        "--target", required=True, help="onnxruntime, tensorrt or tensorrt-rtx: the library that will run the engines"
-    )
+    add("--target", required=True, help=f"{', '.join(TARGETS)}: the library that will run the engines")
     add(
         "--sm",
         type=_compute_capabilities,
@@ -147,6 +158,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--max-images", type=MAX_IMAGES, metavar="N", help="images of a prompt (default: 1)")
     add("--force", action="store_true", help="replace existing engines")
+    add(
+        "--move",
+        action="store_true",
+        help="remove each graph from BUNDLE when its engine is whole, and BUNDLE in the end: for small disks",
+    )
     add_trust_options(parser)
     add_sign_option(parser, "the engines")
     add("--json", action="store_true", help="print the summary as JSON")

@@ -18,8 +18,8 @@ class BuildProgress:
     Calls may come from any thread.
     """
 
-    def needs(self, told: str) -> None:
-        """What the build needs and what is free, in words, where it is much."""
+    def tell(self, line: str) -> None:
+        """A line worth knowing: what the build needs and what is free, or what it leaves."""
 
     def graph(self, name: str, number: int, total: int) -> None:
         """The graph `name` is being built, after `number` of `total` others."""
@@ -56,9 +56,9 @@ class TerminalProgress(BuildProgress, Progress):
         self._phases: dict[str, TaskID] = {}
         self._depths: dict[str, int] = {}
 
-    def needs(self, told: str) -> None:
+    def tell(self, line: str) -> None:
         """Write the line, also without a terminal."""
-        self.console.print(told, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def graph(self, name: str, number: int, total: int) -> None:
         """Set the bar of all graphs to `number` of `total`, with the name of the one that is built."""

@@ -103,7 +103,9 @@ def open_source(request: ExportRequest) -> Source:
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, folder, family), request)
     text = read_text(folder, family.image_token, family.chat_template)
-    checkpoint = Checkpoint(request.source, config_sha256(config), random_weights=False)
+    # A bundle goes to other machines: where its checkpoint lay on this one is nobody's business.
+    name = folder.resolve().name if Path(request.source).is_dir() else request.source
+    checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
     held = QuantisedWeights(weights, quantisation) if quantisation else weights
     return Source(family, held, text, processor, checkpoint, quantisation)

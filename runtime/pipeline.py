@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.arguments import check_callable, check_path, check_type
-from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.costs import Costs
-from sinkprune.contract.errors import PromptError, UsageError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
@@ -26,10 +26,11 @@ from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
 from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine, Tensor, load_backend
-from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines
+from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.choices import choices
+from sinkprune.runtime.context_length import check_number
 from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs
 from sinkprune.runtime.deadline import Hurried, Pace
 from sinkprune.runtime.decoding import Prefill, decode_one_token, kv_bytes, prefill, surviving_rows
@@ -91,7 +92,7 @@ class Pipeline:
         cls,
         bundle: str | os.PathLike[str] | Bundle,
         *,
-        backend: str = "ort-cpu",
+        backend: str | None = None,
         threads: int | None = None,
         engines: str | os.PathLike[str] | None = None,
         compute: Compute | None = None,
@@ -102,7 +103,9 @@ class Pipeline:
         wrap: Wrap | None = None,
         during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Pipeline:
-        """Load a bundle, read or by its path, or the `engines` that sinkprune-build made of it.
+        """Load a bundle or a folder of engines, read or by its path; or `engines` that were built from the bundle.
+
+        `backend` is one of `BACKENDS` (default: ort-cpu, or the one that a folder of engines is for).
 
         `compute` is what openvino (fastest, bf16, fp32) and ort-cpu (fastest, fp32) compute in (default: fastest).
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
@@ -124,12 +127,12 @@ class Pipeline:
         pinned, engines_pinned = Trust(sha256, key), Trust(engines_sha256, key)
         if engines is None and engines_sha256 is not None:
             raise UsageError("a sum of engines was given, and no engines. Give both, or leave out --engines-sha256.")
-        opened = bundle if isinstance(bundle, Bundle) else read_bundle(bundle, pinned)
+        opened = bundle if isinstance(bundle, Bundle) else read_runnable(bundle, pinned)
         known = opened.trust
         if sha256 not in (None, known.sha256) or key not in (None, known.signed_by):
             raise UsageError(
                 f"the bundle '{opened.path}' was read already, and not compared with this sum or key. Give them to "
-                "read_bundle, as in read_bundle(path, Trust(sha256, key))."
+                "read_runnable, as in read_runnable(path, Trust(sha256, key))."
             )
         if not check_sums and (known != ANY or engines_pinned != ANY):
             raise UsageError(
@@ -137,13 +140,13 @@ class Pipeline:
                 "to be compared with it. Leave out --skip-sums (check_sums=False)."
             )
         began = time.perf_counter()
-        built = open_engines(engines, opened, engines_pinned) if engines is not None else None
+        built = open_engines(engines, opened, engines_pinned) if engines is not None else own_engines(opened)
         # What is missing is told before the sums, which take their time.
-        library = load_backend(backend, threads, built, compute)
+        library = load_backend(usual_backend(opened) if backend is None else backend, threads, built, compute)
         if check_sums:
             with during("checking sums"):
                 opened.verify()
-                if built is not None:
+                if built is not None and opened.engines is None:
                     built.engines.verify()
         with during("loading the engines"):
             pipeline = cls(opened, library, built, wrap)
@@ -265,7 +268,7 @@ class Pipeline:
         """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
         manifest, clock = self.bundle.manifest, Stopwatch(self.backend, observer.during)
         self.chain.load_plan(manifest.plan(request.method, request.budget))
-        self._check_number(len(request.pictures))
+        check_number(manifest, self.limits, len(request.pictures))
         pictures = [decoded(source, self.family) for source in request.pictures]
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
@@ -297,15 +300,6 @@ class Pipeline:
     def _logits(self, logits: Tensor) -> Array:
         """[vocab] on the host."""
         return self.backend.numpy(logits)[0]
-
-    def _check_number(self, pictures: int) -> None:
-        """Refuse more pictures than the bundle and its engines are made for; raises `PromptError`."""
-        most = self.limits.images if self.limits else self.bundle.manifest.max_images
-        if not 1 <= pictures <= most:
-            raise PromptError(
-                f"the prompt has {pictures} images, expected 1 to {most}. More must be asked for beforehand: "
-                "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
-            )
 
     def _kept(
         self,

@@ -17,7 +17,7 @@ from sinkprune.calibration.evaluation.report import Combination, CombinationRepo
 from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import Output, check_apart, write_whole
 from sinkprune.contract.ranges import WholeNumber
@@ -63,7 +63,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
     check_report_options(options, [Path(options.task)], *answers)
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, trusted_bundle(options))
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
         items = load_task(options.task, options.limit)

@@ -14,7 +14,7 @@ from sinkprune.calibration.norms import NormReport, measure_norms
 from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import check_apart
 from sinkprune.contract.terminal import escaped
@@ -57,7 +57,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
     add_report_options(parser, "the histogram of the norms")
     options = parser.parse_args(arguments)
     check_report_options(options, [Path(options.task)])
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, trusted_bundle(options))
     with status("checking the task"):
         by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
         items = [next(items) for _, items in by_picture]

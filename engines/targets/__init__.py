@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, get_args
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
@@ -13,7 +13,7 @@ from sinkprune.engines.preflight import Memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.runtime.backends.models import Model
 
-TARGETS: tuple[Target, ...] = ("onnxruntime", "tensorrt", "tensorrt-rtx")
+TARGETS: tuple[Target, ...] = get_args(Target)
 """The libraries that engines can be built by, as `sinkprune-build --target` names them."""
 
 
@@ -79,13 +79,14 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
     if target not in TARGETS:
         raise UsageError(f"unknown target '{target}'; known targets: {', '.join(TARGETS)}.")
     if compute_capabilities is not None and target != "tensorrt-rtx":
-        where = {"tensorrt": "the GPU of this machine", "onnxruntime": "the processor of this machine"}[target]
+        where = "the GPU of this machine" if target == "tensorrt" else "the processor of this machine"
         raise UsageError(
             f"--sm is for target tensorrt-rtx, which compiles ahead for other GPUs; target {target} builds for "
             f"{where}. Leave --sm out."
         )
     try:
         from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+        from sinkprune.engines.targets.openvino import OpenVinoBuilder
         from sinkprune.engines.targets.tensorrt_libraries import TensorRT, TensorRTRTX
     except ImportError as error:
         if error.name not in ("onnx", "google", "google.protobuf"):
@@ -95,4 +96,6 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
         ) from error
     if target == "onnxruntime":
         return OnnxRuntimeBuilder()
+    if target == "openvino":
+        return OpenVinoBuilder()
     return TensorRT(timing_cache) if target == "tensorrt" else TensorRTRTX(compute_capabilities)

@@ -116,7 +116,7 @@ class Backend(Protocol):
 def load_backend(
     name: str, threads: int | None = None, built: BuiltEngines | None = None, compute: Compute | None = None
 ) -> Backend:
-    """The backend `name`, found to fit the engines `built`: ORT can do without, TensorRT cannot, OpenVINO takes none.
+    """The backend `name`, found to fit the engines `built`, without which TensorRT alone cannot do.
 
     `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for openvino and ort-cpu
     (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
@@ -131,12 +131,15 @@ def load_backend(
     if name == "openvino":
         from sinkprune.runtime.backends.openvino import OpenVinoBackend
 
-        return OpenVinoBackend(name, threads, compute or "fastest")
+        openvino = OpenVinoBackend(name, threads, compute or "fastest")
+        if built is not None:
+            built.check_library("openvino", openvino.versions["openvino"])
+        return openvino
     if name in _PROVIDERS:
         from sinkprune.runtime.backends.ort import OrtBackend
 
         if built is not None:
-            built.check_processor(_PROVIDERS[name])
+            built.check_processor(provider=_PROVIDERS[name])
         backend = OrtBackend(name, _PROVIDERS[name], threads, compute or "fastest")
         if built is not None:
             built.check_library("onnxruntime", backend.versions["onnxruntime"])
@@ -162,8 +165,8 @@ def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
             f"compute is '{compute}', but backend '{name}' computes in the types of the bundle's graphs. Leave it out"
             f"{', or choose fp32' if name in _CHOOSING else ''}."
         )
-    if built is not None and compute != "fastest":
+    if built is not None and name == "ort-cpu" and compute != "fastest":
         raise UsageError(
-            f"compute is '{compute}', but engines are built to be fastest. Leave --engines out: the bundle itself "
+            f"compute is '{compute}', but engines for onnxruntime are built to be fastest. Give the bundle, which "
             "computes in either."
         )

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Engines, Limits, Target, read_engines
+from sinkprune.contract.engines_manifest import ANY_SHAPE, Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.processor import instructions, machine
 
-TARGETS: dict[str, Target | None] = {
+TARGETS: dict[str, Target] = {
     "ort-cpu": "onnxruntime",
     "ort-cuda": "onnxruntime",
-    "openvino": None,
+    "openvino": "openvino",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
-"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; None for
-those that run bundles only."""
+"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; the first
+of a target runs its engines where no backend is named."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,14 @@ class BuiltEngines:
     def model(self, graph: str) -> Model:
         """The engine of the graph of that name, as a backend loads it."""
         spec, engine = self.bundle.manifest.graphs[graph], self.engines.manifest.engines[graph]
-        return Model(graph, spec, engine.file, self.engines.files, built=True)
+        count = self.bundle.manifest.weight_bytes(graph)
+        return Model(graph, spec, engine.file, self.engines.files, count, built=True)
 
     @property
     def limits(self) -> Limits | None:
-        """What a request may be at most; None for onnxruntime, whose models take any shape."""
+        """What a request may be at most; None for engines that take any shape."""
         manifest = self.engines.manifest
-        return None if manifest.target == "onnxruntime" else manifest.limits
+        return None if manifest.target in ANY_SHAPE else manifest.limits
 
     def check_bundle(self) -> None:
         """Refuse engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""
@@ -65,15 +66,10 @@ class BuiltEngines:
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, TARGETS[backend]
-        if expected is None:
-            raise EnginesError(
-                f"{self._were} built for target {built}, and backend '{backend}' runs the bundle itself: it is soon "
-                "compiled. Leave --engines out."
-            )
         if built != expected:
             raise EnginesError(
                 f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "
-                f"with: sinkprune-build {self.bundle.path} -o ENGINES --target {expected}"
+                f"with: sinkprune-build {self._source} -o ENGINES --target {expected}"
             )
 
     def check_library(self, library: str, version: str) -> None:
@@ -85,19 +81,20 @@ class BuiltEngines:
                 f"version that built them. {self.rebuild}"
             )
 
-    def check_processor(self, provider: str) -> None:
-        """Refuse models optimised for another `provider` of onnxruntime, or for another kind of processor than here.
+    def check_processor(self, **chosen: str) -> None:
+        """Refuse models optimised for another kind of processor than here, or for something else that was `chosen`.
 
-        Matrices are packed for the instructions that the processor has. Raises `EnginesError`.
+        That is what engines' flags say by the same names, e.g. onnxruntime's `provider`. Matrices are packed for the
+        instructions that the processor has. Raises `EnginesError`.
         """
         flags = self.engines.manifest.flags
-        here = {"provider": provider, "machine": machine(), "instructions": instructions()}
+        here = {**chosen, "machine": machine(), "instructions": instructions()}
         for what, found in here.items():
             built = flags.get(what)
             if built != found:
                 raise EnginesError(
-                    f"{self._were} optimised for {what} {built}, here it is {found}. Leave --engines out: the bundle "
-                    f"itself runs on every one. {self.rebuild}"
+                    f"{self._were} optimised for {what} {built}, here it is {found}. The bundle itself runs on every "
+                    f"one, without --engines. {self.rebuild}"
                 )
 
     def check_gpu(self, name: str, compute_capability: int) -> None:
@@ -132,7 +129,12 @@ class BuiltEngines:
     def rebuild(self) -> str:
         """The command that builds these engines again, as a sentence without its full stop."""
         path, target = self.engines.path, self.engines.manifest.target
-        return f"Build them with: sinkprune-build {self.bundle.path} -o {path} --target {target} --force"
+        return f"Build them with: sinkprune-build {self._source} -o {path} --target {target} --force"
+
+    @property
+    def _source(self) -> str:
+        """What they are built from, as a command names it."""
+        return "BUNDLE" if self.bundle.engines else str(self.bundle.path)
 
     @property
     def _were(self) -> str:
@@ -150,6 +152,27 @@ def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = AN
             f"the bundle '{bundle.path}' is pinned, and the engines in '{path}', which would run in its place, are "
             "not. Add --engines-sha256 with the sum that sinkprune-build printed, or sign both."
         )
+    if bundle.engines is not None:
+        raise UsageError(f"'{bundle.path}' holds engines, and others were given in '{path}'. Leave --engines out.")
     built = BuiltEngines(read_engines(path, trust), bundle)
     built.check_bundle()
     return built
+
+
+def own_engines(bundle: Bundle) -> BuiltEngines | None:
+    """The engines that `bundle` came with, found to be those of all its graphs; None where it has graphs.
+
+    Raises `EnginesError`.
+    """
+    if bundle.engines is None:
+        return None
+    built = BuiltEngines(bundle.engines, bundle)
+    built.check_bundle()
+    return built
+
+
+def usual_backend(bundle: Bundle) -> str:
+    """The backend that runs `bundle` where none is named: what its engines are for, or the one that runs anywhere."""
+    if bundle.engines is None:
+        return next(iter(TARGETS))
+    return next(backend for backend, target in TARGETS.items() if target == bundle.engines.manifest.target)

@@ -34,6 +34,8 @@ class Model:
     """Its file's name in its folder."""
     folder: Mapping[str, HeldFile]
     """Every file that its folder's manifest lists, by name."""
+    weight_bytes: int
+    """How many bytes its weights have in the bundle; graphs that select have none."""
     built: bool = False
     """Whether it is an engine: only there weights may lie as a library packed them, which nobody can check."""
 
@@ -41,7 +43,7 @@ class Model:
     def of_bundle(cls, bundle: Bundle, graph: str) -> Model:
         """The ONNX file of the graph of that name."""
         spec = bundle.manifest.graphs[graph]
-        return cls(graph, spec, spec.file, bundle.files)
+        return cls(graph, spec, spec.file, bundle.files, bundle.manifest.weight_bytes(graph))
 
     @property
     def file(self) -> HeldFile:
@@ -78,6 +80,11 @@ class Model:
                 )
         return data, tuple(weights)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its file and of those that its weights lie in; raises what `weights` raises."""
+        return tuple(dict.fromkeys([self.name, *map(self._file_of, self.weights)]))
+
     def weight(self, weight: Weight) -> Array:
         """The values of one of its weights, read into memory of their own."""
         data = self.folder[self._file_of(weight)].read_at(weight.offset, weight.bytes)
@@ -90,7 +97,7 @@ class Model:
         All of them must be unaltered before the block and after it. Raises what a `HeldFile` raises.
         """
         with ExitStack() as stack:
-            for name in dict.fromkeys([self.name, *map(self._file_of, self.weights)]):
+            for name in self.names:
                 stack.enter_context(self.folder[name].by_path())
             yield self.file.path
 

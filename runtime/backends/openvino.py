@@ -6,9 +6,10 @@ Selection is computed in fp32 always, and everything else as `compute` says.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Compute, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino_graphs import BEAM, GraphReader, group_in_int8
+from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, group_in_int8, paths
 from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.openvino_library import import_openvino, words
 
-_DEVICE = "CPU"
+DEVICE = "CPU"
+"""Where engines compute, in openvino's words."""
 _NO_BEAM = np.zeros(1, np.int32)
 # Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
 _PATCHES = 64
@@ -35,13 +37,13 @@ class OpenVinoBackend(Backend):
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where openvino is missing, or the processor has no bf16 and `compute` asks for it."""
         openvino = import_openvino(name)
-        self._core = openvino.Core()
+        self._openvino, self._core = openvino, openvino.Core()
         self._reader = GraphReader(openvino, self._core)
-        has_bf16 = "BF16" in self._core.get_property(_DEVICE, "OPTIMIZATION_CAPABILITIES")
+        has_bf16 = "BF16" in self._core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
         if compute == "bf16" and not has_bf16:
             raise BackendError(
                 f"backend '{name}' was to compute in bf16, which this processor lacks: "
-                f"{self._core.get_property(_DEVICE, 'FULL_DEVICE_NAME')}. Leave --compute out for the fastest it has."
+                f"{self._core.get_property(DEVICE, 'FULLDEVICE_NAME')}. Leave --compute out for the fastest it has."
             )
         self._bf16 = has_bf16 and compute != "fp32"
         self._int8 = compute == "fastest"
@@ -63,15 +65,23 @@ class OpenVinoBackend(Backend):
             )
         return _OpenVinoDecoder(self._compiled(model), wrap)
 
+    def write(self, model: Model, file: Path) -> None:
+        """Write the graph as openvino's own format has it, to `file`.xml, and its weights to a file of the same name.
+
+        Its functions are inlined and its caches are states. Raises what `load` raises.
+        """
+        with self._refusals(model), paths(model):
+            self._openvino.serialize(self._reader.read(model), file, file.with_suffix(WEIGHTS))
+
     def _compiled(self, model: Model) -> _Compiled:
         """The compiled model of a graph, run once.
 
         OpenVINO packs matrices when it first runs them, then for rows of any number, and reads their files no more:
         that is done here, while the files are known to be what was checked.
         """
-        try:
+        with self._refusals(model):
             read = self._reader.read(model)
-            precision = "bf16" if self._bf16 and model.weights else "f32"
+            precision = "bf16" if self._bf16 and model.weight_bytes else "f32"
             properties = {
                 "PERFORMANCE_HINT": "LATENCY",
                 "NUM_STREAMS": 1,
@@ -81,11 +91,17 @@ class OpenVinoBackend(Backend):
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
             }
             inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
-            with model.by_path() if model.weights else nullcontext():
-                library = self._core.compile_model(read, _DEVICE, properties)
-                if model.weights:
+            with paths(model):
+                library = self._core.compile_model(read, DEVICE, properties)
+                if model.weight_bytes:
                     library.create_infer_request().infer(_smallest_inputs(model, inputs))
             return _Compiled(model.graph, library, inputs, outputs)
+
+    @contextmanager
+    def _refusals(self, model: Model) -> Iterator[None]:
+        """What openvino raises in the block is raised as `BackendError`."""
+        try:
+            yield
         except (RuntimeError, MemoryError) as error:
             raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}.") from error
 

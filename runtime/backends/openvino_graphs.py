@@ -7,8 +7,10 @@ copies keys for every query head, and looks for rows that see nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from sinkprune.runtime.backends.inlined import inlined
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.kv_cache import cache_names
 
+WEIGHTS = ".bin"
+"""How the name of the file ends that the weights of an engine lie in, beside its own."""
 BEAM = "beam_idx"
 """The input that the gather of states needs: the one answer there is, always 0."""
 _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
@@ -41,21 +45,40 @@ class GraphReader:
             core.add_extension(added)
 
     def read(self, model: Model) -> Any:
-        """The ONNX file of `model`, with its caches as states; `BEAM` is an input where there are any.
+        """The graph of `model`, with its caches as states; `BEAM` is an input where there are any.
 
-        Large weights stay mapped from their files, small ones get memory of their own. Without weights it is read
-        from memory: later, too, when nobody knows what its file's name leads to.
+        Of a bundle it is an ONNX file: large weights stay mapped, small ones get memory of their own. Without weights
+        it is read from memory: later, too, when nobody knows what its file's name leads to. An engine is in
+        openvino's own format, and all its weights stay mapped.
         Raises `BackendError`, and openvino's `RuntimeError`.
         """
-        with model.by_path() if model.weights else nullcontext(inlined(model.onnx)) as path_or_bytes:
-            read = self._core.read_model(path_or_bytes)
-        model.check_interface(_specs(read.inputs), _specs(read.outputs))
-        small = {weight.name: weight for weight in model.weights if not weight.multiplied}
+        read = self._engine(model) if model.built else self._of_bundle(model)
         for node in read.get_ops():
             if node.get_type_name() == "Convert" and _is_constant(node.input_value(0).get_node(), "bf16", "f16"):
                 # Or such a matrix would be held in fp32 too.
                 for mark in _STORED_SMALLER:
                     node.get_rt_info()[mark] = True
+        return read
+
+    def _engine(self, model: Model) -> Any:
+        with paths(model) as path:
+            read = self._core.read_model(path, path.with_suffix(WEIGHTS))
+        states = cache_names(model.spec)
+        kept = replace(
+            model.spec,
+            inputs=tuple(tensor for tensor in model.spec.inputs if tensor.name not in states.values()),
+            outputs=tuple(tensor for tensor in model.spec.outputs if tensor.name not in states),
+        )
+        taken = [tensor for tensor in _specs(read.inputs) if tensor.name != BEAM]
+        replace(model, spec=kept).check_interface(taken, _specs(read.outputs))
+        return read
+
+    def _of_bundle(self, model: Model) -> Any:
+        with paths(model) as path:
+            read = self._core.read_model(path if model.weights else inlined(model.onnx))
+        model.check_interface(_specs(read.inputs), _specs(read.outputs))
+        small = {weight.name: weight for weight in model.weights if not weight.multiplied}
+        for node in read.get_ops():
             weight = small.get(node.get_friendly_name())
             if weight is not None and weight.bytes < _SMALL_BYTES:
                 constant = self._ops.constant(model.weight(weight), name=weight.name)
@@ -131,6 +154,21 @@ def _is_quantised(node: Any) -> bool:
 def _is_constant(node: Any, *types: str) -> bool:
     """Whether it is a constant of one of these types, in openvino's words."""
     return node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in types
+
+
+@contextmanager
+def paths(model: Model) -> Iterator[Path]:
+    """The path of a model's file while the block runs, its weights beside it; raises what `Model.by_path` raises.
+
+    Where there are no weights, nobody knows what it leads to.
+    """
+    with ExitStack() as stack:
+        if model.built:
+            for name in (model.name, str(Path(model.name).with_suffix(WEIGHTS))):
+                stack.enter_context(model.folder[name].by_path())
+        elif model.weights:
+            stack.enter_context(model.by_path())
+        yield model.file.path
 
 
 def _specs(ports: Any) -> list[TensorSpec]:

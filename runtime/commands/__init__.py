@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.files import Output, check_outputs, write_whole
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
@@ -55,8 +55,8 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
-    add("--backend", choices=BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
+    add("--backend", choices=BACKENDS, help="engine library (default: ort-cpu, or what the engines are for)")
     add(
         "--compute",
         choices=COMPUTES,
@@ -73,7 +73,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
 
 def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
     """The bundle, with method and budgets known to be in it: mistakes are told before anything slow begins."""
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, trusted_bundle(options))
     for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
     return bundle

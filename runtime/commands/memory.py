@@ -11,6 +11,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system_memory import available_bytes
+from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import see
@@ -45,7 +46,7 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
 
     `options` are those of `bundle_parser`. Raises `TooLittleMemoryError`, and what seeing the pictures raises.
     """
-    manifest = bundle.manifest
+    manifest, backend = bundle.manifest, options.backend or usual_backend(bundle)
     family = load_family(manifest)
     layouts = [see(picture, picture, family, manifest).layout for picture in planned.pictures]
     letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
@@ -53,13 +54,13 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     needs: list[MemoryNeed] = []
     for budget in planned.budgets:
         rows = schedule(manifest, planned.method, budget, layouts)
-        built = options.engines is not None
-        need = running_need(manifest, options.backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
+        built = options.engines is not None or bundle.engines is not None
+        need = running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
         if need is None:
             return None
         needs.append(need)
     need, free = max(needs, key=lambda one: one.bytes), available_bytes()
-    need.check(f"'{bundle.path}' on {options.backend}", free, _WAY_OUT)
+    need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
     if need.bytes >= TOLD_BYTES:
         sys.stderr.write(f"{told_need(need, free)}\n")
     return Memory(need.bytes, free or None)

@@ -1,20 +1,75 @@
-"""A build that is killed leaves the old engines or the new ones, and nothing that the next does not remove."""
+"""A build that is killed leaves the old engines or the new ones, and the next goes on from what is whole."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from commands import run
+from commands import assert_refused, run
 from killed_commands import kill_when, left
-from sinkprune.contract.engines_manifest import read_engines
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import EnginesManifest, Limits, read_engines
+from sinkprune.contract.errors import BundleError, EnginesError
+from sinkprune.engines.build import build_engines
+from sinkprune.engines.progress import BuildProgress
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 
 Bundles = Callable[..., Path]
+LIMITS = Limits(10, 10, 1)
 
 
-@pytest.mark.parametrize("moment", [".out.*.partial/new/engines/*", ".out.*.partial/old"])
+class Counting(OnnxRuntimeBuilder):
+    """Builds as the other does, tells what it built, and breaks down at the graph `until`."""
+
+    def __init__(self, until: str | None = None) -> None:
+        super().__init__()
+        self.until, self.graphs = until, list[str]()
+
+    def build(self, job: Any, output: Path, progress: BuildProgress) -> Any:
+        if job.model.graph == self.until:
+            output.write_bytes(b"half")
+            raise EnginesError("broken down.")
+        self.graphs.append(job.model.graph)
+        return super().build(job, output, progress)
+
+
+class Told(BuildProgress):
+    """Keeps the lines it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
+
+
+@pytest.fixture
+def source(bundle: Bundles, tmp_path: Path) -> Path:
+    """A bundle of one's own."""
+    return Path(shutil.copytree(bundle("gqa-112", budgets=("retain-64",)), tmp_path / "bundle"))
+
+
+def broken_build(source: Path, output: Path, until: str, **options: Any) -> Counting:
+    """A build that breaks down at the graph `until`."""
+    builder = Counting(until)
+    with pytest.raises(EnginesError, match="broken down"):
+        build_engines(read_bundle(source), output, builder, LIMITS, **options)
+    return builder
+
+
+def again(source: Path, output: Path, limits: Limits = LIMITS, **options: Any) -> tuple[Counting, EnginesManifest]:
+    """The same build, which comes to its end."""
+    builder = Counting()
+    return builder, build_engines(read_bundle(source, whole=False), output, builder, limits, **options)
+
+
+@pytest.mark.parametrize("moment", [".out.building/engines/engines/*", ".out.*.partial/old"])
 def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = (bundle("gqa-112"), "-o", output, "--target", "onnxruntime", "--force")
@@ -26,3 +81,117 @@ def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Pat
     assert run("sinkprune-build", *command).code == 0
     read_engines(output).verify()
     assert left(output) == []
+
+
+@pytest.mark.parametrize("move", [False, True])
+def test_a_killed_build_goes_on(move: bool, source: Path, tmp_path: Path) -> None:
+    """Killed by the system, in a process of its own; with --move the bundle lacks graphs by then."""
+    output = tmp_path / "out"
+    command = (source, "-o", output, "--target", "onnxruntime", *(["--move"] if move else []))
+    kill_when(".out.building/engines/engines/decoder_1.onnx.data", tmp_path, "sinkprune-build", *command)
+    assert not output.exists()
+    unfinished = tmp_path / ".out.building" / "engines"
+    whole = json.loads((unfinished / "engines.json").read_text())["engines"]
+    assert "decoder_0" in whole and "decoder_2" not in whole
+    stamps = {name: (unfinished / engine["file"]).stat().st_mtime_ns for name, engine in whole.items()}
+    assert (source / "graphs" / "decoder_0.onnx").exists() != move
+    outcome = run("sinkprune-build", *command)
+    assert outcome.code == 0, outcome.stderr
+    found = read_engines(output)
+    found.verify()
+    for name, stamp in stamps.items():
+        assert found.engine_path(name).stat().st_mtime_ns == stamp, name
+    assert source.exists() != move
+    assert left(output) == []
+
+
+def test_only_what_is_missing_is_built(source: Path, tmp_path: Path) -> None:
+    output, told = tmp_path / "out", Told()
+    first = broken_build(source, output, "decoder_2", progress=told)
+    assert told.lines == [
+        f"{len(first.graphs)} of {len(read_bundle(source).manifest.graphs)} engines are whole and wait in "
+        f"'{tmp_path / '.out.building'}': the same command goes on from there."
+    ]
+    assert not output.exists()
+    second, manifest = again(source, output)
+    assert sorted(first.graphs + second.graphs) == sorted(manifest.engines)
+    assert set(first.graphs).isdisjoint(second.graphs)
+    read_engines(output).verify()
+    assert left(output) == []
+
+
+def test_another_build_starts_anew(source: Path, tmp_path: Path) -> None:
+    first = broken_build(source, tmp_path / "out", "decoder_2")
+    second, manifest = again(source, tmp_path / "out", Limits(11, 10, 1))
+    assert set(first.graphs) < set(second.graphs) == set(manifest.engines)
+
+
+def test_an_altered_engine_is_not_taken_up(source: Path, tmp_path: Path) -> None:
+    broken_build(source, tmp_path / "out", "decoder_2")
+    engine = tmp_path / ".out.building" / "engines" / "engines" / "decoder_0.onnx"
+    engine.write_bytes(engine.read_bytes()[:-1] + b"x")
+    second, manifest = again(source, tmp_path / "out")
+    assert set(second.graphs) == set(manifest.engines)
+
+
+def test_a_moved_bundle_goes_away_graph_by_graph(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    broken_build(source, output, "decoder_2", move=True)
+    graphs = {path.name for path in (source / "graphs").rglob("*") if path.is_file()}
+    assert "decoder_2.onnx" in graphs and "decoder_2.bin" in graphs
+    assert not graphs & {"vision.onnx", "vision.bin", "decoder_1.onnx", "decoder_1.bin"}
+    with pytest.raises(BundleError, match="is missing"):
+        read_bundle(source)
+    # Nothing is lost by another command that has the bundle's graphs in mind.
+    with pytest.raises(EnginesError, match=r"holds graph 'vision' no more: .* is another, by limits"):
+        again(source, output, Limits(11, 10, 1), move=True)
+    with pytest.raises(EnginesError, match="holds graph 'vision' no more"):
+        again(source, tmp_path / "elsewhere", move=True)
+    _, manifest = again(source, output, move=True)
+    assert not source.exists()
+    read_engines(output).verify()
+    assert "vision" in manifest.engines
+
+
+def test_moving_leaves_what_is_not_of_the_bundle(source: Path, tmp_path: Path) -> None:
+    told, read = Told(), read_bundle(source)
+    (source / "notes.txt").write_text("mine")
+    build_engines(read, tmp_path / "out", Counting(), LIMITS, move=True, progress=told)
+    assert [path.name for path in source.iterdir() if path.name != "bundle.json"] == ["notes.txt"]
+    assert told.lines == [f"'{source}' holds what is not of the bundle, and stays: 'notes.txt'."]
+
+
+def test_the_same_engines_come_of_it(source: Path, tmp_path: Path) -> None:
+    broken_build(source, tmp_path / "out", "decoder_2")
+    again(source, tmp_path / "out")
+    again(source, tmp_path / "at-once")
+    parts = [read_engines(tmp_path / name).manifest.files for name in ("out", "at-once")]
+    assert parts[0] == parts[1]
+
+
+def test_a_full_disk_is_told_and_nothing_is_lost(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage
+
+    def as_if_full(path: Path) -> Any:
+        # Full from the moment that engines lie there.
+        return usage(path)._replace(free=0) if any(Path(path).rglob("decoder_1.onnx")) else usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", as_if_full)
+    with pytest.raises(
+        EnginesError, match=r"the disk is full: the engine of graph 'decoder_2' .* same command again"
+    ):
+        build_engines(read_bundle(source), tmp_path / "out", Counting("decoder_2"), LIMITS, move=True)
+    monkeypatch.undo()
+    second, manifest = again(source, tmp_path / "out", move=True)
+    assert len(second.graphs) < len(manifest.engines)
+    read_engines(tmp_path / "out").verify()
+
+
+def test_one_build_at_a_time(source: Path, tmp_path: Path) -> None:
+    broken_build(source, tmp_path / "out", "decoder_2")
+    with (tmp_path / ".out.building" / "sinkprune.lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        outcome = run("sinkprune-build", source, "-o", tmp_path / "out", "--target", "onnxruntime")
+    assert_refused(outcome, "another sinkprune-build is writing")

@@ -61,6 +61,6 @@ def test_a_bundle_with_matrices_that_somebody_packed_is_refused(built: tuple[Pat
     opened = read_bundle(path)
     engine = open_engines(engines, opened).model("decoder_0")
     assert any(weight.packed for weight in engine.weights)
-    stranger = Model(engine.graph, engine.spec, engine.name, engine.folder)
+    stranger = Model(engine.graph, engine.spec, engine.name, engine.folder, engine.weight_bytes)
     with pytest.raises(BackendError, match=r"as an engine library packed it, which only engines do.*export it again"):
         _ = stranger.weights

@@ -127,7 +127,7 @@ def test_rows_are_rounded_to_int8_where_weights_are_and_not_in_fp32(tmp_path: Pa
     spec = GraphSpec(
         file.name, *((TensorSpec(name, "float32", ("n", size)),) for name, size in (("x", 256), ("y", 64)))
     )
-    model = Model("graph", spec, file.name, {file.name: HeldFile(file, BackendError)})
+    model = Model("graph", spec, file.name, {file.name: HeldFile(file, BackendError)}, 0)
     errors = {}
     for compute in ("fp32", "fastest"):
         found, expected = (
@@ -212,7 +212,7 @@ def test_graphs_of_jetpack_6_are_refused(bundle: Callable[..., Path]) -> None:
 def test_engines_are_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
     root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
     assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0
-    with pytest.raises(EnginesError, match="runs the bundle itself"):
+    with pytest.raises(EnginesError, match="built for target onnxruntime, backend 'openvino' takes target openvino"):
         Pipeline.load(root, backend="openvino", engines=engines)
 
 

@@ -1,0 +1,169 @@
+"""A folder of engines runs by itself: moved, read-only, for another user, and every command takes it for a bundle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from commands import assert_refused, run
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle, read_runnable
+from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, read_engines
+from sinkprune.contract.errors import BundleError, EnginesError, UsageError
+from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.trust import Trust
+
+NOBODY = 65534
+TARGETS = {"onnxruntime": "ort-cpu", "openvino": "openvino"}
+Built = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Path:
+    return bundle("gqa-112", weights="int8")
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Engines of a small bundle, by target; built where nothing of them is left."""
+    made: dict[str, Path] = {}
+
+    def get(target: str) -> Path:
+        if target not in made:
+            folder = tmp_path_factory.mktemp(f"birthplace-{target}")
+            copied = shutil.copytree(source, folder / "bundle-of-birth")
+            outcome = run("sinkprune-build", copied, "-o", folder / "engines-of-birth", "--target", target)
+            assert outcome.code == 0, outcome.stderr
+            moved = tmp_path_factory.mktemp("away") / target
+            made[target] = Path(shutil.move(folder / "engines-of-birth", moved))
+            shutil.rmtree(folder)
+        return made[target]
+
+    return get
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that all users may look into; those of pytest are for one."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        for path in folder.rglob("*"):
+            path.chmod(0o755)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_engines_answer_as_their_bundle(target: str, source: Path, built: Built, photo: Image.Image) -> None:
+    pipelines = Pipeline.load(source, backend=TARGETS[target]), Pipeline.load(built(target))
+    assert pipelines[1].backend.name == TARGETS[target]
+    for budget in ("none", "retain-64"):
+        answers = [each.generate(photo, "What is this?", budget=budget, max_new_tokens=6) for each in pipelines]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert (answers[0].kept.index == answers[1].kept.index).all()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_nothing_in_it_tells_where_it_was_born(target: str, built: Built) -> None:
+    for file in built(target).rglob("*"):
+        content = file.read_bytes() if file.is_file() else b""
+        assert b"of-birth" not in content, file
+        assert b"pytest-of" not in content, file
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_it_holds_no_graph_of_the_bundle(target: str, built: Built) -> None:
+    beside = {path.name for path in (built(target) / BUNDLE_FOLDER).rglob("*") if path.is_file()}
+    assert beside == {"bundle.json", "embedding.safetensors", "tokenizer.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_another_user_runs_a_read_only_copy(target: str, built: Built, open_folder: Path, photo_file: Path) -> None:
+    copied = Path(shutil.copytree(built(target), open_folder / "copied"))
+    for path in (copied, *copied.rglob("*")):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    # The first answer imports everything: another user may not read where Python is installed.
+    program = (
+        "import os, sys; from sinkprune import Pipeline; from PIL import Image\n"
+        "photo = Image.open(sys.argv[2]).convert('RGB')\n"
+        "def ask():\n"
+        "    pipeline = Pipeline.load(sys.argv[1])\n"
+        "    print(*pipeline.generate(photo, 'What?', budget='retain-64', max_new_tokens=4).token_ids)\n"
+        "ask()\n"
+        f"if os.geteuid() == 0: os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "ask()\n"
+    )
+    words = [sys.executable, "-c", program, str(copied), str(photo_file)]
+    first, second = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert first == second != ""
+
+
+def test_every_command_takes_it_for_a_bundle(built: Built, photo_file: Path, tmp_path: Path) -> None:
+    engines, report = built("openvino"), tmp_path / "report.json"
+    ask = (engines, "--image", photo_file, "--prompt", "What is this?")
+    assert run("sinkprune-run", *ask, "--budget", "retain-64", "--max-new-tokens", 2).code == 0
+    profile = run("sinkprune-profile", *ask, "--repeat", 1, "--new-tokens", 2, "--json", report)
+    assert profile.code == 0, profile.stderr
+    assert json.loads(report.read_text())["backend"] == "openvino"
+    task = tmp_path / "task.jsonl"
+    task.write_text(json.dumps({"image": str(photo_file), "question": "What?", "answer": "a"}) + "\n")
+    evaluated = run("sinkprune-evaluate", engines, "--task", task, "--budgets", "retain-64")
+    assert evaluated.code == 0, evaluated.stderr
+    calibrated = run("sinkprune-calibrate", engines, "--task", task)
+    assert calibrated.code == 0, calibrated.stderr
+
+
+def test_what_needs_graphs_says_so(built: Built, tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is a folder of engines, and this needs the bundle"):
+        read_bundle(built("onnxruntime"))
+    outcome = run("sinkprune-build", built("onnxruntime"), "-o", tmp_path / "again", "--target", "onnxruntime")
+    assert_refused(outcome, "is a folder of engines, and this needs the bundle that they were built from")
+
+
+def test_sums_pin_the_folder(built: Built, tmp_path: Path) -> None:
+    engines = built("onnxruntime")
+    right = read_engines(engines).sha256
+    assert Pipeline.load(engines, sha256=right).bundle.engines is not None
+    with pytest.raises(EnginesError, match="It is not the one that is meant"):
+        Pipeline.load(engines, sha256="a" * 64)
+    with pytest.raises(UsageError, match="were not to be compared"):
+        Pipeline.load(read_runnable(engines, Trust(right)), check_sums=False)
+
+
+@pytest.mark.parametrize("file", ["bundle/weights/tokenizer.json", "engines/head.onnx.data", "bundle/bundle.json"])
+def test_an_altered_file_is_found(file: str, built: Built, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(built("onnxruntime"), tmp_path / "copied"))
+    content = (copied / file).read_bytes()
+    (copied / file).write_bytes(content[:-2] + b" \n" if content[-2:] != b" \n" else content[:-2] + b"\n\n")
+    with pytest.raises(EnginesError, match=r"was altered|from a bundle of"):
+        Pipeline.load(copied)
+
+
+def test_parts_of_another_bundle_are_refused(built: Built, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(built("onnxruntime"), tmp_path / "copied"))
+    manifest = read_engines(copied).manifest
+    (copied / BUNDLE_FOLDER / "weights" / "tokenizer.json").unlink()
+    manifest.files.clear()
+    (copied / ENGINES.name).unlink()
+    manifest.files.update(file_specs(copied))
+    ENGINES.write(copied, manifest)
+    with pytest.raises(EnginesError, match=r"came without 'weights/tokenizer\.json' of a bundle"):
+        Pipeline.load(copied)
+
+
+def test_other_engines_beside_it_are_refused(built: Built) -> None:
+    with pytest.raises(UsageError, match="holds engines, and others were given"):
+        Pipeline.load(built("onnxruntime"), engines=built("openvino"))
+
+
+def test_another_backend_is_refused(built: Built) -> None:
+    with pytest.raises(EnginesError, match="built for target openvino, backend 'ort-cpu' takes target onnxruntime"):
+        Pipeline.load(built("openvino"), backend="ort-cpu")
