@@ -158,11 +158,11 @@ def predict(
         first += curve.ms(count)
         if planned.plan is not None and str(layers[-1]) in planned.plan.select_after:
             first += costs.select.ms(count)
-    tower = sum(costs.tower.ms(layout.all_tokens) for layout in layouts)
-    return Prediction(tower, first, costs.token.ms(mean_rows(manifest, rows)))
+    tower, token = sum(costs.tower.ms(layout.all_tokens) for layout in layouts), costs.token.ms(_mean(manifest, rows))
+    return Prediction(tower, max(first, _LEAST_MS), max(token, _LEAST_MS))
 
 
-def mean_rows(manifest: Manifest, rows: Sequence[int]) -> float:
+def _mean(manifest: Manifest, rows: Sequence[int]) -> float:
     """The mean over all layers, where `rows` are those of each segment."""
     layers = manifest.language_model.num_layers
     return sum(len(segment) * count for segment, count in zip(manifest.segments, rows, strict=True)) / layers

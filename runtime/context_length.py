@@ -27,7 +27,7 @@ class Length(NamedTuple):
 
 
 def check_number(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
-    """Refuse more pictures than the bundle and its engines, where there are any, are made for; raises `PromptError`."""
+    """Refuse more pictures than the bundle, or engines of it, are made for; raises `PromptError`."""
     most = limits.images if limits else manifest.max_images
     if not 1 <= pictures <= most:
         raise PromptError(

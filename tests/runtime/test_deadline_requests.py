@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from PIL import Image
 from burning import burning
 from commands import assert_refused, run
 from sinkprune import Pipeline
-from sinkprune.contract.costs import predict
+from sinkprune.contract.costs import Curve, predict
 from sinkprune.contract.costs_file import write_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.schedule import schedule
@@ -72,6 +73,26 @@ def test_no_time_runs_the_fastest_budget_and_says_so(bundle: Bundles, photo: Ima
     assert (answer.finish, len(answer.token_ids)) == ("deadline", 1)
     # It has measured the machine by itself.
     assert pipeline.costs is not None
+
+
+def test_the_budget_that_was_chosen_runs(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    assert pipeline.costs is not None
+    # A machine that is slow beyond belief: a second a row of each segment.
+    slow = tuple(Curve(0.0, 1000.0, 0.0) for _ in pipeline.costs.decoders)
+    pipeline.costs = replace(pipeline.costs, decoders=slow)
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    assert answer.budget == "retain-32"
+    assert answer.deadline is not None and not answer.deadline.can_meet and answer.deadline.met
+    assert_as_told(pipeline, answer)
+
+
+def test_costs_of_nothing_are_no_error(bundle: Bundles, photo: Image.Image) -> None:
+    pipeline = loaded(bundle)
+    assert pipeline.costs is not None
+    pipeline.costs = pipeline.costs.slower(0.0)
+    for _ in range(2):
+        assert_as_told(pipeline, pipeline.generate(photo, QUESTION, deadline_ms=1000, max_new_tokens=3))
 
 
 def test_a_long_answer_ends_in_time(bundle: Bundles, photo: Image.Image) -> None:
