@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from PIL import Image
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.encoding import encode
+from sinkprune.runtime.encoding import look
 from sinkprune.runtime.pictures import see
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.stopwatch import Stopwatch
@@ -32,5 +32,5 @@ class TokenFeatures:
 def bundle_features(pipeline: Pipeline, image: Image.Image) -> TokenFeatures:
     """What the tower of a bundle gives of an RGB image; raises `ImageError` and `NumericsError`."""
     inputs, layout = see(image, image, pipeline.family, pipeline.bundle.manifest)
-    encoded = encode(pipeline.chain, None, inputs, Stopwatch(pipeline.backend))
-    return TokenFeatures(image, layout.boxes, layout.views, encoded.norms, encoded.salience)
+    tower = look(pipeline.chain, inputs, Stopwatch(pipeline.backend))
+    return TokenFeatures(image, layout.boxes, layout.views, tower.norms, tower.salience)
