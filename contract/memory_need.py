@@ -6,7 +6,7 @@ were measured on x86-64 with bundles of 0.15 to 1.1 billion weights; tests compa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,8 @@ TOLD_BYTES = 1_000_000_000
 """Needs are told from so many bytes on: below, nobody waits, and a terminal is for answers."""
 _FIXED_BYTES = 100 << 20
 """Python, numpy and an engine library."""
+_BOARD_FIXED_BYTES = 1 << 30
+"""The same with CUDA's context and TensorRT's libraries. An assumption: no board was measured."""
 _SPARE = 1.1
 """What heaps and arenas keep beside what is in use."""
 
@@ -52,6 +54,9 @@ _OPENVINO: dict[WeightsName, _Copies] = {
     "int4": _Copies(1.4, 1.0),
     "uint4": _Copies(1.4, 1.0),
 }
+_TENSORRT = _Copies(1.0, 1.0)
+"""In every form, on a board, whose GPU computes in the machine's memory: an engine holds weights as its file does,
+which is in memory too while it is loaded. An assumption as well."""
 _BACKENDS = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
 """Backends that compute in the machine's own memory."""
 
@@ -72,11 +77,13 @@ class MemoryNeed:
     """Keys and values of one answer."""
     activations: int
     """What is computed on the way to an answer."""
+    fixed: int = _FIXED_BYTES
+    """What libraries take, whatever they load."""
 
     @property
     def bytes(self) -> int:
         """The most at any moment: activations and caches come when all is loaded."""
-        return _FIXED_BYTES + self.weights + max(self.loading, self.cache + self.activations)
+        return self.fixed + self.weights + max(self.loading, self.cache + self.activations)
 
     def check(self, what: str, free: int, way_out: str) -> None:
         """Raise `TooLittleMemoryError` for `what`, if fewer than these bytes are `free`; 0 is not known.
@@ -112,20 +119,50 @@ def running_need(
     """
     if backend not in _BACKENDS:
         return None
-    held, loading = [], []
-    for graph in manifest.graphs:
-        form = manifest.weights.vision if graph == "vision" else manifest.weights.decoder
-        copies, count = _BACKENDS[backend][form], manifest.weight_bytes(graph)
-        held.append(copies.held * count)
-        loading.append(0 if built else copies.loading * count)
-    lm, item = manifest.language_model, DTYPES[manifest.precision].itemsize
-    visual = [sum(picture.reaching(layer) for picture in rows.pictures) for layer in range(lm.num_layers)]
-    lengths = [count + tokens for count in visual]
-    cache = sum(lengths) * 2 * lm.num_kv_heads * lm.head_dim * item
-    activations = _decoder_bytes(manifest, max(lengths)) + max(
+    copies = {graph: _BACKENDS[backend][_form(manifest, graph)] for graph in manifest.graphs}
+    if built:
+        copies = {graph: each._replace(loading=0) for graph, each in copies.items()}
+    return _need(manifest, copies, _FIXED_BYTES, layouts, rows, tokens)
+
+
+def board_need(manifest: Manifest, *, layouts: Sequence[VisualLayout], rows: Schedule, tokens: int) -> MemoryNeed:
+    """What an answer takes of a board's memory, which its GPU shares, by engines of TensorRT.
+
+    `layouts`, `rows` and `tokens` are those of `running_need`. No board was measured: what weights take is their
+    files' size, and the rest is assumed.
+    """
+    copies = dict.fromkeys(manifest.graphs, _TENSORRT)
+    return _need(manifest, copies, _BOARD_FIXED_BYTES, layouts, rows, tokens)
+
+
+def _need(
+    manifest: Manifest,
+    copies: Mapping[str, _Copies],
+    fixed: int,
+    layouts: Sequence[VisualLayout],
+    rows: Schedule,
+    tokens: int,
+) -> MemoryNeed:
+    """The need of a backend that holds the weights of each graph in so many `copies`."""
+    held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
+    loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
+    cache = cache_bytes(manifest, rows, tokens)
+    activations = _decoder_bytes(manifest, max(rows.per_layer(manifest.language_model.num_layers)) + tokens) + max(
         (_tower_bytes(manifest, one) for one in layouts), default=0
     )
-    return MemoryNeed(round(sum(held)), round(max(loading)), round(_SPARE * cache), round(_SPARE * activations))
+    return MemoryNeed(round(held), round(loading), round(_SPARE * cache), round(_SPARE * activations), fixed)
+
+
+def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
+    """Keys and values of the visual `rows` that each layer keeps and of `tokens` of text."""
+    lm = manifest.language_model
+    lengths = sum(rows.per_layer(lm.num_layers)) + lm.num_layers * tokens
+    return lengths * 2 * lm.num_kv_heads * lm.head_dim * DTYPES[manifest.precision].itemsize
+
+
+def _form(manifest: Manifest, graph: str) -> WeightsName:
+    """The form of the weights of a graph."""
+    return manifest.weights.vision if graph == "vision" else manifest.weights.decoder
 
 
 def told_need(need: MemoryNeed, free: int) -> str:

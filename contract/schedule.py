@@ -60,6 +60,14 @@ class Schedule:
         """Visual rows of all pictures in front of the first decoder layer."""
         return sum(picture.rows for picture in self.pictures)
 
+    def reaching(self, layer: int) -> int:
+        """The visual rows of all pictures that decoder layer `layer` (0-based) runs on."""
+        return sum(picture.reaching(layer) for picture in self.pictures)
+
+    def per_layer(self, num_layers: int) -> list[int]:
+        """The visual rows of all pictures that each of so many decoder layers runs on."""
+        return [self.reaching(layer) for layer in range(num_layers)]
+
     def kept_after(self, layer: int) -> list[int]:
         """The rows of each picture that survive the pruning layer `layer` (0-based)."""
         return [picture.after[layer] for picture in self.pictures]

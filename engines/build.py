@@ -20,7 +20,7 @@ from sinkprune.contract.engines_manifest import (
     Limits,
     OptimisationProfiles,
 )
-from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.errors import EnginesError, SinkpruneError
 from sinkprune.contract.folders import check_outside, check_replaceable, check_room, made_parents, replacing
 from sinkprune.contract.listed_files import remove_listed
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
@@ -88,12 +88,16 @@ def build_engines(
         _check_room(bundle, left, builder, work.place, move=move, progress=progress)
         try:
             _build(bundle, models, left, work, builder, move=move, progress=progress)
-        except BaseException:
-            if work.manifest.engines:
-                progress.tell(
-                    f"{len(work.manifest.engines)} of {len(profiles)} engines are whole and wait in '{work.place}': "
-                    "the same command goes on from there."
-                )
+        except (SinkpruneError, KeyboardInterrupt) as error:
+            done = len(work.manifest.engines)
+            kept = (
+                f"{done} of {len(profiles)} engines are whole and wait in '{work.place}': the same command goes on "
+                "from there."
+            )
+            if done and isinstance(error, SinkpruneError):
+                raise EnginesError(f"{error} {kept}") from error
+            if done:
+                progress.tell(kept)
             raise
         with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
             work.give(root)
@@ -196,7 +200,7 @@ def _engine(
     except OutOfMemoryError as error:
         told = need_and_free(bundle, model.graph, profiles, builder.memories())
         raise EnginesError(f"{error} By estimate, {told}. End other programs, or use a machine with more.") from error
-    except (EnginesError, BackendError) as error:
+    except (SinkpruneError, OSError) as error:
         # Libraries say of a full disk that they could not write.
         if shutil.disk_usage(root).free < _FULL_BYTES:
             raise EnginesError(

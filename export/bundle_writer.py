@@ -33,6 +33,7 @@ from sinkprune.contract.system_memory import available_bytes
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
+from sinkprune.export.plan_files import save_plan
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
@@ -218,12 +219,8 @@ def _save_plans(
     plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
     for method, by_budget in planned.items():
         for name, built in by_budget.items():
-            folder = f"{method}/{name}"
-            for graph in filter(None, [built.sanitizer, *built.select_after.values()]):
-                graphs[f"{folder}/{graph.name}"] = graph.save(root, f"graphs/{folder}/{graph.name}.onnx")
-            sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
-            selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
-            plans[method][name] = Plan(sanitizer, selects, budgets[name].positions, built.counts)
+            plans[method][name], own = save_plan(root, method, name, budgets[name], built)
+            graphs |= own
     return plans
 
 

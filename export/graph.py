@@ -72,6 +72,10 @@ class Graph:
         )
         (root / file).parent.mkdir(parents=True, exist_ok=True)
         onnx.save(ir.to_proto(model), root / file)
+        return self.interface(file)
+
+    def interface(self, file: str) -> GraphSpec:
+        """What it takes and gives, as the graph in `file`."""
         inputs = tuple(_spec(value) for value in self._graph.inputs)
         return GraphSpec(file, inputs, tuple(_spec(value) for value in self._graph.outputs))
 

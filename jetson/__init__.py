@@ -1,1 +1,3 @@
-"""Boards: facts, preflight, power, set-up and robot adapters. May import `sinkprune`, its runtime and engines."""
+"""The robot's computer: boards, what this machine is and what fits it, set-up.
+
+May import contract, runtime and engines; nobody imports it."""

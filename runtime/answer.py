@@ -29,13 +29,41 @@ class Kept:
 
 
 @dataclass(frozen=True)
+class DeadlineReport:
+    """What was done to answer in time. Milliseconds are counted from where the request began, decoding of the
+    pictures' files included."""
+
+    deadline_ms: float
+    budget: str
+    """The budget that was chosen, which is the one that ran."""
+    reason: str
+    """Why it was chosen, in words."""
+    can_meet: bool
+    """Whether a first token was expected in time, at that budget or any other."""
+    met: bool
+    """Whether the whole answer was there in time."""
+    expected_tokens: int
+    """How many new tokens were expected to fit; as many come as do."""
+    predicted_first_ms: float
+    """When the first token was expected; known when the budget was chosen."""
+    first_ms: float
+    """When it was there."""
+    predicted_ms: float
+    """When the last of `expected_tokens` was expected."""
+    measured_ms: float
+    """When the whole answer was there."""
+    slower: float
+    """How many times as long as by the machine's costs the first token was expected to take: load, of late."""
+
+
+@dataclass(frozen=True)
 class Answer:
     """What a model said, and what it took: tokens, times and what became of the pictures."""
 
     text: str
     token_ids: list[int]
     finish: str
-    """`stop` (the model ended it) or `length` (max_new_tokens did)."""
+    """`stop` (the model ended it), `length` (max_new_tokens did) or `deadline` (there was no time for more)."""
     method: str
     budget: str
     prompt_tokens: int
@@ -50,6 +78,8 @@ class Answer:
     """Milliseconds by part, those of `sinkprune.contract.report.PARTS`; `per_token` is None for one token."""
     images: tuple[Kept, ...]
     """What became of each picture's tokens."""
+    deadline: DeadlineReport | None = None
+    """What was done to answer in time; None where there was no deadline."""
 
     @property
     def kept(self) -> Kept:

@@ -26,6 +26,16 @@ class Length(NamedTuple):
     """How many positions the model has."""
 
 
+def check_number(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
+    """Refuse more pictures than the bundle, or engines of it, are made for; raises `PromptError`."""
+    most = limits.images if limits else manifest.max_images
+    if not 1 <= pictures <= most:
+        raise PromptError(
+            f"the prompt has {pictures} images, expected 1 to {most}. More must be asked for beforehand: "
+            "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
+        )
+
+
 def check_length(
     manifest: Manifest,
     limits: Limits | None,

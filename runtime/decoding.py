@@ -68,7 +68,7 @@ def prefill(
         picture = rows.picture
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
             # Known from the schedule: asking the device for a shape would wait for it.
-            length = text + sum(kept.reaching(layers.start) for kept in schedule.pictures)
+            length = text + schedule.reaching(layers.start)
             cache = decoder.new_cache()
             outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **added}, cache)
             # Of the first segment alone

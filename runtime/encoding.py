@@ -1,4 +1,4 @@
-"""The first step on the device: a picture's pixels to the embeddings of its visual tokens."""
+"""The first steps on the device: a picture's pixels to tokens, and those that are kept to embeddings."""
 
 from __future__ import annotations
 
@@ -40,8 +40,22 @@ class Encoded:
         return source
 
 
-def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: Stopwatch) -> Encoded:
-    """Vision, the plan's sanitizer, and the projector where there is one, on the `inputs` of the graph `vision`.
+@dataclass(frozen=True)
+class Tower:
+    """What the vision tower gives of a picture of G groups of N tokens."""
+
+    tokens: Tensor
+    """[G,N,D] float on the device."""
+    device_norms: Tensor
+    """[G,N] fp32 on the device."""
+    device_salience: Tensor
+    norms: Array
+    """[G,N] fp32 on the host."""
+    salience: Array
+
+
+def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
+    """The vision tower on the `inputs` of the graph `vision`; waits for it.
 
     Raises `NumericsError` if tokens, norms or salience are not finite, before anything is chosen by them.
     """
@@ -51,30 +65,45 @@ def encode(chain: Chain, plan: Plan | None, inputs: Mapping[str, Array], clock: 
     tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
     deepstack = features.get("deepstack")
     # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
-    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
-    _check_finite("norms or salience", host_norms, host_salience)
+    tower = Tower(tokens, norms, salience, backend.numpy(norms), backend.numpy(salience))
+    _check_finite("norms or salience", tower.norms, tower.salience)
     if chain.projector is None:
         # Elsewhere norms are the tokens' own; here layers follow that may still overflow.
         _check_finite("tokens", backend.numpy(tokens))
-    sanitized = None
+    return tower
+
+
+def encode(chain: Chain, plan: Plan | None, tower: Tower, clock: Stopwatch) -> Encoded:
+    """The plan's sanitizer, and the projector where there is one, on what the `tower` gave."""
+    backend, tokens, sanitized = chain.backend, tower.tokens, None
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
         with clock.measure("sanitizer"):
+<<<<<<< HEAD
             sanitized = sanitizer(features)
         tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
     if deepstack is not None:
         _check_finite("features beside its tokens", backend.numpy(deepstack))
+=======
+            sanitized = sanitizer({"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience})
+        tokens = sanitized["kept_tokens"]
+>>>>>>> main
     if chain.projector is not None:
         with clock.measure("projector"):
             tokens = chain.projector({"tokens": tokens})["embeddings"]
     if sanitized is None:
-        kept_index = np.broadcast_to(np.arange(host_norms.shape[1]), host_norms.shape)
+        kept_index = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
     else:
         kept_index = backend.numpy(sanitized["kept_index"])
     # Frames that were sanitised as one are one group from here on.
     groups = len(kept_index)
+<<<<<<< HEAD
     own_norms, own_salience = (array.reshape(groups, -1) for array in (host_norms, host_salience))
     return Encoded(tokens, norms, kept_index, own_norms, own_salience, deepstack)
+=======
+    norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
+    return Encoded(tokens, tower.device_norms, kept_index, norms, salience)
+>>>>>>> main
 
 
 def _check_finite(what: str, *arrays: Array) -> None:

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.arguments import check_callable, check_path, check_type
-from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.errors import PromptError, PruningError, UsageError
+from sinkprune.contract.costs import Costs
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
 from sinkprune.contract.report import OF_TTFT, PARTS
-from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.contract.schedule import Schedule
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
@@ -29,11 +29,15 @@ from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine, Tensor
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
-from sinkprune.runtime.context_length import check_length
+from sinkprune.runtime.choices import choices
+from sinkprune.runtime.context_length import check_number
+from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs
+from sinkprune.runtime.deadline import Hurried, Pace
 from sinkprune.runtime.decoding import Prefill, decode_one_token, kv_bytes, prefill, surviving_rows
 from sinkprune.runtime.embedding import Embedding
-from sinkprune.runtime.encoding import Encoded, encode
+from sinkprune.runtime.encoding import Encoded, encode, look
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.learnt import Learnt
 from sinkprune.runtime.observer import NOBODY, Observer
 from sinkprune.runtime.pictures import PictureLike, decoded, see
 from sinkprune.runtime.prompt import PromptEncoder
@@ -72,6 +76,9 @@ class Pipeline:
             own = (lambda engine: engine) if wrap is None else (lambda engine: wrap(graph, engine, backend))
             return backend.load_decoder(model(graph), manifest.cache, own)
 
+        self.costs: Costs | None = None
+        """What requests cost on this machine: measured by the first that has a deadline, unless it is set before."""
+        self._learnt = Learnt()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         self.family = load_family(manifest)
@@ -181,7 +188,7 @@ class Pipeline:
         `image` is a Pillow image, a uint8 [height,width,3] array or a file, a `Clip` or a `VideoFile`, or a list of
         several. `prompt` stands behind the images; as a list of texts it stands around them: one text before each
         image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
-        `min_new_tokens`, `temperature`, `top_p`, `seed`.
+        `min_new_tokens`, `temperature`, `top_p`, `seed`, `deadline_ms`.
 
         Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when
         the first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
@@ -192,7 +199,8 @@ class Pipeline:
     def answer(self, request: Request, observer: Observer = NOBODY) -> Generator[str, None, Answer]:
         """The steps of a request, each told to `observer`; yields, returns and raises what `stream` does."""
         sampler, stop = request.new_sampler(), self.bundle.manifest.tokens.stop
-        start = self._start(request, sampler, observer)
+        pace = self._pace(request)
+        start = self._start(request, pace, sampler, observer)
         # Before decoding fills the caches
         cache_bytes = kv_bytes(self.chain, start.prefill.cache)
         token, ids, steps, texts = start.token, [start.token], [], []
@@ -200,7 +208,7 @@ class Pipeline:
         while True:
             began = time.perf_counter()
             stopped = token in stop and len(ids) > request.min_new_tokens
-            ended = stopped or len(ids) >= request.max_new_tokens
+            ended = stopped or not pace.goes_on(len(ids))
             piece = ("" if stopped else text.add(token)) + (text.end() if ended else "")
             texts.append(_ms_since(began))
             if piece:
@@ -217,15 +225,16 @@ class Pipeline:
         answer = Answer(
             text=text.text,
             token_ids=ids,
-            finish="stop" if stopped else "length",
+            finish="stop" if stopped else pace.finish(len(ids)),
             method=request.method,
-            budget=request.budget,
+            budget=start.budget,
             prompt_tokens=start.text_tokens,
             visual_tokens=sum(kept.layout.all_tokens for kept in start.kept),
             tokens_per_layer=[tokens - start.text_tokens for tokens in start.prefill.tokens_per_layer],
             kv_bytes=cache_bytes,
             ms=_timings(start.clock.ms(), steps, sum(texts)),
             images=start.kept,
+            deadline=pace.ended(steps),
         )
         observer.answered(answer)
         return answer
@@ -233,13 +242,33 @@ class Pipeline:
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
         inputs, _ = see(image, decoded(image, self.family), self.family, self.bundle.manifest)
-        return encode(self.chain, None, inputs, Stopwatch(self.backend))
+        clock = Stopwatch(self.backend)
+        return encode(self.chain, None, look(self.chain, inputs, clock), clock)
 
-    def _start(self, request: Request, sampler: Sampler, observer: Observer) -> _Start:
+    def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
+        """Measure what requests like this one cost on this machine, for some `seconds`; sets `costs`.
+
+        With a deadline, budgets far too large for it are left out. Raises what `answer` does.
+        """
+        manifest, limits = self.bundle.manifest, self.limits
+        own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)
+        self.costs = measure_costs(own, request, seconds)
+        return self.costs
+
+    def _pace(self, request: Request) -> Pace:
+        if request.deadline_ms is None:
+            return Pace(request)
+        # Neither this nor loading plans is part of a request's time.
+        costs, manifest = self.costs or self.measure_costs(request), self.bundle.manifest
+        for plan in manifest.plans.get(request.method, {}).values():
+            self.chain.load_plan(plan)
+        return Hurried(request, request.deadline_ms, manifest, costs, self._learnt)
+
+    def _start(self, request: Request, pace: Pace, sampler: Sampler, observer: Observer) -> _Start:
         """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
         manifest, clock = self.bundle.manifest, Stopwatch(self.backend, observer.during)
         self.chain.load_plan(manifest.plan(request.method, request.budget))
-        self._check_number(len(request.pictures))
+        check_number(manifest, self.limits, len(request.pictures))
         pictures = [decoded(source, self.family) for source in request.pictures]
         with clock.measure("ttft"):
             with clock.measure("preprocess"):
@@ -248,10 +277,19 @@ class Pipeline:
                 layouts = [layout for _, layout in seen]
                 prompt = self.prompts.encode(request.texts, [layout.texts for layout in layouts])
             observer.seen(seen)
+<<<<<<< HEAD
             planned = schedule(manifest, request.method, request.budget, layouts)
             check_length(manifest, self.limits, request, prompt.text_tokens, planned.rows, layouts)
             _check_pruning(planned, layouts, manifest.language_model.num_layers)
             encoded = [encode(self.chain, planned.plan, inputs, clock) for inputs, _ in seen]
+=======
+            layouts = [layout for _, layout in seen]
+            budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
+            possible = choices(manifest, self.limits, request, budgets, text, layouts)
+            towers = [look(self.chain, inputs, clock) for inputs, _ in seen]
+            budget, planned = pace.choose(possible, text, layouts)
+            encoded = [encode(self.chain, planned.plan, tower, clock) for tower in towers]
+>>>>>>> main
             observer.encoded(encoded)
             shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
             between, width = self.family.between_rows, self.chain.deepstack_width
@@ -262,24 +300,16 @@ class Pipeline:
             result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
             logits = self._logits(result.logits)
             token = sampler(logits)
+        pace.first_token()
         observer.prefilled(result)
         observer.chose(token, logits)
         # What is kept for the answer is on the host: embeddings need no memory while it decodes.
         kept = self._kept(planned, layouts, encoded, rows, result)
-        return _Start(clock, result, kept, prompt.text_tokens, token)
+        return _Start(clock, result, kept, prompt.text_tokens, token, budget)
 
     def _logits(self, logits: Tensor) -> Array:
         """[vocab] on the host."""
         return self.backend.numpy(logits)[0]
-
-    def _check_number(self, pictures: int) -> None:
-        """Refuse more pictures than the bundle and its engines are made for; raises `PromptError`."""
-        most = self.limits.images if self.limits else self.bundle.manifest.max_images
-        if not 1 <= pictures <= most:
-            raise PromptError(
-                f"the prompt has {pictures} images, expected 1 to {most}. More must be asked for beforehand: "
-                "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
-            )
 
     def _kept(
         self,
@@ -307,16 +337,7 @@ class _Start:
     kept: tuple[Kept, ...]
     text_tokens: int
     token: int
-
-
-def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:
-    """Refuse a plan that would drop nothing; raises `PruningError`."""
-    left = sum(picture.reaching(num_layers) for picture in planned.pictures)
-    if planned.plan is not None and left == sum(layout.all_tokens for layout in layouts):
-        raise PruningError(
-            f"pruning was asked for and nothing was pruned: the image has {left} visual tokens and the budget "
-            f"keeps as many. Use budget '{UNPRUNED}', or a smaller one."
-        )
+    budget: str
 
 
 def _timings(ms: dict[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:

@@ -16,21 +16,21 @@ def machine() -> str:
     return platform.machine()
 
 
-def processor_name() -> str:
+def processor_name(cpuinfo: Path = _CPUINFO) -> str:
     """The processor's name."""
-    return _told("model name") or platform.processor() or platform.machine()
+    return _told("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
-def instructions() -> str:
+def instructions(cpuinfo: Path = _CPUINFO) -> str:
     """The sets of instructions that matter to engine libraries, with blanks between; empty where nothing tells."""
-    names = (_told("flags") or _told("Features") or "").split()
+    names = (_told("flags", cpuinfo) or _told("Features", cpuinfo) or "").split()
     return " ".join(sorted(name for name in names if name in _CHOOSING or name.startswith(_FAMILIES)))
 
 
-def _told(field: str) -> str | None:
+def _told(field: str, cpuinfo: Path) -> str | None:
     """What the system says of the first processor's `field`; None where it does not."""
     try:
-        lines = _CPUINFO.read_text().splitlines()
+        lines = cpuinfo.read_text().splitlines()
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), None)

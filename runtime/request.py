@@ -12,7 +12,7 @@ from PIL import Image
 from sinkprune.contract.arguments import check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
-from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.ranges import RealNumber, WholeNumber
 from sinkprune.contract.shown import shown
 from sinkprune.runtime.clip import Clip, Shown
 from sinkprune.runtime.pictures import PictureLike
@@ -22,6 +22,7 @@ from sinkprune.runtime.video_file import VideoFile
 # No model has so many positions; what a bundle's has is checked with the prompt.
 MAX_NEW_TOKENS = WholeNumber("max new tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min new tokens", 0, 10**7)
+DEADLINE_MS = RealNumber("deadline", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,8 @@ class Request:
     texts: tuple[str, ...]
     """One before each picture, and one behind the last."""
     budget: str = UNPRUNED
-    """A budget of the bundle, as in `retain-64`; `none` runs unpruned."""
+    """A budget of the bundle, as in `retain-64`; `none` runs unpruned. With a deadline, the largest that may be
+    chosen."""
     method: str = "sinkpruner"
     """A method of the bundle, as `sinkprune-export --methods` names them."""
     max_new_tokens: int = 128
@@ -49,6 +51,9 @@ class Request:
     """Sample from the likeliest tokens only, up to this probability."""
     seed: int | None = None
     """The same seed samples the same answer; None samples anew each time."""
+    deadline_ms: float | None = None
+    """Milliseconds in which the whole answer must be there: a budget is chosen for it, and tokens end in time. None
+    where it may take as long as it takes."""
 
     def __post_init__(self) -> None:
         for name in ("pictures", "texts"):
@@ -60,6 +65,8 @@ class Request:
         for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
             # numpy's small whole numbers overflow where they are added to others.
             object.__setattr__(self, name, count.check(getattr(self, name)))
+        if self.deadline_ms is not None:
+            object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
         self.new_sampler()
         for picture in self.pictures:
             _check_picture(picture)

@@ -12,6 +12,7 @@ from sinkprune.calibration.commands.calibrate import main as calibrate
 from sinkprune.calibration.commands.evaluate import main as evaluate
 from sinkprune.engines.command import main as build
 from sinkprune.export.command import main as export
+from sinkprune.jetson.commands.doctor import main as doctor
 from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
 
@@ -25,6 +26,7 @@ _ENTRY_POINTS = {
     "sinkprune-profile": profile,
     "sinkprune-evaluate": evaluate,
     "sinkprune-calibrate": calibrate,
+    "sinkprune-doctor": doctor,
 }
 
 

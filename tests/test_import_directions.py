@@ -127,6 +127,9 @@ def test_no_folder_may_import_one_that_may_import_it() -> None:
         ("calibration", "from sinkprune.jetson import power", "must not import jetson/"),
         ("jetson", "from sinkprune.export import text", "must not import export/"),
         ("jetson", "import torch", "must not import torch"),
+        ("jetson", "from sinkprune.calibration import norms", "must not import calibration/"),
+        ("runtime", "from sinkprune.jetson import boards", "must not import jetson/"),
+        ("engines", "from sinkprune.jetson import boards", "must not import jetson/"),
         ("demo", "from sinkprune.jetson import power", "must not import jetson/"),
     ],
 )
@@ -179,7 +182,8 @@ def test_relative_imports_are_resolved_against_their_package() -> None:
 
 def test_importing_the_light_folders_loads_nothing_heavy(tmp_path: Path) -> None:
     program = (
-        "import sys, sinkprune.contract.flops, sinkprune.runtime.pipeline, sinkprune.jetson; print(*sys.modules)"
+        "import sys, sinkprune.contract.flops, sinkprune.runtime.pipeline, sinkprune.jetson.commands.doctor;"
+        "print(*sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in result.stdout.split()}
@@ -216,7 +220,7 @@ def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
 
 def test_every_command_starts_there() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert len(scripts) == 6
+    assert len(scripts) == 7
     for name, place in scripts.items():
         assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
         assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))

@@ -1,4 +1,4 @@
-"""Within export/ and runtime/ imports run one way: modules have layers."""
+"""Within export/, runtime/ and jetson/ imports run one way: modules have layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "rewriting",
         "vit qwen2_5_vision qwen2_vision qwen3_vision llama",
         "pruning",
-        "methods planning",
+        "methods plan_files planning",
         "checkpoint text tokenizer",
         "quantised_weights repacked_form",
         "families",
@@ -29,23 +29,35 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes heap image_settings images "
-        "onnxruntime_library openvino_library picture_segments pixel_values plot processor prompt rotary sampling "
-        "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
+        "learnt onnxruntime_library openvino_library picture_segments pixel_values plot power processor prompt "
+        "rotary sampling camera stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
         "families",
         "pictures request context_length",
-        "chain",
-        "encoding prompt_rows decoding",
+        "chain choices",
+        "encoding prompt_rows decoding deadline",
+        "decoder_times",
+        "cost_measuring",
         "observer",
-        "pipeline peak_memory",
-        "overlay profile",
+        "pipeline peak_memory stage_spans",
+        "energy overlay",
+        "profile rate rate_plot",
+        "commands",
+    ),
+    "jetson": (
+        "__init__ boards other_forms presets python_environment system_files",
+        "fit jetpack_files power_mode",
+        "machine",
+        "findings next_steps",
+        "report",
+        "tables",
         "commands",
     ),
 }
 """The modules and packages of a folder, lowest first: none imports one of a layer above."""
-APART = {"export": ("pruning methods planning", "vit qwen2_5_vision qwen2_vision qwen3_vision llama")}
+APART = {"export": ("pruning methods plan_files planning", "vit qwen2_5_vision qwen2_vision qwen3_vision llama")}
 """Modules and packages of a folder that stand side by side: neither imports the other."""
 
 

@@ -62,6 +62,7 @@ def test_a_whole_run_touches_neither_home_nor_network(
         ("sinkprune-evaluate", bundle, "--task", task, "--json", tmp_path / "accuracy.json"),
         ("sinkprune-build", bundle, "-o", tmp_path / "engines", "--target", "onnxruntime"),
         ("sinkprune-run", bundle, *ask, "--budget", "retain-64", "--backend", "openvino"),
+        ("sinkprune-doctor", bundle),
     ]
     for command, *arguments in commands:
         done = alone(own_process(str(command), *arguments), home)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
+from sinkprune.contract.budgets import Budget, Counts, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
@@ -21,21 +21,30 @@ from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of, v
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The plan of `budget`: a sanitizer (unless the budget goes without) and a select after each prune layer."""
+    return build_after(facts, budget, _usual_cuts(facts, budget.stages))
+
+
+def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> PlanGraphs:
+    """The plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
     if isinstance(facts.tokens, UpTo):
-        return _build_shares(facts, budget, facts.tokens)
-    return build_counts(facts, budget, budget.resolve(facts.tokens))
+        return _build_shares(facts, budget, facts.tokens, cuts)
+    return _build_counts(facts, budget, budget.resolve(facts.tokens), cuts)
 
 
 def build_counts(facts: PlanFacts, budget: Budget, counts: Counts) -> PlanGraphs:
     """The plan that keeps `counts`, with the options of `budget`."""
-    selects = _selects(facts, budget, counts.stages)
-    return PlanGraphs(counts, _sanitizer(facts, budget, fixed(counts, budget.diversity_group_size)), selects)
+    return _build_counts(facts, budget, counts, _usual_cuts(facts, counts.stages))
 
 
 METHODS = {"sinkpruner": build}
 
 
-def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
+def _build_counts(facts: PlanFacts, budget: Budget, counts: Counts, cuts: Sequence[int]) -> PlanGraphs:
+    selects = build_selects(facts, budget, cuts, counts.stages, every_text_row)
+    return PlanGraphs(counts, _sanitizer(facts, budget, fixed(counts, budget.diversity_group_size)), selects)
+
+
+def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo, cuts: Sequence[int]) -> PlanGraphs:
     """The plan that takes the shares of `budget` of as many tokens as an image has."""
     if budget.positions == "compact" and facts.language_model.rope_sections:
         raise BudgetError(
@@ -47,12 +56,12 @@ def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo) -> PlanGraphs:
         most = budget.resolve(in_group)
         facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
     counts = shares_of(budget, in_group)
-    return PlanGraphs(None, _sanitizer(facts, budget, counts), _selects(facts, budget, budget.stages))
+    selects = build_selects(facts, budget, cuts, budget.stages, every_text_row)
+    return PlanGraphs(None, _sanitizer(facts, budget, counts), selects)
 
 
-def _selects(facts: PlanFacts, budget: Budget, stages: Sequence[int | Share]) -> dict[int, Graph]:
-    cuts = prune_layers(facts.language_model.num_layers) if stages else ()
-    return build_selects(facts, budget, cuts, stages, every_text_row)
+def _usual_cuts(facts: PlanFacts, stages: Sequence[object]) -> tuple[int, ...]:
+    return prune_layers(facts.language_model.num_layers) if stages else ()
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Graph | None:

@@ -12,10 +12,12 @@ from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
+from sinkprune.contract.costs_file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
-from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.answer import Answer, DeadlineReport
 from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
     bundle_folders,
@@ -26,12 +28,14 @@ from sinkprune.runtime.commands import (
     picture_files,
     prompt_pieces,
     read_pictures,
+    status,
     write_line,
 )
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
+from sinkprune.runtime.cost_measuring import place_of
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import MAX_NEW_TOKENS
+from sinkprune.runtime.request import DEADLINE_MS, MAX_NEW_TOKENS, new_request
 from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
@@ -40,7 +44,10 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --budget retain-64 --overlay kept.png
   sinkprune-run bundle --image a.jpg --image b.jpg --prompt "Before: {image} After: {image} What has changed?"
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
+  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8
 """
+_REQUEST = ("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms")
+"""The options that are fields of a request."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,7 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> None:
     parser = new_parser("sinkprune-run", "Ask a bundle about an image.", _EXAMPLES)
     add = parser.add_argument
-    add("--budget", default=UNPRUNED, help="a budget of the bundle, or none (default: none)")
+    add(
+        "--budget",
+        default=UNPRUNED,
+        help="a budget of the bundle, or none; with --deadline-ms the largest that may be chosen (default: none)",
+    )
+    add(
+        "--deadline-ms",
+        type=DEADLINE_MS,
+        metavar="MS",
+        help="have the whole answer in so many milliseconds: chooses the budget, and ends the answer in time",
+    )
+    add(
+        "--costs",
+        type=Path,
+        metavar="FILE.json",
+        help="what requests cost here, by sinkprune-calibrate schedule (default: measured first, with --deadline-ms)",
+    )
     add("--max-new-tokens", type=MAX_NEW_TOKENS, default=128, help="longest answer (default: 128)")
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
@@ -65,27 +88,27 @@ def _run(arguments: Sequence[str] | None) -> None:
         check_outputs([(options.overlay, PICTURE_SUFFIXES)], read, bundle_folders(options))
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
+    if options.costs and options.deadline_ms is None:
+        raise UsageError("--costs says what to choose a budget by; give --deadline-ms, or leave it out.")
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
     asked = Planned(images, options.method, [options.budget], prompt, options.max_new_tokens)
     memory = check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle)
-    answer = pipeline.generate(
-        images,
-        prompt,
-        budget=options.budget,
-        method=options.method,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        on_text=None if options.json else _write_piece,
-    )
+    asking = {name: getattr(options, name) for name in _REQUEST}
+    if options.costs:
+        pipeline.costs = read_costs(options.costs, place_of(bundle.manifest, pipeline.backend))
+    elif options.deadline_ms is not None:
+        with status("measuring what budgets cost on this machine"):
+            pipeline.measure_costs(new_request(images, prompt, **asking))
+    answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
     if options.json:
         write_line(json.dumps(_summary(pipeline, answer, memory)))
     else:
         write_line("\n" + _timings(answer))
+    if answer.deadline is not None and not answer.deadline.met:
+        sys.stderr.write(_late(answer.deadline))
     if options.overlay:
         write_whole(options.overlay, picture_bytes(_overlay(images, answer), options.overlay))
 
@@ -112,8 +135,28 @@ def _timings(answer: Answer) -> str:
         f"prefill {answer.ms['prefill']:.0f}), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
         + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
-        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}"
+        f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}" + _in_time(answer)
     )
+
+
+def _in_time(answer: Answer) -> str:
+    deadline = answer.deadline
+    if deadline is None:
+        return ""
+    return (
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected at most "
+        f"{deadline.predicted_ms:.0f}; {deadline.reason}"
+    )
+
+
+def _late(deadline: DeadlineReport) -> str:
+    """A warning, for who reads nothing else."""
+    told = (
+        f"late: {deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}"
+    )
+    if deadline.can_meet:
+        return f"{told}.\n"
+    return f"{told}. No budget can bring a token sooner than in about {deadline.predicted_first_ms:.0f} ms.\n"
 
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: Memory | None) -> dict[str, Any]:
@@ -133,4 +176,5 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: Memory | None) -> dict[
         "ms": answer.ms,
         "load_ms": pipeline.load_ms,
         "memory": memory and memory._asdict(),
+        "deadline": to_json(answer.deadline),
     }

@@ -33,3 +33,8 @@ def calibrate() -> int:
 def evaluate() -> int:
     """`sinkprune-evaluate`: how much accuracy each method keeps at each budget; returns the exit code."""
     return start("sinkprune.calibration.commands.evaluate")
+
+
+def doctor() -> int:
+    """`sinkprune-doctor`: what this machine is, what fits it, and what to run next; returns the exit code."""
+    return start("sinkprune.jetson.commands.doctor")

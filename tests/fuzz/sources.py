@@ -42,7 +42,8 @@ def corpus() -> Iterator[tuple[str, Case]]:
 
 def manifests(subjects: Subjects, random: Random) -> Iterator[Case]:
     """Every field of every `bundle.json` and `engines.json` by every wrong value, then two at once."""
-    tasks = {"run": "bundle/bundle.json", "engines": "engines/engines.json", "build": "bundle/bundle.json"}
+    bundles = dict.fromkeys(("run", "build", "doctor"), "bundle/bundle.json")
+    tasks = {**bundles, "engines": "engines/engines.json"}
     files = [(name, tasks[name.partition(":")[0]]) for name in _of(subjects, *tasks)]
     pinned = [(name, file) for name in _of(subjects, "pinned")[:1] for file in sorted(set(tasks.values()))]
     return _json_cases(subjects, [*files, *pinned], random)

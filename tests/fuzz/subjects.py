@@ -36,6 +36,7 @@ _ADDRESSES = MEMORY_BYTES + (1 << 29)
 _RUN = "sinkprune.runtime.commands.run:main"
 _EXPORT = "sinkprune.export.command:main"
 _COMPILE = "sinkprune.engines.command:main"
+_DOCTOR = "sinkprune.jetson.commands.doctor:main"
 _BUILD = ("--target", "onnxruntime", "--max-prompt", "128", "--max-new-tokens", "16")
 _BUDGETS = {"llava": "retain-64", "llava_next": "retain-160", "qwen2_vl": "prune-80", "qwen2_5_vl": "prune-80"}
 FAMILIES = tuple(_BUDGETS)
@@ -127,6 +128,9 @@ def _subjects_of(family: str, made: Path) -> list[Subject]:
         Subject(f"export:{family}", ("checkpoint", "photo.jpg"), (Step(_EXPORT, export, "out"), ask("out"))),
         Subject(f"engines:{family}", ("bundle", "engines", "photo.jpg"), (ask("bundle", "--engines", "engines"),)),
     ]
+    # Of a board elsewhere: on this machine it starts processes, to see which libraries import.
+    doctor = Step(_DOCTOR, ("bundle", "--board", "orin-nano-8gb", "--json"))
+    subjects.append(Subject(f"doctor:{family}", ("bundle", "photo.jpg"), (doctor, ask("bundle"))))
     build = Step(_COMPILE, ("bundle", "-o", "built", *_BUILD), "built")
     built = ask("bundle", "--engines", "built")
     bundle_sum, engines_sum = _sha256(made / "bundle/bundle.json"), _sha256(made / "engines/engines.json")

@@ -28,7 +28,7 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.decoding import decode_one_token, prefill
-from sinkprune.runtime.encoding import encode
+from sinkprune.runtime.encoding import encode, look
 from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.stopwatch import Stopwatch
 from steps import QUESTION, ask
@@ -113,7 +113,7 @@ def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Imag
     inputs, layout = pipeline.family.see(photo)
     planned = schedule(pipeline.bundle.manifest, "sinkpruner", "retain-64", [layout])
     assert planned.plan is not None and len(planned.plan.select_after) == 3
-    encoded = encode(chain, planned.plan, inputs, clock)
+    encoded = encode(chain, planned.plan, look(chain, inputs, clock), clock)
     rig.clear()
     texts = [list(range(10)), list(range(20))]
     rows = lay_out(chain.backend, pipeline.embedding, None, texts, [(layout, encoded)], pruned=True)

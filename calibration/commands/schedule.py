@@ -1,0 +1,247 @@
+"""`sinkprune-calibrate schedule`: finds a budget that answers in time on this machine, and adds it to a bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command import run_command
+from sinkprune.contract.costs_file import write_costs
+from sinkprune.contract.errors import TaskError, UsageError
+from sinkprune.contract.files import Output, check_apart, check_outputs, write_whole
+from sinkprune.contract.manifest import BUNDLE
+from sinkprune.contract.ranges import RealNumber, WholeNumber
+from sinkprune.contract.report import Spread
+from sinkprune.contract.schema import to_json
+from sinkprune.contract.signature import read_private_key
+from sinkprune.contract.terminal import escaped
+from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.export.packages import packages_told_of
+from sinkprune.runtime.backends import COMPUTES, THREADS
+from sinkprune.runtime.commands import key_files, load_pipeline, status
+from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.images import read_image
+from sinkprune.runtime.request import MAX_NEW_TOKENS, new_request
+
+if TYPE_CHECKING:
+    from sinkprune.calibration.scheduling.propose import Asking, Target
+    from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+
+_EXAMPLES = """\
+examples:
+  sinkprune-calibrate schedule llava-7b --target-ms 250                         # the first token in 250 ms, here
+  sinkprune-calibrate schedule llava-7b --target-ms 900 --new-tokens 8 --name in-a-second
+  sinkprune-calibrate schedule llava-7b --target-ms 250 --data kitchen.jsonl    # the one that answers most of these
+  sinkprune-calibrate schedule llava-7b --budget-tokens 64 --image kitchen.jpg --prompt "Is there a cup on the table?"
+  sinkprune-calibrate schedule llava-7b --costs costs.json                  # for sinkprune-run --deadline-ms --costs
+  sinkprune-run llava-7b --budget in-250ms --image kitchen.jpg --prompt "Is there a cup on the table?"
+
+The budget is added to the bundle in its place: kilobytes, no weights are written. The bundle has another sum then:
+build engines again, and sign it again with --sign where it is signed. Run it on the machine that will answer, when
+it does nothing else.
+"""
+_BACKENDS = ("ort-cpu", "openvino", "ort-cuda")
+"""Those that run a budget's graphs as they are."""
+_TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
+_BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
+_SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
+_QUESTIONS = WholeNumber("--questions", 1, 10**6)
+_PROMPT = "What is in the picture?"
+_PICTURES = 8
+"""Pictures whose attention is looked at: a plan's share of it differs little from one to the next."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune-calibrate schedule` with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_schedule, arguments)
+
+
+def _schedule(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    with packages_told_of("adding budgets"):
+        from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable
+        from sinkprune.calibration.scheduling.propose import Proposer, Target
+        from sinkprune.calibration.scheduling.trials import Trials
+    _check_options(options)
+    sought = options.target_ms is not None or options.budget_tokens is not None
+    target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
+    if sought and not options.dry_run:
+        check_addable(bundle, name, force=options.force, signed=sign is not None)
+    with status("checking the pictures"):
+        items = load_task(str(options.data), options.questions) if options.data else []
+        check_apart([path for path, _ in _outputs(options)], (Path(item.picture) for item in items))
+        asked = _asked(options, items)
+    first = asked[0]
+    check_memory(options, bundle, Planned([first.image], METHOD, [UNPRUNED], first.question, options.new_tokens))
+    with TemporaryDirectory(prefix="sinkprune-") as folder:
+        trials = Trials(bundle, Path(folder))
+        pipeline = load_pipeline(options, trials.bundle)
+        with status("measuring, which takes some hundred requests"):
+            if not sought:
+                write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.seconds))
+                return
+            proposer = Proposer(trials, pipeline, asked, options.seconds)
+            report = proposer.propose(name, target, items)
+    if options.costs:
+        write_costs(options.costs, report.costs)
+    if options.json:
+        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
+    _print(report, target)
+    if options.dry_run:
+        return
+    chosen = report.chosen
+    manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
+    sys.stdout.write(f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {BUNDLE.sha256(manifest)}\n")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse what does not go together, and files that could not be written later."""
+    sought = options.target_ms is not None or options.budget_tokens is not None
+    if not sought and not options.costs:
+        raise UsageError(
+            "nothing was asked for. Give --target-ms or --budget-tokens for a budget, or --costs for what requests "
+            "cost here."
+        )
+    if not sought and options.json:
+        raise UsageError("--json tells of a budget. Give --target-ms or --budget-tokens too, or leave it out.")
+    if options.data and (options.image or options.prompt):
+        raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
+    if options.data and str(options.data) == SCENES:
+        raise TaskError(
+            f"--data is '{SCENES}', the test set: accuracy measured on it later would be too good. Give a file of "
+            "other questions that ends in .jsonl."
+        )
+    read = [*(options.image or []), *([options.data] if options.data else []), *key_files(options)]
+    check_outputs(_outputs(options), read, [options.bundle])
+
+
+def _outputs(options: argparse.Namespace) -> list[Output]:
+    return [(path, (".json",)) for path in (options.json, options.costs) if path]
+
+
+def _name(target: Target) -> str:
+    """What a budget is called unless it is given a name."""
+    return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
+
+
+def _asked(options: argparse.Namespace, items: Sequence[Item]) -> list[Asking]:
+    """One question about each of some pictures: the data's, those that were given, or drawn scenes. The first has a
+    prompt of the usual length."""
+    from sinkprune.calibration.scheduling.propose import Asking
+
+    if items:
+        by_picture = groupby(items, key=lambda item: item.picture)
+        chosen = [next(own) for _, own in islice(by_picture, _PICTURES)]
+        asked = [Asking(item.load_image(), item.question.prompt) for item in chosen]
+    elif options.image:
+        asked = [Asking(read_image(path), options.prompt or _PROMPT) for path in options.image]
+    else:
+        from sinkprune.demo.scenes import make_scene
+
+        scenes = [make_scene("validation", number)[1] for number in range(_PICTURES)]
+        asked = [Asking(scene, options.prompt or _PROMPT) for scene in scenes]
+    usual = sorted(range(len(asked)), key=lambda number: len(asked[number].question))[len(asked) // 2]
+    return [asked[usual], *asked[:usual], *asked[usual + 1 :]]
+
+
+def _print(report: ScheduleReport, target: Target) -> None:
+    what = "first token" if report.new_tokens == 1 else f"{report.new_tokens} new tokens"
+    sys.stdout.write(
+        f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}\n"
+        f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
+        f"{_rated(report.unpruned_accuracy)}\n{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured "
+        f"{_spread(report.measured_ms)}: {100 * report.off:+.1f} %\n{_told(report.chosen)}\n"
+    )
+    for other in report.others:
+        sys.stdout.write(f"also looked at: {_told(other)}, predicted {_ms(other.predicted_ms)}\n")
+    for cuts in report.other_cuts:
+        sys.stdout.write(
+            f"cut after layers {_listed(cuts.cut_after)}, by sinkprune-export --methods {','.join(cuts.methods)}: "
+            f"stages after {_listed(cuts.stages_after)} would drop {100 * cuts.lost:.1f} %\n"
+        )
+    if target.ms is not None and report.measured_ms.median > target.ms:
+        sys.stderr.write(
+            f"warning: measured {_ms(report.measured_ms.median)}, more than the {target.ms:g} ms that were asked "
+            "for; is the machine doing something else? Measure again, or give a smaller --target-ms.\n"
+        )
+
+
+def _told(candidate: Candidate) -> str:
+    first, *left = candidate.rows
+    stages = f", {', '.join(map(str, left))} after layers {_listed(candidate.stages_after)}" if left else ""
+    return (
+        f"{first} tokens into the LLM{stages}; mean {candidate.mean_visual_tokens:.1f} a layer; drops "
+        f"{100 * candidate.lost:.1f} % of the attention{_rated(candidate.accuracy)}"
+    )
+
+
+def _rated(accuracy: float | None) -> str:
+    return "" if accuracy is None else f", answers {100 * accuracy:.1f} %"
+
+
+def _spread(spread: Spread) -> str:
+    return f"{_ms(spread.median)} (p95 {_ms(spread.p95)})"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def _listed(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinkprune-calibrate schedule",
+        description="Find the budget that answers in time on this machine and drops least of what the text attends "
+        "to, and add it to the bundle.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # A budget's graphs run as they are: no engines are built of them yet.
+    parser.set_defaults(engines=None, engines_sha256=None)
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument("--target-ms", type=_TARGET_MS, metavar="MS", help="to the last of --new-tokens, at most")
+    target.add_argument(
+        "--budget-tokens", type=_BUDGET_TOKENS, metavar="N", help="visual tokens a layer at most, on average"
+    )
+    add("--new-tokens", type=MAX_NEW_TOKENS, default=1, metavar="N", help="tokens of the answer (default: 1)")
+    add("--name", help="the budget's name in the bundle (default: as in in-250ms, mean-64)")
+    add(
+        "--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune-evaluate --task reads"
+    )
+    add(
+        "--questions",
+        type=_QUESTIONS,
+        default=64,
+        metavar="N",
+        help="how many of --data are asked at most (default: 64)",
+    )
+    add("--image", type=Path, action="append", help="an image file to look at; may be repeated (default: scenes)")
+    add("--prompt", help=f"what is asked about it (default: {_PROMPT})")
+    add("--costs", type=Path, metavar="FILE.json", help="write what requests cost on this machine")
+    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    add("--dry-run", action="store_true", help="tell what was found, and leave the bundle as it is")
+    add("--force", action="store_true", help="replace a budget of that name that was added before")
+    add("--seconds", type=_SECONDS, default=5.0, help="how long to measure each part, about (default: 5)")
+    add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")
+    add("--compute", choices=COMPUTES, help="as sinkprune-run has it")
+    add("--threads", type=THREADS, help="CPU threads (default: all cores)")
+    add("--skip-sums", action="store_true", help="compare file sizes only, not their sha256")
+    add_trust_options(parser)
+    add_sign_option(parser, "the bundle")
+    return parser

@@ -1,0 +1,115 @@
+"""Adds a budget to a bundle in its place: new graphs of kilobytes, and a new manifest. No weight is written again."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+from sinkprune.calibration.scheduling.trials import plan_facts
+from sinkprune.contract.budgets import UNPRUNED, Budget
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.folders import check_replaceable, replacing
+from sinkprune.contract.manifest import BUNDLE, Manifest
+from sinkprune.contract.manifest_file import FileSpec, sha256
+from sinkprune.contract.shown import shown
+from sinkprune.contract.signature import Sign
+from sinkprune.contract.trust import Trust
+from sinkprune.export.methods.sinkpruner import build_after
+from sinkprune.export.plan_files import save_plan
+
+METHOD = "sinkpruner"
+_NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+# Generously.
+_NEEDED_BYTES = 8 << 20
+
+
+def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> None:
+    """Refuse what could not be added later; raises `BudgetError` for the name, `BundleError` for the bundle.
+
+    `force` allows to replace a budget that was added before; `signed` says that the new manifest will be signed.
+    """
+    manifest = bundle.manifest
+    if not _NAME.fullmatch(name):
+        raise BudgetError(
+            f"the name {shown(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
+            "underscores, a letter or digit first. Choose another --name."
+        )
+    if name == UNPRUNED or name in FAMILIES[manifest.family].budgets:
+        raise BudgetError(
+            f"'{name}' is the name of a budget that every bundle of family '{manifest.family}' may have, and means "
+            "the same in each. Choose another --name."
+        )
+    if name in manifest.budgets and not force:
+        raise BudgetError(
+            f"the bundle holds a budget '{name}' already. Add --force to replace it, or choose another --name."
+        )
+    check_replaceable(bundle.path, BUNDLE, force=True)
+    folder = bundle.path.absolute().parent
+    if not os.access(folder, os.W_OK) or not os.access(bundle.path, os.W_OK):
+        raise BundleError(
+            f"'{bundle.path}' cannot be written: no permission, or a read-only file system, at '{folder}'. Copy the "
+            "bundle to a place of your own, or add --dry-run to be told only."
+        )
+    if not signed and (bundle.path / BUNDLE.signature).exists():
+        raise BundleError(
+            f"'{bundle.path}' is signed, and its signature will not fit a bundle with another budget. Give the key "
+            f"with --sign KEY, or remove '{BUNDLE.signature}' first."
+        )
+
+
+def add_budget(
+    bundle: Bundle, name: str, budget: Budget, cuts: Sequence[int], *, force: bool = False, sign: Sign | None = None
+) -> Manifest:
+    """Write `budget` into the folder of `bundle` under `name`, its stages behind the layers `cuts`.
+
+    The folder is put together anew beside it, of links to the files it has and the graphs it gets, and changes places
+    with it: killed at any moment, the next command finds the bundle with the budget or without it. Raises what
+    `check_addable` raises, and `BundleError` where the bundle changed since it was read or its disk knows no links.
+    """
+    check_addable(bundle, name, force=force, signed=sign is not None)
+    manifest, root = bundle.manifest, bundle.path
+    former = manifest.plans.get(METHOD, {}).get(name)
+    dropped = {graph: manifest.graphs[graph].file for graph in (former.graphs if former else ())}
+    files = {file: spec for file, spec in manifest.files.items() if file not in dropped.values()}
+    graphs = {graph: spec for graph, spec in manifest.graphs.items() if graph not in dropped}
+    with replacing(root, BUNDLE, _NEEDED_BYTES, "remove a budget", force=True) as new:
+        for file in files:
+            _link(root / file, new / file)
+        plan, own = save_plan(new, METHOD, name, budget, build_after(plan_facts(manifest), budget, cuts))
+        for spec in own.values():
+            files[spec.file] = FileSpec((new / spec.file).stat().st_size, sha256(new / spec.file))
+        added = replace(
+            manifest,
+            sinkprune_version=version("sinkprune"),
+            budgets={**manifest.budgets, name: budget},
+            plans={**manifest.plans, METHOD: {**manifest.plans.get(METHOD, {}), name: plan}},
+            graphs=graphs | own,
+            files=dict(sorted(files.items())),
+        )
+        BUNDLE.write(new, added, sign)
+        BUNDLE.hold(new, added.files)
+        # What another process has done meanwhile is not ours to undo.
+        BUNDLE.read(root, Manifest, Trust(bundle.sha256))
+    return added
+
+
+def _link(source: Path, target: Path) -> None:
+    """A second name for a file: its bytes are neither read nor written."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        raise BundleError(
+            f"'{source}' cannot be given a second name: {error.strerror}. Its disk must know hard links; copy the "
+            "bundle to one that does."
+        ) from error

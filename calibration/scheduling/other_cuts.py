@@ -1,0 +1,66 @@
+"""What an export would bring whose decoder is cut behind more layers: those that other methods drop tokens behind."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import replace
+
+from sinkprune.calibration.scheduling.named_budget import METHOD
+from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
+from sinkprune.calibration.scheduling.report import OtherCuts
+from sinkprune.calibration.scheduling.search import Price, best_of_each_sanitizer
+from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.trials import TRIAL
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.manifest import Manifest, decoder_segments
+from sinkprune.export.methods import load_method
+from sinkprune.export.pruning.plan import PlanFacts
+
+_CUTTING = ("fastv", "pyramiddrop")
+
+
+def other_cuts(
+    manifest: Manifest, facts: PlanFacts, looked: Looked, price: Milliseconds | MeanTokens, limit: float
+) -> Iterable[OtherCuts]:
+    """What the best budget of at most `limit` would be, with each method whose cuts the bundle lacks."""
+    own, layers = manifest.cut_after, manifest.language_model.num_layers
+    for method in _CUTTING:
+        cuts = tuple(sorted({*own, *_cuts_of(method, manifest, facts)}))
+        if cuts == own:
+            continue
+        best = best_of_each_sanitizer(space_of(looked, cuts, layers), _recut(price, own, cuts, layers), limit)
+        if best:
+            methods = tuple(name for name in dict.fromkeys([METHOD, *manifest.plans, method]) if name != TRIAL)
+            stages = tuple(cuts[stage] for stage in best[0].stages)
+            yield OtherCuts(
+                methods,
+                cuts,
+                stages,
+                best[0].lost,
+            )
+
+
+def _cuts_of(method: str, manifest: Manifest, facts: PlanFacts) -> list[int]:
+    """The layers that a method drops tokens behind; none where it cannot be built for the model."""
+    for budget in FAMILIES[manifest.family].budgets.values():
+        try:
+            return [*load_method(method)(facts, budget).select_after]
+        except BudgetError:
+            continue
+    return []
+
+
+def _recut(price: Milliseconds | MeanTokens, own: tuple[int, ...], cuts: tuple[int, ...], num_layers: int) -> Price:
+    """What plans of a decoder with other cuts cost, each of a segment's layers its share of it."""
+    segments = decoder_segments(cuts, num_layers)
+    layers = tuple(map(len, segments))
+    if isinstance(price, MeanTokens):
+        return MeanTokens(layers)
+    whole = decoder_segments(own, num_layers)
+    decoders = []
+    for segment in segments:
+        number = bisect_left(own, segment[-1])
+        decoders.append(price.costs.decoders[number].slower(len(segment) / len(whole[number])))
+    return replace(price, costs=replace(price.costs, decoders=tuple(decoders)), layers=layers)

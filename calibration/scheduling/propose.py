@@ -1,0 +1,217 @@
+"""Proposes a budget for a bundle on this machine: measures, searches, and tries what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from PIL import Image
+
+from sinkprune.calibration.evaluation.asking import ask
+from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.scheduling import grid
+from sinkprune.calibration.scheduling.attention import attend
+from sinkprune.calibration.scheduling.named_budget import METHOD
+from sinkprune.calibration.scheduling.other_cuts import other_cuts
+from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
+from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
+from sinkprune.calibration.scheduling.search import Found, best_of_each_sanitizer, cheapest
+from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.trials import TRIAL, Trials
+from sinkprune.calibration.tasks import Item
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.costs import Prediction, predict
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.report import Spread
+from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.runtime.cost_measuring import rounds
+from sinkprune.runtime.pictures import see
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.request import new_request
+
+SECONDS = 5.0
+"""For about how long the costs are measured, and the budget that was found."""
+_CLOSER = 4
+"""How many budgets are compared where answers tell which is best."""
+_ROUNDS = 4
+"""How often a budget is sought, where the machine's speed changes meanwhile."""
+_NEAR = 0.08
+"""How far a prediction may be off, as a share of what was measured."""
+
+
+class Target(NamedTuple):
+    """What a budget must meet: milliseconds to the last of `new_tokens`, or a mean of visual tokens a layer."""
+
+    ms: float | None
+    tokens: float | None
+    new_tokens: int = 1
+
+
+class Asking(NamedTuple):
+    """A picture and a question about it."""
+
+    image: Image.Image
+    question: str
+
+
+class Proposer:
+    """A bundle on a machine, measured; proposes budgets for it."""
+
+    def __init__(self, trials: Trials, pipeline: Pipeline, asked: Sequence[Asking], seconds: float = SECONDS) -> None:
+        """Measures the first of `asked` for some `seconds`, and looks at what text attends to in all of them.
+
+        Raises `BudgetError` for a bundle without the method, and what a request raises.
+        """
+        self._trials, self._pipeline, self._seconds = trials, pipeline, seconds
+        self._manifest, self._first = trials.bundle.manifest, asked[0]
+        if not self._manifest.plans.get(METHOD):
+            raise BudgetError(
+                f"this bundle holds no budget of method '{METHOD}', so it may be cut where nothing is to be dropped. "
+                f"Export it again with --methods {METHOD}."
+            )
+        request = new_request(self._first.image, self._first.question, method=METHOD)
+        self.costs = pipeline.measure_costs(request, seconds)
+        self._layout = see(self._first.image, self._first.image, pipeline.family, self._manifest).layout
+        self._text = pipeline.prompts.encode(request.texts).text_tokens
+        self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(self._manifest))}
+        for name, budget in self._sanitizers.items():
+            trials.add(name, budget, ())
+        attended = [attend(pipeline, *each, [*self._sanitizers]) for each in asked]
+        kept = [self._schedule(name).rows for name in self._sanitizers]
+        sizes = grid.sizes(self._manifest)
+        self._looked = Looked(attended, self._manifest.cut_after, kept, sizes, self._layout.all_tokens)
+        self._layers = tuple(map(len, self._manifest.segments))
+        self._space = space_of(self._looked, self._manifest.cut_after, sum(self._layers))
+        self._count = 0
+
+    def propose(self, name: str, target: Target, items: Sequence[Item]) -> ScheduleReport:
+        """The budget that meets the target and drops least attention, or answers most of `items` where there are any.
+
+        Raises `BudgetError` where no budget meets it, or the unpruned model does.
+        """
+        self._check_reachable(target)
+        for _ in range(_ROUNDS):
+            price, limit = self._price(target)
+            found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
+            if not found:
+                # At the speed that the machine has now no budget meets it any more; the last is told of.
+                break
+            report = self._tried(name, target, found, items)
+            if abs(report.off) <= _NEAR and (target.ms is None or report.measured_ms.median <= target.ms):
+                break
+            # Its speed is another than when costs were measured.
+            self.costs = self.costs.slower(report.measured_ms.median / report.chosen.predicted_ms)
+        return report
+
+    def _tried(self, name: str, target: Target, found: Sequence[Found], items: Sequence[Item]) -> ScheduleReport:
+        """What becomes of the best of `found` plans."""
+        price, limit = self._price(target)
+        names = [self._try(each) for each in found]
+        rated = self._rate(names, items)
+        candidates = {
+            each: self._candidate(each, plan.lost, rated.get(each), target.new_tokens)
+            for each, plan in zip(names, found, strict=True)
+        }
+        best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
+        measured, beside = self._measure(best, target.new_tokens)
+        return ScheduleReport(
+            name=name,
+            pictures=len(self._looked.attended),
+            visual_tokens=self._layout.all_tokens,
+            prompt_tokens=self._text,
+            new_tokens=target.new_tokens,
+            costs=self.costs,
+            unpruned_ms=self._unpruned(target),
+            unpruned_accuracy=rated.get(UNPRUNED),
+            chosen=candidates.pop(best),
+            others=tuple(candidates.values()),
+            measured_ms=measured,
+            unpruned_measured_ms=beside,
+            other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._looked, price, limit)),
+        )
+
+    def _unpruned(self, target: Target) -> float:
+        planned = schedule(self._manifest, METHOD, UNPRUNED, [self._layout])
+        return self._predict(planned).latency(target.new_tokens)
+
+    def _price(self, target: Target) -> tuple[Milliseconds | MeanTokens, float]:
+        if target.ms is None:
+            return MeanTokens(self._layers), target.tokens or 0.0
+        projector = self._manifest.projector is not None
+        tokens = self._layout.all_tokens
+        return (
+            Milliseconds(self.costs, self._layers, self._text, tokens, projector, target.new_tokens),
+            target.ms,
+        )
+
+    def _check_reachable(self, target: Target) -> None:
+        price, limit = self._price(target)
+        least, unpruned = cheapest(self._space, price), self._unpruned(target)
+        what, unit, whole = (
+            ("--budget-tokens", "visual tokens a layer", float(self._layout.all_tokens))
+            if target.ms is None
+            else ("--target-ms", "ms", unpruned)
+        )
+        if whole <= limit:
+            raise BudgetError(
+                f"no pruning is needed: unpruned, the model takes {whole:.0f} {unit} here, and {what} is {limit:g}. "
+                f"Run it with --budget {UNPRUNED}, or ask for less."
+            )
+        if least > limit:
+            raise BudgetError(
+                f"no budget takes as little as {limit:g} {unit} here: the least is {least:.1f}, unpruned it is "
+                f"{whole:.0f}. Give a larger {what}, smaller pictures, or weights in int8 or int4."
+            )
+
+    def _try(self, found: Found) -> str:
+        """Have a plan among those on trial; its name there."""
+        self._count += 1
+        name, sanitizer = f"found {self._count}", [*self._sanitizers.values()][found.sanitizer]
+        stages = tuple(self._looked.sizes[size] for size in found.sizes)
+        cuts = [self._manifest.cut_after[stage] for stage in found.stages]
+        self._trials.add(name, replace(sanitizer, stages=stages), cuts)
+        return name
+
+    def _rate(self, names: Sequence[str], items: Sequence[Item]) -> dict[str, float]:
+        """The fraction of `items` answered rightly at each budget on trial, and unpruned; empty without items."""
+        if not items:
+            return {}
+        replies = ask(self._pipeline, items, [Combination(TRIAL, name) for name in names])
+        right: dict[str, list[bool]] = {}
+        for reply in replies:
+            name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
+            right.setdefault(name, []).append(reply.right)
+        return {name: sum(each) / len(each) for name, each in right.items()}
+
+    def _candidate(self, name: str, lost: float, accuracy: float | None, new_tokens: int) -> Candidate:
+        planned, layers = self._schedule(name), range(sum(self._layers))
+        stages = tuple(planned.plan.cuts) if planned.plan else ()
+        return Candidate(
+            budget=self._manifest.budgets[name],
+            stages_after=stages,
+            rows=(planned.rows, *(sum(planned.kept_after(layer)) for layer in stages)),
+            mean_visual_tokens=sum(map(planned.reaching, layers)) / len(layers),
+            lost=lost,
+            accuracy=accuracy,
+            predicted_ms=self._predict(planned).latency(new_tokens),
+        )
+
+    def _measure(self, name: str, new_tokens: int) -> tuple[Spread, Spread]:
+        """Milliseconds at a budget on trial and unpruned, in turn."""
+        turns = ((TRIAL, name), (METHOD, UNPRUNED))
+        latencies: dict[str, list[float]] = {budget: [] for _, budget in turns}
+        for counted in rounds(self._seconds):
+            for method, budget in turns:
+                answer = self._pipeline.generate(
+                    *self._first, method=method, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+                )
+                if counted:
+                    latencies[budget].append(answer.ms["latency"] or 0.0)
+        return Spread.of(latencies[name]), Spread.of(latencies[UNPRUNED])
+
+    def _schedule(self, name: str) -> Schedule:
+        return schedule(self._manifest, TRIAL, name, [self._layout])
+
+    def _predict(self, planned: Schedule) -> Prediction:
+        return predict(self.costs, self._manifest, planned, self._text, [self._layout])

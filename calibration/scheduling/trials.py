@@ -1,0 +1,80 @@
+"""Plans on trial: a bundle in memory with plans beside its own, whose graphs lie in a folder of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.manifest_file import FileSpec, sha256
+from sinkprune.contract.towers import QwenTower
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.methods.sinkpruner import build_after
+from sinkprune.export.plan_files import save_plan
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.plan import PlanFacts, UpTo
+from sinkprune.runtime.families import load_family
+
+TRIAL = "trial"
+"""The method that plans on trial are of, in memory: SinkPruner at other counts."""
+
+
+class Trials:
+    """A bundle whose method `TRIAL` has whatever plans are added; the bundle's own folder is not written to."""
+
+    def __init__(self, bundle: Bundle, folder: Path) -> None:
+        """Graphs are written below `folder`, which is the caller's to remove."""
+        own = bundle.manifest
+        self._folder, self._files = folder, dict(bundle.files)
+        manifest = replace(
+            own,
+            budgets=dict(own.budgets),
+            plans={**own.plans, TRIAL: {}},
+            graphs=dict(own.graphs),
+            files=dict(own.files),
+        )
+        self.facts = plan_facts(manifest)
+        self.bundle = Bundle(bundle.path, manifest, bundle.sha256, self._files, bundle.trust)
+        """What a pipeline loads: it finds plans that are added later too."""
+
+    def add(self, name: str, budget: Budget, cuts: Sequence[int]) -> None:
+        """Have SinkPruner's plan of `budget`, its stages behind the layers `cuts`, under the name `name`.
+
+        Raises `BudgetError` for what cannot be built.
+        """
+        manifest = self.bundle.manifest
+        plan, graphs = save_plan(self._folder, TRIAL, name, budget, build_after(self.facts, budget, cuts))
+        for spec in graphs.values():
+            path = self._folder / spec.file
+            self._files[spec.file] = HeldFile(path, lambda reason: BundleError(f"a graph on trial {reason}"))
+            manifest.files[spec.file] = FileSpec(path.stat().st_size, sha256(path))
+        manifest.graphs.update(graphs)
+        manifest.budgets[name] = budget
+        manifest.plans[TRIAL][name] = plan
+
+
+def plan_facts(manifest: Manifest) -> PlanFacts:
+    """What the export knew of the model when it built the bundle's plans."""
+    outputs = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
+    largest: Sequence[VisualLayout] = [*load_family(manifest).largest().values()]
+    groups, in_all = max(one.groups for one in largest), max(one.all_tokens for one in largest)
+    tokens: int | UpTo = manifest.most_visual_tokens
+    if manifest.any_resolution:
+        tower = manifest.tower(QwenTower)
+        tokens = UpTo(manifest.most_visual_tokens, (tower.patch_size * tower.merge_size) ** 2, in_all)
+    return PlanFacts(
+        language_model=manifest.language_model,
+        tokens=tokens,
+        visual_width=outputs["tokens"][-1],
+        precision=PRECISIONS[manifest.precision],
+        dialect=DIALECTS[manifest.dialect],
+        groups=groups,
+        images=manifest.max_images,
+        joined=manifest.any_resolution and groups > 1,
+    )

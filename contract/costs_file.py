@@ -1,0 +1,53 @@
+"""Costs of a machine in a file of its own: they belong to neither a bundle nor its engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sinkprune.contract.costs import COSTS_VERSION, Costs, Place
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import write_whole
+from sinkprune.contract.schema import SchemaError, from_json, to_json
+from sinkprune.contract.shown import shown
+from sinkprune.contract.untrusted import UnreadableError, read_json
+
+_AGAIN = "Measure them here with: sinkprune-calibrate schedule BUNDLE --costs FILE.json"
+
+
+def write_costs(path: Path, costs: Costs) -> None:
+    """Write `costs` to the file `path`; raises `OutputError`."""
+    write_whole(path, (json.dumps(to_json(costs), indent=1) + "\n").encode())
+
+
+def read_costs(path: Path, here: Place) -> Costs:
+    """The costs in the file `path`, which were measured where requests run now, `here`.
+
+    Raises `UsageError` for a file that is none of these, and for costs of another bundle, backend or machine.
+    """
+    try:
+        data = read_json(path)
+    except UnreadableError as error:
+        raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
+    version = data.get("costs_version") if isinstance(data, dict) else None
+    if type(version) is not int or version != COSTS_VERSION:
+        raise UsageError(
+            f"the costs '{path}' have the version {shown(version)}, this sinkprune reads {COSTS_VERSION}. {_AGAIN}"
+        )
+    try:
+        costs = from_json(Costs, data)
+    except SchemaError as error:
+        raise UsageError(f"the costs '{path}' are malformed at {error}. {_AGAIN}") from error
+    theirs, ours = to_json(costs.place), to_json(here)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise UsageError(
+                f"the costs '{path}' are of another place: their {name} is {shown(theirs[name])}, here it is "
+                f"{shown(value)}. {_AGAIN}"
+            )
+    if len(costs.decoders) != len(here.cut_after) + 1:
+        raise UsageError(
+            f"the costs '{path}' are of {len(costs.decoders)} decoder segments, the bundle has "
+            f"{len(here.cut_after) + 1}. {_AGAIN}"
+        )
+    return costs

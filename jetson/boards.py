@@ -1,0 +1,170 @@
+"""What is known of Jetson modules and of JetPack: the one reader of `boards.json`, where each fact has its source.
+
+Figures are of the GPU alone, dense, in the fastest power mode. They come from datasheets; none was measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.manifest import DialectName
+from sinkprune.contract.schema import Bounds, SchemaError, from_json
+from sinkprune.contract.untrusted import read_json
+
+_FILE = Path(__file__).with_name("boards.json")
+_UNSOURCED = {"module", "sources"}
+
+Figure = Annotated[float, Bounds(0.1, 1e5)]
+"""A figure of a datasheet, in the unit of its name."""
+
+
+class UnknownBoardError(SinkpruneError):
+    """No board bears this name."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a fact comes from."""
+
+    document: str
+    url: str
+    checked: str
+    """How far it was verified."""
+
+
+@dataclass(frozen=True)
+class Board:
+    """A Jetson module."""
+
+    module: str
+    """What its vendor calls it."""
+    sm: Annotated[int, Bounds(50, 999)]
+    """The GPU's compute capability, as 87 for sm_87."""
+    memory_gb: Annotated[int, Bounds(1, 1024)]
+    """GiB of memory, which CPU and GPU share."""
+    gb_per_s: Figure
+    """The memory's peak, in 1e9 bytes a second."""
+    fp16_tflops: Figure
+    """Dense, in 1e12 a second."""
+    int8_tops: Figure | None
+    """The same in int8; None where no dense figure is known."""
+    power_modes: tuple[str, ...]
+    compatible: tuple[str, ...]
+    """Any of these words in /proc/device-tree/compatible names the module; none where no public source has one."""
+    sources: dict[str, str]
+    """By fact, the name of its source."""
+
+
+@dataclass(frozen=True)
+class SystemMemory:
+    """What of a module's memory is not for programs."""
+
+    linux_sees_per_mille: Annotated[int, Bounds(1, 1000)]
+    """Of the module's memory; firmware keeps the rest."""
+    system_takes_mb: Annotated[int, Bounds(0, 1 << 20)]
+    """MiB that a system without a desktop takes."""
+    sources: dict[str, str]
+
+
+@dataclass(frozen=True)
+class JetPack:
+    """A release of JetPack, and what it brings along."""
+
+    version: str
+    first_l4t: str
+    """The first release of Jetson Linux (L4T) that it is built on."""
+    ubuntu: str
+    python: str
+    cuda: str
+    tensorrt: str
+    dialect: DialectName
+    """The dialect that its TensorRT takes."""
+    sm: tuple[int, ...]
+    """The GPUs of the boards that it is for."""
+    source: str
+
+    @property
+    def tensorrt_version(self) -> tuple[int, ...]:
+        """Major and minor number of its TensorRT."""
+        return _numbers(self.tensorrt)[:2]
+
+
+@dataclass(frozen=True)
+class Boards:
+    """The content of `boards.json`."""
+
+    sources: dict[str, Source]
+    system_memory: SystemMemory
+    boards: dict[str, Board]
+    """By the names of `sinkprune-doctor --board`."""
+    chips: dict[str, str]
+    """Words in /proc/device-tree/compatible of every module with a chip, and what such modules are called."""
+    jetpacks: tuple[JetPack, ...]
+    """Oldest first."""
+
+    def board(self, name: str) -> Board:
+        """The board of that name; raises `UnknownBoardError` with the known ones."""
+        if name not in self.boards:
+            raise UnknownBoardError(f"unknown board '{name}'; known boards: {', '.join(self.boards)}.")
+        return self.boards[name]
+
+    def name_of(self, compatible: Iterable[str]) -> str | None:
+        """The name of the board whose device tree has these words; None for none that is known."""
+        words = set(compatible)
+        return next((name for name, board in self.boards.items() if words & set(board.compatible)), None)
+
+    def jetpack(self, l4t: str) -> JetPack | None:
+        """The JetPack that is built on that release of L4T, as in "36.4.3"; None where none is known of its major
+        number, or as early."""
+        found = _numbers(l4t)
+        before = [pack for pack in self.jetpacks if _numbers(pack.first_l4t) <= found]
+        return before[-1] if before and _numbers(before[-1].first_l4t)[0] == found[0] else None
+
+    def usable_bytes(self, board: Board) -> int:
+        """About how many bytes of a board's memory programs may take."""
+        rest = self.system_memory
+        return (board.memory_gb << 30) * rest.linux_sees_per_mille // 1000 - (rest.system_takes_mb << 20)
+
+
+@cache
+def read_boards() -> Boards:
+    """The boards and releases that are known."""
+    return parse_boards(read_json(_FILE))
+
+
+def parse_boards(data: object) -> Boards:
+    """The same of parsed JSON; raises `SchemaError` for what is malformed, and for a fact without a known source."""
+    boards = from_json(Boards, data)
+    for name, board in boards.boards.items():
+        facts = {field.name for field in fields(board)} - _UNSOURCED
+        known = {fact for fact in facts if getattr(board, fact) not in (None, ())}
+        _check_sources(boards, f"$.boards.{name}", known, board.sources)
+    own = {field.name for field in fields(SystemMemory)} - _UNSOURCED
+    _check_sources(boards, "$.system_memory", own, boards.system_memory.sources)
+    for number, jetpack in enumerate(boards.jetpacks):
+        _check_sources(boards, f"$.jetpacks[{number}]", {"source"}, {"source": jetpack.source})
+    releases = [_numbers(jetpack.first_l4t) for jetpack in boards.jetpacks]
+    if releases != sorted(releases):
+        raise SchemaError("$.jetpacks: expected the oldest first")
+    return boards
+
+
+def _check_sources(boards: Boards, where: str, facts: set[str], sources: dict[str, str]) -> None:
+    for fact in sorted(facts ^ set(sources)):
+        raise SchemaError(f"{where}.sources: expected one source for each fact, look at '{fact}'")
+    for fact, source in sources.items():
+        if source not in boards.sources:
+            raise SchemaError(f"{where}.sources.{fact}: '{source}' is none of the sources")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, those at its end that are 0 left out: 36.4.0 is 36.4."""
+    parts = [int(part) if part.isdecimal() else 0 for part in version.split(".")]
+    while len(parts) > 1 and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)

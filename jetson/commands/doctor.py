@@ -1,0 +1,97 @@
+"""`sinkprune-doctor`: what this machine is, what fits it, and what to run next."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.schema import to_json
+from sinkprune.jetson.boards import read_boards
+from sinkprune.jetson.fit import CPU_BACKENDS
+from sinkprune.jetson.machine import read_machine
+from sinkprune.jetson.presets import read_presets
+from sinkprune.jetson.python_environment import this_environment
+from sinkprune.jetson.report import Asked, Report, report_on_board, report_on_machine
+from sinkprune.jetson.system_files import SystemFiles
+from sinkprune.jetson.tables import print_report
+from sinkprune.runtime.commands import status, write_line
+
+_EXAMPLES = """\
+examples:
+  sinkprune-doctor                                       # this machine, and which presets fit
+  sinkprune-doctor llava-7b llava-7b-int4                # which of these bundles fit, and what to run next
+  sinkprune-doctor --board orin-nano-8gb                 # needs and bounds on a board, from anywhere
+  sinkprune-doctor --board agx-orin-64gb qwen2.5-vl-7b --picture 1280x720
+  sinkprune-doctor --json > machine.json
+
+Bounds are what datasheets allow, not what was measured; memory on boards is an estimate: docs/jetson.md.
+"""
+_SIDE = WholeNumber("a side of --picture", 1, 16384)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune-doctor` with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_examine, arguments)
+
+
+def _examine(arguments: Sequence[str] | None) -> None:
+    boards = read_boards()
+    options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
+    asked = Asked(tuple(options.models), _size(options.picture), options.backend)
+    if options.board is not None:
+        report = report_on_board(options.board, boards, asked)
+    else:
+        with status("looking at this machine"):
+            files = SystemFiles(options.root)
+            machine = read_machine(files, this_environment(), boards, Path())
+        report = report_on_machine(machine, boards, asked)
+    _write(report, as_json=options.json)
+
+
+def _write(report: Report, *, as_json: bool) -> None:
+    if as_json:
+        write_line(json.dumps(to_json(report), indent=1))
+    else:
+        print_report(report)
+
+
+def _size(words: str) -> tuple[int, int]:
+    """Width and height, as in 640x480; raises `UsageError`."""
+    found = re.fullmatch(r"(\d+)x(\d+)", words)
+    if found is None:
+        raise UsageError(f"--picture is '{words}', expected width and height in pixels, as in 640x480.")
+    return _SIDE(found[1]), _SIDE(found[2])
+
+
+def _parser(boards: str, presets: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sinkprune-doctor",
+        description="Tell what this machine is, or a Jetson elsewhere, which models fit it in which form of weights "
+        "and at which budget, what stands in the way, and what to run next.",
+        epilog=f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help="a folder of a bundle or of engines, or a preset (default: every preset)",
+    )
+    add("--board", metavar="NAME", help="a board that is elsewhere, in place of this machine")
+    add("--picture", default="640x480", metavar="WxH", help="size of the image asked about (default: 640x480)")
+    add(
+        "--backend",
+        choices=CPU_BACKENDS,
+        help="what is to run models (default: tensorrt on a board, else what is installed)",
+    )
+    add("--json", action="store_true", help="print all of it as JSON")
+    # A recorded tree of a system's files, in place of this machine's.
+    add("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
+    return parser

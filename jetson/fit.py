@@ -1,0 +1,248 @@
+"""Which forms of weights and budgets of a model fit a machine, and how fast they could be there at best.
+
+The bounds are the roofline's: no prefill takes less than its FLOPs at the board's dense peak or than reading the
+weights once, no token less than reading weights and cache. What really runs is slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from PIL import Image
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.flops import decode_bytes, prefill_flops
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.memory_need import MemoryNeed, board_need, cache_bytes, running_need
+from sinkprune.contract.precision import PrecisionName, WeightsName
+from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.jetson.boards import Board
+from sinkprune.jetson.other_forms import stored_as
+from sinkprune.runtime.families import load_family
+
+PROMPT_TOKENS = 64
+NEW_TOKENS = 128
+"""What is asked and answered, in tokens of text, where needs and bounds are told."""
+BOARD_BACKEND = "tensorrt"
+CPU_BACKENDS = ("ort-cpu", "openvino")
+"""Those that compute in the machine's memory anywhere."""
+Kind = Literal["preset", "bundle", "engines"]
+"""What a model is there as: nothing yet, a folder of graphs, a folder of engines."""
+_FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
+    "fp16": ("fp16", "int8", "int4"),
+    "fp32": ("fp32", "int8", "int4"),
+}
+"""The forms of weights that are told, by the type of states."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a model is to run on."""
+
+    backend: str
+    """The library that is to run it; `tensorrt` on a board, else one that computes in the machine's memory."""
+    usable_bytes: int
+    """What a program may take of the memory; 0 is not known."""
+    board: Board | None
+    """What the bounds are of; None where no datasheet is known."""
+
+    @property
+    def precision(self) -> PrecisionName:
+        """The type of states that the backend is for."""
+        return "fp16" if self.backend == BOARD_BACKEND else "fp32"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least milliseconds that a board's figures allow."""
+
+    encoder_flops_ms: float
+    """Vision tower and projector, at the dense fp16 peak."""
+    prefill_flops_ms: float
+    """The decoder's prefill, at the dense fp16 peak."""
+    prefill_weights_ms: float
+    """The same by reading the decoder's weights once."""
+    token_ms: float
+    """A token of the answer: reading weights and cache."""
+
+    @property
+    def prefill_ms(self) -> float:
+        """The larger of a prefill's bounds."""
+        return max(self.prefill_flops_ms, self.prefill_weights_ms)
+
+    @property
+    def by_weights(self) -> bool:
+        """Whether reading weights, not FLOPs, is what bounds a prefill."""
+        return self.prefill_weights_ms > self.prefill_flops_ms
+
+
+@dataclass(frozen=True)
+class BudgetFit:
+    """A form of weights at a budget."""
+
+    memory: MemoryNeed
+    memory_bytes: int
+    fits: bool | None
+    """None where the machine's memory is not known."""
+    kv_bytes: int
+    decode_bytes: int
+    """What a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
+    bounds: Bounds | None
+
+
+@dataclass(frozen=True)
+class FormFit:
+    """A model whose weights are stored in one form."""
+
+    precision: PrecisionName
+    weights: str
+    """The forms, in a word."""
+    exported: bool
+    """Whether the bundle has it so; else sizes are computed, to one per cent."""
+    weight_bytes: int
+    budgets: dict[str, BudgetFit]
+
+    @property
+    def decoder_form(self) -> str:
+        """The form of the decoder's weights."""
+        return self.weights.partition(",")[0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a budget leaves of a picture, in whatever form the weights are."""
+
+    tokens_per_layer: tuple[int, ...]
+    """Visual tokens that each decoder layer runs on."""
+    prefill_flops: int
+    encoder_flops: int
+    """Of the vision tower, and of the projector on what it is given."""
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    """A model on a machine."""
+
+    name: str
+    kind: Kind
+    """Of a bundle and of engines `name` is the folder."""
+    source: str
+    """The checkpoint it is of, or the preset."""
+    random_weights: bool
+    family: str
+    dialect: str
+    """Of the bundle, or the one that a preset is to be exported in."""
+    backend: str
+    picture: tuple[int, int]
+    """Width and height in pixels."""
+    visual_tokens: int
+    """The picture's, unpruned."""
+    prompt_tokens: int
+    new_tokens: int
+    rows: dict[str, Rows]
+    forms: tuple[FormFit, ...]
+
+    def fitting(self) -> Iterator[tuple[FormFit, str]]:
+        """The forms that fit with a budget, each with its first that does; those whose fit is not known too."""
+        for form in self.forms:
+            budget = next((name for name, fit in form.budgets.items() if fit.fits is not False), None)
+            if budget is not None:
+                yield form, budget
+
+
+def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tuple[int, int]) -> ModelFit:
+    """How the model of `manifest` fits `target`, asked about one image of `picture` (width, height).
+
+    Raises `BundleError` for a manifest whose image side is malformed, and `ImageError` for an image of that size that
+    the model takes none of.
+    """
+    layout = load_family(manifest).see(Image.new("RGB", picture)).layout
+    method = next(iter(manifest.plans), "")
+    names = [UNPRUNED, *manifest.plans.get(method, {})]
+    schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}
+    rows = {budget: _rows(manifest, planned, layout) for budget, planned in schedules.items()}
+    forms = []
+    for stored, exported in _stored(manifest, kind, target):
+        budgets = {
+            budget: _budget_fit(stored, kind, planned, layout, rows[budget], target)
+            for budget, planned in schedules.items()
+        }
+        count = sum(map(stored.weight_bytes, stored.graphs))
+        forms.append(FormFit(stored.precision, stored.weights.name, exported, count, budgets))
+    return ModelFit(
+        name=name,
+        kind=kind,
+        source=manifest.checkpoint.source,
+        random_weights=manifest.checkpoint.random_weights,
+        family=manifest.family,
+        dialect=manifest.dialect,
+        backend=target.backend,
+        picture=picture,
+        visual_tokens=layout.all_tokens,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS,
+        rows=rows,
+        forms=tuple(forms),
+    )
+
+
+def _stored(manifest: Manifest, kind: Kind, target: Target) -> Iterator[tuple[Manifest, bool]]:
+    """The manifest in every form that is told, and whether it is so already; the bundle's own first where it is none
+    of them."""
+    own = (manifest.precision, manifest.weights.decoder)
+    told = [(target.precision, form) for form in _FORMS[target.precision]]
+    there = kind != "preset"
+    if there and own not in told:
+        yield manifest, True
+    for precision, form in told:
+        if there and (precision, form) == own:
+            yield manifest, True
+        else:
+            yield stored_as(manifest, precision, form), False
+
+
+def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:
+    lm = manifest.language_model
+    visual = planned.per_layer(lm.num_layers)
+    return Rows(
+        tokens_per_layer=tuple(visual),
+        prefill_flops=prefill_flops(lm, [count + PROMPT_TOKENS for count in visual]),
+        encoder_flops=layout.tower_flops + layout.projector_flops * planned.rows,
+    )
+
+
+def _budget_fit(
+    stored: Manifest, kind: Kind, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target
+) -> BudgetFit:
+    tokens = PROMPT_TOKENS + NEW_TOKENS
+    if target.backend == BOARD_BACKEND:
+        need = board_need(stored, layouts=[layout], rows=planned, tokens=tokens)
+    else:
+        built = kind == "engines"
+        found = running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
+        if found is None:
+            raise ValueError(f"'{target.backend}' computes in a memory of its own")
+        need = found
+    cache = cache_bytes(stored, planned, PROMPT_TOKENS)
+    step = decode_bytes(stored, cache)
+    return BudgetFit(
+        memory=need,
+        memory_bytes=need.bytes,
+        fits=need.bytes <= target.usable_bytes if target.usable_bytes else None,
+        kv_bytes=cache,
+        decode_bytes=step,
+        bounds=_bounds(target.board, rows, step - cache, step) if target.board else None,
+    )
+
+
+def _bounds(board: Board, rows: Rows, weights: int, step: int) -> Bounds:
+    per_ms, bytes_per_ms = board.fp16_tflops * 1e9, board.gb_per_s * 1e6
+    return Bounds(
+        encoder_flops_ms=rows.encoder_flops / per_ms,
+        prefill_flops_ms=rows.prefill_flops / per_ms,
+        prefill_weights_ms=weights / bytes_per_ms,
+        token_ms=step / bytes_per_ms,
+    )

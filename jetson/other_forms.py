@@ -1,0 +1,45 @@
+"""What the manifest of a bundle would be if its weights were stored otherwise: sizes, before it is exported again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.manifest_file import FileSpec
+from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, PrecisionName, WeightForms, WeightsName
+
+_BITS: dict[WeightsName, int] = {"fp32": 32, "fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "uint4": 4}
+_IN_BLOCKS = ("int4", "uint4")
+
+
+def stored_as(manifest: Manifest, precision: PrecisionName, form: WeightsName) -> Manifest:
+    """`manifest` as an export with `--precision` and `--weights` would have it, but for the files' sums.
+
+    The tower is int8 beside quantised weights, as the export has it, and blocks are of 128. All weights of a graph
+    count as matrices of linear layers: what else there is, is below one per cent of a model of true shape.
+    """
+    quantised = form in ("int8", *_IN_BLOCKS)
+    block = max(BLOCK_SIZES) if form in _IN_BLOCKS else None
+    forms = WeightForms(form, "int8" if quantised else form, block)
+    files = {
+        f"graphs/weights/{graph}.bin": FileSpec(
+            round(
+                manifest.weight_bytes(graph)
+                * _bits(forms, graph, precision)
+                / _bits(manifest.weights, graph, manifest.precision)
+            ),
+            "",
+        )
+        for graph in manifest.graphs
+        if manifest.weight_bytes(graph)
+    }
+    return replace(manifest, precision=precision, weights=forms, files={**manifest.files, **files})
+
+
+def _bits(forms: WeightForms, graph: str, precision: PrecisionName) -> float:
+    """Bits that a weight of `graph` takes, its share of a block's scale and zero point among them."""
+    form = forms.vision if graph == "vision" else forms.decoder
+    if form not in _IN_BLOCKS:
+        return _BITS[form]
+    beside = 8 * DTYPES[precision].itemsize + (_BITS[form] if form == "uint4" else 0)
+    return _BITS[form] + beside / (forms.block_size or max(BLOCK_SIZES))

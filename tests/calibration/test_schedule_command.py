@@ -1,0 +1,132 @@
+"""`sinkprune-calibrate schedule` from end to end: a budget is found, tried, told and added, or it is said why not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from commands import Outcome, assert_refused, run
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.costs import Costs
+from sinkprune.contract.schema import from_json
+
+Bundles = Callable[..., Path]
+
+
+@pytest.fixture
+def own(bundle: Bundles, tmp_path: Path) -> Path:
+    """A bundle that may be written to."""
+    return Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+
+
+def schedule(*arguments: object) -> Outcome:
+    return run("sinkprune-calibrate", "schedule", *arguments, "--seconds", 0)
+
+
+def test_a_budget_of_a_mean_is_added(own: Path, tmp_path: Path, photo: Image.Image) -> None:
+    report, costs = tmp_path / "report.json", tmp_path / "costs.json"
+    outcome = schedule(own, "--budget-tokens", 16, "--json", report, "--costs", costs)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    found, told = read_bundle(own), json.loads(report.read_text())
+    found.verify()
+    assert f"sha256 {found.sha256}" in outcome.stdout and "mean-16: predicted" in outcome.stdout
+    answer = Pipeline.load(own).generate(photo, "What?", budget="mean-16", max_new_tokens=1)
+    mean = sum(answer.tokens_per_layer) / len(answer.tokens_per_layer)
+    assert 13 < mean <= 16
+    assert told["chosen"]["mean_visual_tokens"] == pytest.approx(mean)
+    assert told["chosen"]["rows"][0] == answer.tokens_per_layer[0]
+    assert told["chosen"]["rows"][-1] == answer.tokens_per_layer[-1]
+    assert 0 < told["chosen"]["lost"] < 1 and told["chosen"]["predicted_ms"] > 0
+    assert from_json(Costs, json.loads(costs.read_text())) == from_json(Costs, told["costs"])
+    again = schedule(own, "--budget-tokens", 16, "--json", report)
+    assert_refused(again, "holds a budget 'mean-16' already", "--force")
+    assert schedule(own, "--budget-tokens", 12, "--name", "mean-16", "--force").code == 0
+
+
+def test_a_time_is_met(own: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    asked = (own, "--image", tmp_path / "a.png", "--prompt", "What is this?", "--json", report)
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
+    outcome = schedule(*asked, "--budget-tokens", 40, "--dry-run")
+    assert outcome.code == 0, outcome.stderr
+    none = json.loads(report.read_text())["unpruned_ms"]
+    sum_before = read_bundle(own).sha256
+    outcome = schedule(*asked, "--target-ms", 0.85 * none, "--name", "quick", "--dry-run")
+    assert read_bundle(own).sha256 == sum_before
+    if outcome.code == 0:
+        told = json.loads(report.read_text())
+        assert told["chosen"]["predicted_ms"] <= 0.85 * none
+        assert told["measured_ms"]["median"] > 0
+        assert told["name"] == "quick" and told["chosen"]["accuracy"] is None
+    else:
+        # The machine's speed was another by then.
+        assert "no budget takes as little" in outcome.stderr or "no pruning is needed" in outcome.stderr
+
+
+def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Image.Image) -> None:
+    photo.save(tmp_path / "a.png")
+    lines = [{"image": "a.png", "question": f"What is {number}?", "answer": "a cup"} for number in range(3)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = tmp_path / "report.json"
+    asked = ("--budget-tokens", 10, "--data", tmp_path / "data.jsonl", "--questions", 2, "--json", report)
+    outcome = schedule(own, *asked)
+    assert outcome.code == 0, outcome.stderr
+    told = json.loads(report.read_text())
+    assert told["unpruned_accuracy"] == 0.0 and told["chosen"]["accuracy"] == 0.0
+    assert len(told["others"]) == 3 and "also looked at" in outcome.stdout
+    assert told["chosen"]["lost"] == min(each["lost"] for each in [told["chosen"], *told["others"]])
+
+
+def test_other_cuts_are_told_with_the_command_that_makes_them(own: Path, tmp_path: Path) -> None:
+    outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--json", tmp_path / "report.json")
+    (other,) = json.loads((tmp_path / "report.json").read_text())["other_cuts"]
+    assert "sinkprune-export --methods sinkpruner,pyramiddrop" in outcome.stdout
+    assert set(read_bundle(own).manifest.cut_after) < set(other["cut_after"])
+
+
+def test_costs_alone_are_measured(own: Path, tmp_path: Path) -> None:
+    before, costs = read_bundle(own).sha256, tmp_path / "costs.json"
+    outcome = schedule(own, "--costs", costs)
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
+    assert len(from_json(Costs, json.loads(costs.read_text())).decoders) == 4
+    assert read_bundle(own).sha256 == before
+
+
+def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("")
+    for arguments, said in [
+        ((), ("nothing was asked for", "--target-ms")),
+        (("--json", tmp_path / "r.json", "--costs", tmp_path / "c.json"), ("--json tells of a budget",)),
+        (("--budget-tokens", 10, "--data", "scenes"), ("the test set",)),
+        (("--budget-tokens", 10, "--data", data, "--prompt", "What?"), ("--data", "--prompt")),
+        (("--budget-tokens", 10, "--data", data), ("is empty",)),
+        (("--budget-tokens", 10, "--image", tmp_path / "no.png"), ("no such file",)),
+        (("--budget-tokens", 10, "--costs", own / "costs.json"), ("which is read",)),
+        (("--budget-tokens", 10, "--name", "retain-64"), ("Choose another --name",)),
+        (("--budget-tokens", 64), ("no pruning is needed", "--budget none")),
+        (("--budget-tokens", 1), ("no budget takes as little as 1", "the least is")),
+        (("--target-ms", 0.001), ("no budget takes as little", "the least is")),
+        (("--target-ms", 60_000), ("no pruning is needed",)),
+    ]:
+        assert_refused(schedule(own, *arguments), *said)
+    assert [*read_bundle(own).manifest.budgets] == ["retain-192", "retain-128", "retain-64", "retain-32"]
+
+
+@pytest.mark.parametrize("name", ["qwen", "next"])
+def test_other_families(name: str, bundle: Bundles, tmp_path: Path, photo: Image.Image) -> None:
+    own = Path(shutil.copytree(bundle(name), tmp_path / "bundle"))
+    pictures = tmp_path / "a.png"
+    photo.save(pictures)
+    unpruned = Pipeline.load(own).generate(photo, "What?", max_new_tokens=1).tokens_per_layer[0]
+    outcome = schedule(own, "--budget-tokens", unpruned // 4, "--image", pictures, "--name", "quarter")
+    assert outcome.code == 0, outcome.stderr
+    answer = Pipeline.load(own).generate(photo, "What?", budget="quarter", max_new_tokens=1)
+    mean = sum(answer.tokens_per_layer) / len(answer.tokens_per_layer)
+    assert 0.5 * unpruned / 4 < mean <= unpruned / 4

@@ -1,0 +1,110 @@
+"""The search for budgets, beside a plain walk over all plans there are."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+
+from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
+from sinkprune.calibration.scheduling.search import Found, Space, best_of_each_sanitizer, cheapest
+from sinkprune.contract.costs import Costs, Curve, Place
+
+TEXT = 9
+
+
+def space(seed: int) -> Space:
+    random = np.random.default_rng(seed)
+    sanitizers, segments, sizes = 3, 4, 5
+    lost = np.sort(random.uniform(0, 1, (sanitizers, segments - 1, segments, sizes)))[..., ::-1]
+    return Space(
+        layers=(2, 1, 3, 4),
+        kept=np.array([12, 30, 50]),
+        sizes=np.array([2, 5, 10, 20, 40]),
+        lost_before=random.uniform(0, 0.5, (sanitizers, segments)),
+        lost_after=lost,
+    )
+
+
+def costs(seed: int) -> Costs:
+    random = np.random.default_rng(seed)
+
+    def curve() -> Curve:
+        return Curve(*random.uniform(0, (2, 0.2, 0.002)))
+
+    place = Place("", (1, 2, 5), "fp32", "fp32", "ort-cpu", "fp32", 1, "")
+    return Costs(1, place, curve(), curve(), curve(), tuple(curve() for _ in range(4)), curve(), 1.5, curve())
+
+
+def price_by_hand(found: Costs, rows: list[int], stages: tuple[int, ...], tokens: int, new: int) -> float:
+    """Milliseconds of a plan that leaves so many visual `rows` to each of four segments."""
+    total = found.tower.ms(tokens) + found.sanitizer.ms(rows[0]) + found.projector.ms(rows[0]) + found.rest
+    for segment, curve in enumerate(found.decoders):
+        total += curve.ms(TEXT + rows[segment])
+        if segment in stages:
+            total += found.select.ms(TEXT + rows[segment])
+    mean = sum(layers * (TEXT + count) for layers, count in zip((2, 1, 3, 4), rows, strict=True)) / 10
+    return float(total + (new - 1) * found.token.ms(mean))
+
+
+def all_plans(within: Space) -> list[tuple[int, tuple[int, ...], tuple[int, ...], list[int], float]]:
+    """Sanitizer, stages, sizes, rows of each segment and loss of every plan."""
+    plans = []
+    for sanitizer, count in product(range(len(within.kept)), range(4)):
+        for stages, sizes in product(combinations(range(3), count), product(range(len(within.sizes)), repeat=count)):
+            left = [within.kept[sanitizer], *(within.sizes[size] for size in sizes)]
+            if any(later >= earlier for earlier, later in pairwise(left)):
+                continue
+            rows, lost, last = [], 0.0, None
+            for segment, layers in enumerate(within.layers):
+                done = [number for number, stage in enumerate(stages) if stage < segment]
+                last = done[-1] if done else None
+                rows.append(int(left[0] if last is None else left[last + 1]))
+                share = (
+                    within.lost_before[sanitizer, segment]
+                    if last is None
+                    else within.lost_after[sanitizer, stages[last], segment, sizes[last]]
+                )
+                lost += layers * share / 10
+            plans.append((sanitizer, stages, sizes, rows, lost))
+    return plans
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("new", [1, 5])
+def test_the_best_plan_at_a_price_is_found(seed: int, new: int) -> None:
+    within, found = space(seed), costs(seed)
+    price = Milliseconds(found, within.layers, TEXT, 64, True, new)
+    plans = [(price_by_hand(found, rows, stages, 64, new), lost, sanitizer, stages, sizes)
+             for sanitizer, stages, sizes, rows, lost in all_plans(within)]  # fmt: skip
+    prices = sorted(plan[0] for plan in plans)
+    assert cheapest(within, price) == pytest.approx(prices[0])
+    for limit in (prices[0] + 1e-9, *np.quantile(prices, [0.2, 0.5, 0.8]), prices[-1] + 1):
+        best = min((lost, cost) for cost, lost, *_ in plans if cost <= limit)
+        first = best_of_each_sanitizer(within, price, limit)[0]
+        assert (first.lost, first.price) == pytest.approx(best)
+        assert (first.sanitizer, first.stages, first.sizes) in [plan[2:] for plan in plans]
+    assert best_of_each_sanitizer(within, price, prices[0] - 1e-6) == []
+
+
+def test_each_sanitizer_has_its_own_best() -> None:
+    within = space(3)
+    price = MeanTokens(within.layers)
+    plans = [
+        (rows @ np.array(within.layers) / 10, lost, sanitizer) for sanitizer, _, _, rows, lost in all_plans(within)
+    ]
+    found = best_of_each_sanitizer(within, price, 8.0)
+    assert [plan.lost for plan in found] == sorted(plan.lost for plan in found)
+    for plan in found:
+        best = min((lost, cost) for cost, lost, sanitizer in plans if cost <= 8.0 and sanitizer == plan.sanitizer)
+        assert (plan.lost, plan.price) == pytest.approx(best)
+    assert sorted(plan.sanitizer for plan in found) == sorted({each for cost, _, each in plans if cost <= 8.0})
+
+
+def test_of_equal_loss_the_cheaper_is_taken() -> None:
+    within = space(1)
+    nothing = Space(within.layers, within.kept, within.sizes, 0 * within.lost_before, 0 * within.lost_after)
+    price = MeanTokens(within.layers)
+    found: Found = best_of_each_sanitizer(nothing, price, 1000.0)[0]
+    assert found.price == cheapest(nothing, price)

@@ -1,0 +1,155 @@
+"""Costs: curves against a brute-force fit, predictions against sums by hand, and the file they lie in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.costs import Costs, Curve, Place, fit, fit_measured, predict
+from sinkprune.contract.costs_file import read_costs, write_costs
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import schedule
+from sinkprune.contract.schema import to_json
+
+Pipelines = Callable[..., Pipeline]
+parts = st.one_of(st.just(0.0), st.floats(1e-4, 1e3))
+all_rows = st.lists(st.integers(1, 3000), min_size=4, max_size=12, unique=True)
+
+
+@given(parts, parts, parts, all_rows)
+def test_what_is_measured_without_noise_is_found_again(a: float, b: float, c: float, rows: list[int]) -> None:
+    curve = Curve(a, b, c)
+    ms = [curve.ms(count) for count in rows]
+    if min(ms) <= 0:
+        return
+    found = fit(rows, ms)
+    assert [found.ms(count) for count in rows] == pytest.approx(ms, rel=1e-6)
+
+
+@given(all_rows, st.lists(st.floats(1e-3, 1e5), min_size=12, max_size=12))
+def test_more_rows_never_cost_less(rows: list[int], ms: list[float]) -> None:
+    found = fit(rows, ms[: len(rows)])
+    assert min(found.constant, found.linear, found.quadratic) >= 0
+    times = [found.ms(count) for count in (0, *sorted(rows), 10_000)]
+    assert times == sorted(times)
+
+
+def test_no_curve_fits_better() -> None:
+    random = np.random.default_rng(5)
+    for _ in range(20):
+        rows = random.integers(1, 600, 6)
+        ms = random.uniform(0.5, 1.5, 6) * (3 + 0.1 * rows)
+
+        def error(curve: Curve, rows: np.ndarray = rows, ms: np.ndarray = ms) -> float:
+            return float(np.sum((curve.ms(rows) / ms - 1) ** 2))
+
+        found = fit(rows.tolist(), ms.tolist())
+        around = [replace(found, **{name: value}) for name, value in _neighbours(found)]
+        others = [Curve(*random.uniform(0, (20, 0.3, 5e-4))) for _ in range(500)]
+        assert error(found) <= min(map(error, [*around, *others])) + 1e-12
+
+
+def _neighbours(curve: Curve) -> list[tuple[str, float]]:
+    steps = {"constant": 1e-3, "linear": 1e-5, "quadratic": 1e-8}
+    return [(name, max(0.0, getattr(curve, name) + sign * step)) for name, step in steps.items() for sign in (-1, 1)]
+
+
+def test_one_measurement_is_in_proportion_and_none_is_nothing() -> None:
+    assert fit([100], [50.0]) == Curve(0.0, pytest.approx(0.5), 0.0)
+    assert fit_measured([(100, 0.0)]) == fit_measured([]) == Curve(0.0, 0.0, 0.0)
+    assert fit_measured([(100, 0.0), (10, 1.0)]).ms(20) == pytest.approx(2.0)
+
+
+def costs_of(manifest: Manifest) -> Costs:
+    """Costs in which every part can be told from the others."""
+    place = Place("0" * 64, manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
+    segments = tuple(Curve(10.0**-segment, 0.1, 1e-4) for segment in range(len(manifest.segments)))
+    return Costs(
+        costs_version=1,
+        place=place,
+        tower=Curve(0.0, 1.0, 0.0),
+        sanitizer=Curve(1000.0, 1.0, 0.0),
+        projector=Curve(1e5, 0.0, 0.0),
+        decoders=segments,
+        select=Curve(1e6, 1.0, 0.0),
+        rest=0.5,
+        token=Curve(2.0, 1.0, 0.0),
+    )
+
+
+@pytest.mark.parametrize("budget", [UNPRUNED, "retain-64"])
+def test_a_prediction_is_the_sum_of_its_parts(budget: str, pipeline: Pipelines) -> None:
+    small, text = pipeline("gqa-112"), 17
+    manifest, (layout,) = small.bundle.manifest, small.family.largest().values()
+    planned, costs = schedule(manifest, "sinkpruner", budget, [layout]), costs_of(manifest)
+    first, sizes = costs.rest + 1e5, []
+    if planned.plan is not None:
+        first += 1000 + planned.rows
+    for layers, curve in zip(manifest.segments, costs.decoders, strict=True):
+        rows = text + sum(picture.reaching(layers.start) for picture in planned.pictures)
+        sizes += [rows] * len(layers)
+        first += curve.constant + curve.linear * rows + curve.quadratic * rows**2
+        if planned.plan is not None and str(layers.stop - 1) in planned.plan.select_after:
+            first += 1e6 + rows
+    found = predict(costs, manifest, planned, text, [layout])
+    assert found.tower == layout.all_tokens
+    assert found.first == pytest.approx(first)
+    assert found.token == pytest.approx(2 + sum(sizes) / len(sizes))
+    slower = predict(costs.slower(2.5), manifest, planned, text, [layout])
+    assert tuple(slower) == pytest.approx([2.5 * part for part in found])
+    assert found.latency(5) == pytest.approx(found.tower + first + 4 * found.token)
+
+
+def test_a_file_of_costs(pipeline: Pipelines, tmp_path: Path) -> None:
+    costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
+    write_costs(path, costs)
+    assert read_costs(path, costs.place) == costs
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"costs_version": 2}, "have the version 2, this sinkprune reads 1"),
+        ({"costs_version": True}, "have the version True"),
+        ({"rest": -1}, "malformed at $.rest"),
+        ({"rest": "1"}, "malformed at $.rest"),
+        ({"decoders": []}, "are of 0 decoder segments"),
+        ({"tower": {"constant": 1}}, "malformed at $.tower"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused(
+    change: dict[str, object], said: str, pipeline: Pipelines, tmp_path: Path
+) -> None:
+    costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
+    path.write_text(json.dumps({**to_json(costs), **change}))
+    with pytest.raises(UsageError, match="costs") as refusal:
+        read_costs(path, costs.place)
+    assert said in str(refusal.value) and "Measure them here" in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"[]", b"{", b'"x"'])
+def test_what_is_no_file_of_costs_is_refused(content: bytes | None, pipeline: Pipelines, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UsageError, match="Measure them here"):
+        read_costs(path, costs_of(pipeline("gqa-112").bundle.manifest).place)
+
+
+@pytest.mark.parametrize("field", list(Place.__dataclass_fields__))
+def test_costs_of_another_place_are_refused(field: str, pipeline: Pipelines, tmp_path: Path) -> None:
+    costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
+    write_costs(path, costs)
+    other = {"cut_after": (1,), "threads": 3}.get(field, "another")
+    with pytest.raises(UsageError, match=f"of another place: their {field} is"):
+        read_costs(path, replace(costs.place, **{field: other}))

@@ -1,0 +1,238 @@
+"""`sinkprune-doctor`, as it is called."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from commands import Outcome, assert_refused, own_process, run
+from sinkprune.export.presets import PRESETS
+from sinkprune.jetson.boards import read_boards
+
+
+def doctor(*arguments: object) -> Outcome:
+    return run("sinkprune-doctor", *arguments)
+
+
+def told(*arguments: object) -> Any:
+    done = doctor(*arguments, "--json")
+    assert done.code == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_this_machine() -> None:
+    done = doctor()
+    assert done.code == 0, done.stderr
+    for words in ("machine ", "Python ", "libraries ", "onnxruntime ", "memory ", "swap ", "disk ", *PRESETS):
+        assert words in done.stdout
+    assert "datasheet" not in done.stdout
+
+
+def test_a_board_from_a_workstation() -> None:
+    done = doctor("--board", "orin-nano-8gb", "llava-1.5-7b")
+    assert done.code == 0, done.stderr
+    for words in ("Jetson Orin Nano 8GB (Super), sm_87", "102 GB/s", "verify before quoting", "about 7.1 GB"):
+        assert words in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("none ", "retain-"))]
+    assert [row[0] for row in rows] == ["none", "retain-192", "retain-128", "retain-64", "retain-32"]
+    assert rows[0][1:6] == ["576>576>576", "8.50", "21.4!", "500", "133"]
+    assert rows[4][1:6] == ["576>65>22", "1.27", "21.4!", "130w", "130"]
+    assert "libraries" not in done.stdout
+
+
+def test_json_has_every_budget_of_every_preset_in_every_form() -> None:
+    report = told("--board", "thor-t5000")
+    assert report["machine"] is None
+    assert report["board"] == "thor-t5000"
+    assert report["board_facts"]["memory_gb"] == 128
+    assert set(report["board_facts"]["sources"].values()) == set(report["sources"])
+    assert [model["name"] for model in report["models"]] == list(PRESETS)
+    for model in report["models"]:
+        assert [form["weights"] for form in model["forms"]] == ["fp16", "int8", "int4, vision int8"]
+        for form in model["forms"]:
+            assert list(form["budgets"]) == list(model["rows"])
+            for budget in form["budgets"].values():
+                assert budget["fits"] is True
+                assert budget["memory_bytes"] > budget["memory"]["weights"] > 0
+                assert budget["bounds"]["token_ms"] > 0
+
+
+def test_a_recorded_board_is_told_as_it_is(tmp_path: Path) -> None:
+    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
+    assert report["board"] == "orin-nano-8gb"
+    assert report["jetpack"]["version"] == "6.2"
+    assert report["backend"] == "tensorrt"
+    assert report["machine"]["power_mode"] == {
+        "id": 0,
+        "name": "15W",
+        "modes": {"15W": 0, "25W": 1, "MAXN_SUPER": 2, "7W": 3},
+    }
+    # This Python is none of the board's.
+    assert any("is installed for Python 3.10" in finding["found"] for finding in report["findings"])
+    assert any(finding["stops"] for finding in report["findings"])
+    assert report["usable_bytes"] == report["machine"]["free_bytes"]
+    (model,) = report["models"]
+    assert model["forms"][0]["budgets"]["none"]["bounds"]["token_ms"] > 0
+    assert report["next"][0].startswith(
+        "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-fp16 --precision fp16"
+    )
+    assert "--dialect opset20" in report["next"][0]
+
+
+def test_findings_come_with_what_to_do(tmp_path: Path) -> None:
+    done = doctor("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
+    assert done.code == 0
+    assert "stop: TensorRT 10.3.0.30 is installed for Python 3.10" in done.stdout
+    assert (
+        "note: the power mode is 15W, not MAXN_SUPER\n      for all that the board can do: sudo nvpmodel -m 2"
+        in done.stdout
+    )
+
+
+def test_what_a_machine_says_of_itself_cannot_rule_the_terminal(tmp_path: Path) -> None:
+    root = changed(orin_nano_jetpack_6_2(tmp_path), {"proc/device-tree/model": "[bold]Evil\x1b[2J"})
+    assert "machine       [bold]Evil\\x1b[2J\n" in doctor("--root", root, "llava-1.1b").stdout
+
+
+def test_jetpack_7_2_takes_the_default_dialect(tmp_path: Path) -> None:
+    report = told("--root", agx_orin_jetpack_7_2(tmp_path), "llava-1.5-7b")
+    assert report["jetpack"]["version"] == "7.2"
+    assert "--dialect" not in report["next"][0]
+    assert report["models"][0]["dialect"] == "opset24"
+
+
+@pytest.mark.parametrize("tree", [orin_nano_jetpack_6_2, workstation])
+def test_a_bundle_is_told_with_the_commands_that_run_it(
+    tree: Callable[[Path], Path], bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = bundle("mha-336", "fp16", dialect="opset20")
+    report = told("--root", tree(tmp_path), path)
+    (model,) = report["models"]
+    assert (model["name"], model["kind"]) == (str(path), "bundle")
+    own = [form for form in model["forms"] if form["exported"]]
+    assert len(own) == 1
+    weights = (path / "graphs" / "weights").iterdir()
+    assert own[0]["weight_bytes"] == sum(file.stat().st_size for file in weights)
+    commands = [shlex.split(command) for command in report["next"]]
+    if report["machine"]["board"]:
+        build, ask = commands
+        assert build[:5] == ["sinkprune-build", str(path), "-o", f"{path}-engines", "--target"]
+        assert ask[:3] == ["sinkprune-run", f"{path}-engines", "--image"]
+    else:
+        (ask,) = commands
+        assert ask[:4] == ["sinkprune-run", str(path), "--backend", "ort-cpu"]
+    assert ask[-2:] == ["--budget", "retain-192"]
+
+
+def test_a_command_that_is_told_runs(bundle: Callable[..., Path], photo_file: Path) -> None:
+    (command,) = told(bundle("gqa-112"))["next"]
+    name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
+    done = run(name, *words)
+    assert done.code == 0, done.stderr
+
+
+def test_engines_are_told_for_what_they_are_for(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    engines = tmp_path / "engines"
+    assert run("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime").code == 0
+    report = told(engines)
+    (model,) = report["models"]
+    assert (model["kind"], model["backend"]) == ("engines", "ort-cpu")
+    # What is packed is mapped: nothing is packed while it loads.
+    own = next(form for form in model["forms"] if form["exported"])
+    assert own["budgets"]["none"]["memory"]["loading"] == 0
+    (command,) = report["next"]
+    name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
+    assert words[0] == str(engines)
+    assert run(name, *words).code == 0
+    on_board = told("--board", "orin-nano-8gb", engines)["models"][0]
+    assert on_board["backend"] == "ort-cpu"
+    assert on_board["forms"][0]["budgets"]["none"]["bounds"] is None
+
+
+def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    built = run("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime")
+    assert built.code == 0
+    told_of = json.loads((engines / "engines.json").read_text())
+    told_of["target"] = "tensorrt"
+    for engine in told_of["engines"].values():
+        engine["optimisation_profiles"] = {"any": {}}
+    (engines / "engines.json").write_text(json.dumps(told_of))
+    assert_refused(doctor(engines), "are for tensorrt", "--board NAME")
+    (command,) = told("--board", "orin-nano-8gb", engines)["next"]
+    assert command.startswith(f"sinkprune-run {engines} --image")
+
+
+def test_a_bundle_too_large_is_told_how_to_be_smaller(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    path = bundle("mha-336", "fp16", dialect="opset20")
+    none = told("--root", orin_nano_jetpack_6_2(tmp_path), path)["models"][0]["forms"]
+    needed = [form["budgets"]["retain-32"]["memory_bytes"] for form in none]
+    # Between int8 and fp16, in whole KiB.
+    free = (needed[1] // 1024 + 1, f"MemTotal: 8000000 kB\nMemAvailable: {needed[1] // 1024 + 1} kB\n")
+    assert needed[1] < free[0] * 1024 < needed[0]
+    report = told("--root", changed(tmp_path, {"proc/meminfo": free[1]}), path)
+    assert any("as it is exported" in finding["found"] for finding in report["findings"])
+    assert re.match(
+        r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20", report["next"][0]
+    )
+
+
+def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:
+    small, large = (
+        told("--board", "agx-orin-64gb", "qwen2.5-vl-7b", "--picture", size)["models"][0]
+        for size in ("320x240", "1280x720")
+    )
+    assert small["visual_tokens"] < large["visual_tokens"] == 46 * 26
+    assert small["rows"]["none"]["prefill_flops"] < large["rows"]["none"]["prefill_flops"]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> None:
+    place = ("--board", "orin-nano-8gb") if elsewhere else ("--root", orin_nano_jetpack_6_2(tmp_path))
+    report = told(*place, "llava-1.1b", "--backend", "ort-cpu")
+    (model,) = report["models"]
+    assert model["backend"] == "ort-cpu"
+    assert model["forms"][0]["budgets"]["none"]["bounds"] is None
+    assert model["forms"][0]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--board", "nano"), ("unknown board 'nano'", "orin-nano-4gb", "thor-t5000")),
+        (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
+        (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),
+        (("--picture", "0x480"), ("a side of --picture is 0",)),
+        (("--board", "orin-nano-8gb", "qwen2.5-vl-3b", "--picture", "16384x16"), ("16384",)),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: tuple[str, ...]) -> None:
+    assert_refused(doctor(*arguments), *said)
+
+
+def test_a_folder_without_a_bundle_is_refused(tmp_path: Path) -> None:
+    assert_refused(doctor(tmp_path), str(tmp_path), "holds no bundle.json", "sinkprune-export")
+
+
+def test_a_damaged_bundle_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bundle.json").write_text("{}")
+    assert_refused(doctor(tmp_path), "bundle.json", "format version")
+
+
+def test_the_help_names_boards_and_presets() -> None:
+    done = subprocess.run(own_process("sinkprune-doctor", "--help"), capture_output=True, text=True)
+    assert done.returncode == 0
+    for words in ("--board", "--picture", "--json", "examples:", *read_boards().boards, *PRESETS):
+        assert words in done.stdout
+    assert "--root" not in done.stdout

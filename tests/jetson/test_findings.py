@@ -1,0 +1,183 @@
+"""Findings: what stands in the way on a machine, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.jetson.boards import read_boards
+from sinkprune.jetson.findings import Finding, machine_findings, model_findings
+from sinkprune.jetson.fit import ModelFit, Target, fit
+from sinkprune.jetson.machine import Machine, read_machine
+from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.jetson.python_environment import Library, PythonEnvironment
+from sinkprune.jetson.system_files import SystemFiles
+
+GOOD = {name: Library("1", None) for name in ("onnxruntime", "tensorrt", "cuda.bindings")}
+PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries=GOOD)
+PYTHON_7 = replace(PYTHON, version="3.12.3")
+BOARDS = read_boards()
+
+
+def found(root: Path, python: PythonEnvironment = PYTHON, disk: int = 10**12) -> list[Finding]:
+    machine = replace(read(root, python), disk_free_bytes=disk)
+    return list(machine_findings(machine, BOARDS))
+
+
+def read(root: Path, python: PythonEnvironment = PYTHON) -> Machine:
+    return read_machine(SystemFiles(root), python, BOARDS, root)
+
+
+def only(findings: list[Finding], words: str) -> Finding:
+    """The one finding that holds these words."""
+    told = [finding for finding in findings if words in finding.found]
+    assert len(told) == 1, findings
+    return told[0]
+
+
+def test_a_board_in_order_has_none(tmp_path: Path) -> None:
+    assert found(agx_orin_jetpack_7_2(tmp_path), PYTHON_7) == []
+
+
+def test_a_board_as_it_comes(tmp_path: Path) -> None:
+    findings = found(orin_nano_jetpack_6_2(tmp_path))
+    assert len(findings) == 3
+    assert not any(finding.stops for finding in findings)
+    assert "sudo nvpmodel -m 2" in only(findings, "the power mode is 15W, not MAXN_SUPER").do
+    assert "sudo jetson_clocks" in only(findings, "may fall to 306 of 1020 MHz").do
+    assert "--swap" in only(findings, "zram is its only swap").do
+
+
+def test_a_workstation_needs_an_engine_library_and_no_more(tmp_path: Path) -> None:
+    root = workstation(tmp_path)
+    assert found(root) == []
+    finding = only(found(root, replace(PYTHON, libraries={})), "no engine library is installed")
+    assert finding.stops
+    assert "sinkprune[cpu]" in finding.do
+
+
+def test_no_swap_matters_on_small_boards_only(tmp_path: Path) -> None:
+    empty = "Filename\tType\tSize\tUsed\tPriority\n"
+    small = changed(orin_nano_jetpack_6_2(tmp_path / "small"), {"proc/swaps": empty})
+    assert "8 GB" in only(found(small), "it has no swap").found
+    large = changed(agx_orin_jetpack_7_2(tmp_path / "large"), {"proc/swaps": empty})
+    assert found(large, PYTHON_7) == []
+
+
+@pytest.mark.parametrize(
+    ("python", "words", "do"),
+    [
+        (
+            PYTHON_7,
+            "TensorRT 10.3.0.30 is installed for Python 3.10, this is 3.12",
+            "python3.10 -m venv --system-site",
+        ),
+        (
+            replace(PYTHON, sees_system=False),
+            "does not see the system's packages",
+            "python3.10 -m venv --system-site",
+        ),
+        (
+            replace(PYTHON, libraries={"tensorrt": Library("1", None)}),
+            "neither cuda-python nor pycuda",
+            "pip install 'cuda-python>=12,<13'",
+        ),
+        (
+            replace(PYTHON, libraries={**GOOD, "tensorrt": Library(None, "ImportError: libnvdla.so")}),
+            "tensorrt is installed but does not import: ImportError: libnvdla.so",
+            "reinstall",
+        ),
+    ],
+)
+def test_a_python_that_cannot_run_engines_stops(
+    python: PythonEnvironment, words: str, do: str, tmp_path: Path
+) -> None:
+    finding = only(found(orin_nano_jetpack_6_2(tmp_path), python), words)
+    assert finding.stops
+    assert do in finding.do
+
+
+def test_pycuda_does_as_well(tmp_path: Path) -> None:
+    python = replace(
+        PYTHON, libraries={**GOOD, "pycuda": Library("2024", None), "cuda.bindings": Library(None, "no")}
+    )
+    findings = found(orin_nano_jetpack_6_2(tmp_path), python)
+    assert not any(finding.stops for finding in findings)
+    assert only(findings, "cuda.bindings is installed but does not import").do
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "stops"),
+    [
+        ({"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None}, "module is not installed", True),
+        ({"etc/nv_tegra_release": None}, "no release of Jetson Linux", True),
+        ({"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1"}, "Jetson Linux 35.4.1 is of no JetPack", True),
+        ({"proc/device-tree/compatible": "acme,robot\0nvidia,tegra234\0"}, "which module is not known", False),
+        ({"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None}, "power mode is not told", False),
+    ],
+)
+def test_what_a_board_lacks(files: dict[str, str | None], words: str, stops: bool, tmp_path: Path) -> None:
+    assert only(found(changed(orin_nano_jetpack_6_2(tmp_path), files)), words).stops is stops
+
+
+def test_another_python_is_a_finding_where_no_tensorrt_says_so(tmp_path: Path) -> None:
+    root = changed(orin_nano_jetpack_6_2(tmp_path), {"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None})
+    assert "python3.10 -m venv" in only(found(root, PYTHON_7), "this Python is 3.12; JetPack 6.2 has 3.10").do
+
+
+def test_a_file_that_may_not_be_read_and_a_full_disk(tmp_path: Path) -> None:
+    root = orin_nano_jetpack_6_2(tmp_path)
+    (root / "etc/nvpmodel.conf").unlink()
+    (root / "etc/nvpmodel.conf").mkdir()
+    findings = found(root, disk=9_999_999_999)
+    assert "sudo" in only(findings, "not readable: /etc/nvpmodel.conf: Is a directory").do
+    assert not only(findings, "10.0 GB of disk are free").stops
+    assert len(found(root, disk=10_000_000_000)) == len(findings) - 1
+
+
+def fits(model: str, usable: int, path: Path | None = None, backend: str = "tensorrt") -> ModelFit:
+    manifest = read_bundle(path).manifest if path else preset_manifest(model, read_presets()[model], "opset20")
+    return fit(model, "bundle" if path else "preset", manifest, Target(backend, usable, None), (336, 336))
+
+
+def test_too_little_memory_says_what_would_fit(bundle: Callable[..., Path]) -> None:
+    small = fits("llava-1.5-7b", 3 << 30)
+    (finding,) = model_findings([small], None, 3 << 30)
+    assert finding.stops
+    assert "'llava-1.5-7b' fits in no form: it needs 6." in finding.found
+    assert "3.2 GB can be taken" in finding.found
+    assert not list(model_findings([fits("llava-1.5-7b", 8 << 30)], None, 8 << 30))
+    path = bundle("mha-336", "fp16")
+    whole = fits("it", 0, path)
+    own, int4 = (form.budgets["retain-32"].memory_bytes for form in (whole.forms[0], whole.forms[2]))
+    assert int4 < own
+    (finding,) = model_findings([fits("it", own - 1, path)], None, own - 1)
+    assert "as it is exported" in finding.found
+    assert finding.do == "export it again with --weights int8"
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "dialect", "words"),
+    [
+        ("fp16", None, "opset20", []),
+        ("fp16", None, "opset24", ["is of dialect opset24; TensorRT 10.3.0 of JetPack 6.2 takes opset20"]),
+        ("fp32", None, "opset20", ["builds attention in fp16 only"]),
+        ("fp16", "uint4", "opset24", ["uint4 weights", "dialect opset24"]),
+    ],
+)
+def test_what_tensorrt_of_the_jetpack_takes_none_of(
+    precision: str, weights: str | None, dialect: str, words: list[str], bundle: Callable[..., Path]
+) -> None:
+    model = fits("it", 0, bundle("mha-336", precision, weights=weights, dialect=dialect))
+    findings = list(model_findings([model], BOARDS.jetpack("36.4.3"), 0))
+    assert len(findings) == len(words)
+    for finding, said in zip(findings, words, strict=True):
+        assert said in finding.found
+        assert finding.stops
+    later = list(model_findings([model], BOARDS.jetpack("39.2"), 0))
+    assert not [finding for finding in later if "dialect" in finding.found]

@@ -1,0 +1,188 @@
+"""What a machine is, read from recorded trees of its files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from sinkprune.jetson.boards import read_boards
+from sinkprune.jetson.machine import Machine, read_machine
+from sinkprune.jetson.power_mode import Clock
+from sinkprune.jetson.python_environment import Library, PythonEnvironment, this_environment
+from sinkprune.jetson.system_files import SystemFiles
+
+PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries={})
+
+
+def machine(root: Path, python: PythonEnvironment = PYTHON) -> Machine:
+    return read_machine(SystemFiles(root), python, read_boards(), root)
+
+
+def test_an_orin_nano_with_jetpack_6_2(tmp_path: Path) -> None:
+    found = machine(orin_nano_jetpack_6_2(tmp_path))
+    assert found.model == "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super"
+    assert (found.board, found.chip) == ("orin-nano-8gb", "Jetson Orin")
+    assert (found.system, found.kernel) == ("Ubuntu 22.04.5 LTS", "5.15.148-tegra")
+    installed = found.jetpack
+    assert (installed.l4t, installed.package, installed.cuda) == ("36.4.3", "6.2+b77", "12.6.68")
+    assert (installed.tensorrt, installed.tensorrt_python) == ("10.3.0.30", ("3.10",))
+    mode = found.power_mode
+    assert mode is not None
+    assert (mode.id, mode.name, mode.fastest, mode.is_fastest) == (0, "15W", ("MAXN_SUPER", 2), False)
+    assert found.gpu_clock == Clock(306, 306, 1020, "nvhost_podgov")
+    assert found.cpu_clock == Clock(730, 730, 1728, "schedutil")
+    assert found.memory_bytes == 7620 << 20
+    assert found.free_bytes is not None and found.free_bytes <= 6400 << 20
+    assert [(swap.place, swap.compressed) for swap in found.swap] == [("/dev/zram0", True)]
+    assert found.instructions == "asimddp asimdhp fphp"
+    assert found.unreadable == ()
+
+
+def test_an_agx_orin_with_jetpack_7_2(tmp_path: Path) -> None:
+    found = machine(agx_orin_jetpack_7_2(tmp_path))
+    assert found.board == "agx-orin-64gb"
+    installed = found.jetpack
+    assert (installed.l4t, installed.cuda, installed.tensorrt) == ("39.2.0", "13.2.0", "10.16.2.10")
+    # Of Debian's one folder for modules, by the system's Python.
+    assert installed.tensorrt_python == ("3.12",)
+    assert found.power_mode is not None and found.power_mode.is_fastest
+    assert [(swap.place, swap.compressed, swap.bytes) for swap in found.swap] == [
+        ("/swapfile", False, 8388604 * 1024)
+    ]
+
+
+def test_any_linux_machine(tmp_path: Path) -> None:
+    found = machine(workstation(tmp_path))
+    assert (found.board, found.chip, found.model, found.power_mode, found.gpu_clock) == (None,) * 5
+    assert found.processor == "Some x86 at 3 GHz"
+    assert found.instructions == "avx2 avx512_vnni fma"
+    assert found.jetpack.l4t is None
+    assert found.swap == ()
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+    found = machine(tmp_path)
+    assert (found.memory_bytes, found.system, found.kernel, found.unreadable) == (None, None, None, ())
+
+
+def test_this_machine() -> None:
+    found = read_machine(SystemFiles(), PYTHON, read_boards(), Path())
+    assert found.memory_bytes is not None and found.free_bytes is not None
+    assert found.kernel is not None
+    assert found.disk_free_bytes is not None
+
+
+@pytest.mark.parametrize(
+    ("files", "mode", "name"),
+    [
+        ({"var/lib/nvpmodel/status": "pmode:0002"}, 2, "MAXN_SUPER"),
+        ({"var/lib/nvpmodel/status": "pmode:0009"}, 9, None),
+        # Never set: the default of the configuration.
+        ({"var/lib/nvpmodel/status": None}, 1, "25W"),
+        ({"etc/nvpmodel.conf": None}, 0, None),
+        ({"etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=MAXN >\n"}, 0, "MAXN"),
+    ],
+)
+def test_power_modes(files: dict[str, str | None], mode: int, name: str | None, tmp_path: Path) -> None:
+    found = machine(changed(orin_nano_jetpack_6_2(tmp_path), files)).power_mode
+    assert found is not None
+    assert (found.id, found.name) == (mode, name)
+
+
+def test_without_nvpmodel_no_mode_is_told(tmp_path: Path) -> None:
+    root = changed(orin_nano_jetpack_6_2(tmp_path), {"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None})
+    assert machine(root).power_mode is None
+
+
+def test_the_unlimited_mode_is_the_super_one_where_there_are_both(tmp_path: Path) -> None:
+    conf = "< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=1 NAME=10W >\n< POWER_MODEL ID=4 NAME=MAXN_SUPER >\n"
+    found = machine(changed(orin_nano_jetpack_6_2(tmp_path), {"etc/nvpmodel.conf": conf})).power_mode
+    assert found is not None
+    assert found.fastest == ("MAXN_SUPER", 4)
+    assert not found.is_fastest
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("etc/nv_tegra_release", "no release"),
+        ("usr/local/cuda/version.json", "{"),
+        ("usr/local/cuda/version.json", '{"cuda": "12"}'),
+        ("var/lib/dpkg/status", "Package\nVersion:\n\n\n"),
+        ("proc/meminfo", "MemTotal: much\n"),
+        ("proc/swaps", "x\ny z\n/dev/x partition lots 0 0\n"),
+        ("sys/class/devfreq/17000000.gpu/max_freq", "fast"),
+        ("etc/nvpmodel.conf", "< POWER_MODEL NAME=15W >"),
+        ("proc/device-tree/compatible", "\0\0"),
+        ("proc/device-tree/model", "\0"),
+    ],
+)
+def test_what_makes_no_sense_is_not_told(path: str, text: str, tmp_path: Path) -> None:
+    found = machine(changed(orin_nano_jetpack_6_2(tmp_path), {path: text}))
+    assert found.unreadable == ()
+
+
+def test_a_package_that_was_removed_is_not_installed(tmp_path: Path) -> None:
+    found = machine(
+        changed(orin_nano_jetpack_6_2(tmp_path), {"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None})
+    )
+    assert found.jetpack.tensorrt == "10.3.0.30"
+    assert found.jetpack.tensorrt_python == ()
+    status = "Package: libnvinfer10\nStatus: deinstall ok config-files\nVersion: 10.3.0\n"
+    assert machine(changed(tmp_path, {"var/lib/dpkg/status": status})).jetpack.tensorrt is None
+
+
+def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
+    root = orin_nano_jetpack_6_2(tmp_path)
+    status = root / "var/lib/nvpmodel/status"
+    status.unlink()
+    # Whoever runs this may be root, who reads all: a folder in a file's place gives nothing to anybody.
+    status.mkdir()
+    found = machine(root)
+    assert found.power_mode is None
+    assert found.unreadable == ("/var/lib/nvpmodel/status: Is a directory",)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
+def test_without_permission_it_says_so(tmp_path: Path) -> None:
+    root = orin_nano_jetpack_6_2(tmp_path / "root")
+    (root / "var/lib/nvpmodel/status").chmod(0)
+    program = (
+        "import os, sys; from pathlib import Path; from sinkprune.jetson.system_files import SystemFiles;"
+        "from sinkprune.jetson.power_mode import read_power_mode;"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
+        "files = SystemFiles(Path('.')); print(read_power_mode(files), files.unreadable)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.stdout.strip() == "None ['/var/lib/nvpmodel/status: Permission denied']", done.stderr
+
+
+def test_libraries_are_imported_to_see_whether_they_can_be(tmp_path: Path) -> None:
+    found = this_environment()
+    assert found.imports("onnxruntime")
+    assert found.minor == ".".join(map(str, sys.version_info[:2]))
+    (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object file')\n")
+    (tmp_path / "pycuda.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
+    program = "import json, sys; from sinkprune.contract.schema import to_json;"
+    program += (
+        "from sinkprune.jetson.python_environment import this_environment as f; print(json.dumps(to_json(f())))"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert '"error": "ImportError: libnvinfer.so.10: cannot open shared object file"' in done.stdout, done.stderr
+    assert '"pycuda": {"version": null, "error": "its import ended the process (signal 11)"}' in done.stdout
+
+
+def test_a_library_that_does_not_import_is_none_to_use() -> None:
+    python = replace(PYTHON, libraries={"tensorrt": Library(None, "no"), "openvino": Library("1", None)})
+    assert not python.imports("tensorrt")
+    assert python.imports("openvino")
+    assert not python.imports("onnxruntime")

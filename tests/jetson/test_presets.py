@@ -1,0 +1,88 @@
+"""Presets are what the export makes of them, and a manifest in another form is what the export would write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from import_statements import ROOT
+from preset_facts import facts_of, weight_graphs, written
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import WeightsName
+from sinkprune.contract.schedule import schedule
+from sinkprune.contract.schema import from_json, to_json
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.jetson.other_forms import stored_as
+from sinkprune.jetson.presets import PresetFacts, preset_manifest, read_presets
+from sinkprune.runtime.families import load_family
+
+
+def test_the_file_holds_what_the_export_has() -> None:
+    # Else: python tests/preset_facts.py
+    assert (ROOT / "jetson" / "presets.json").read_text(encoding="utf-8") == written()
+    assert list(read_presets()) == list(PRESETS)
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen"])
+def test_a_preset_s_manifest_is_the_one_of_its_bundle(
+    name: str, bundle: Callable[..., Path], checkpoint: Callable[[str], Path]
+) -> None:
+    real = read_bundle(bundle(name, "fp16")).manifest
+    config = json.loads((checkpoint(name) / "config.json").read_text(encoding="utf-8"))
+    planned = preset_manifest(name, from_json(PresetFacts, to_json(facts_of(name, config))), "opset24")
+    for field in ("family", "language_model", "vision", "projector", "precision", "cut_after", "budgets"):
+        assert getattr(planned, field) == getattr(real, field)
+    layouts = list(load_family(planned).largest().values())
+    for budget in ["none", *planned.budgets]:
+        ours, theirs = (schedule(manifest, "sinkpruner", budget, layouts) for manifest in (planned, real))
+        assert ours.pictures == theirs.pictures
+    weights = set(real.graphs) & set(planned.graphs)
+    assert {"vision", "decoder_0", "head"} <= weights
+    for graph in weights:
+        # A file has gaps up to a page before each tensor.
+        assert planned.weight_bytes(graph) == pytest.approx(real.weight_bytes(graph), abs=40 * 4096)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "uint4"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsName) -> None:
+    manifest = preset_manifest(name, read_presets()[name], "opset24")
+    other = stored_as(manifest, "fp16", form)
+    graphs = weight_graphs(read_family(name, PRESETS[name]), form, "int8")
+    for graph, built in graphs.items():
+        layers = len(other.segments[0]) if graph == "decoder_0" else 1
+        # A tower has weights that are no linear layer's: its first convolution, positions.
+        near = 0.01 if graph == "vision" else 0.002
+        assert other.weight_bytes(graph) / layers == pytest.approx(built.bytes, rel=near)
+    assert (other.weights.decoder, other.weights.vision, other.precision) == (form, "int8", "fp16")
+    assert other.weights.block_size == (None if form == "int8" else 128)
+
+
+def test_sizes_go_there_and_back(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112")).manifest
+    assert sizes(stored_as(manifest, "fp16", "fp16")) == [size // 2 for size in sizes(manifest)]
+    there = stored_as(manifest, "fp16", "int4")
+    for found, size in zip(sizes(stored_as(there, "fp32", "fp32")), sizes(manifest), strict=True):
+        assert found == pytest.approx(size, abs=8)
+
+
+def test_blocks_of_the_bundle_count_as_they_are(bundle: Callable[..., Path]) -> None:
+    manifest = stored_as(read_bundle(bundle("gqa-112")).manifest, "fp16", "int4")
+    narrow = replace(manifest, weights=replace(manifest.weights, block_size=32))
+    # A scale of 16 bits for 32 weights of 4 bits, not for 128.
+    assert sizes(stored_as(narrow, "fp16", "fp16"))[1:] == [
+        pytest.approx(size * (4 + 16 / 128) / (4 + 16 / 32), abs=2)
+        for size in sizes(stored_as(manifest, "fp16", "fp16"))[1:]
+    ]
+
+
+def sizes(manifest: Manifest) -> list[int]:
+    """Bytes of the tower first, then of the other graphs that have any."""
+    graphs = ["vision", *(graph for graph in manifest.graphs if graph != "vision")]
+    return [size for graph in graphs if (size := manifest.weight_bytes(graph))]

@@ -1,0 +1,267 @@
+"""`jetson/setup.sh` on scratch roots of both JetPacks: what it does, twice, and what is left when it fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from setup_stand_ins import SETUP, ScratchBoard, scratch_board
+
+ALL = ("--power-mode", "MAXN_SUPER", "--clocks", "--swap", "8", "--service")
+VENV = "/opt/sinkprune/venv"
+BOARDS = {"6.2": orin_nano_jetpack_6_2, "7.2": agx_orin_jetpack_7_2}
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> ScratchBoard:
+    return scratch_board(orin_nano_jetpack_6_2(tmp_path / "root"), tmp_path / "programs")
+
+
+def other(tmp_path: Path, tree: Callable[[Path], Path]) -> ScratchBoard:
+    return scratch_board(tree(tmp_path / "root"), tmp_path / "programs")
+
+
+def state(board: ScratchBoard) -> dict[str, str]:
+    """What a set-up that failed must have left as it was."""
+    files = board.files()
+    # nvpmodel writes what else it likes beside the mode's number, and an empty table is as good as none.
+    files["var/lib/nvpmodel/status"] = files["var/lib/nvpmodel/status"].split()[0]
+    # What jetson_clocks is restored from is of no more use, and in nobody's way.
+    files.pop("var/lib/sinkprune/clocks.before", None)
+    return {name: text for name, text in files.items() if text or name != "etc/fstab"}
+
+
+def shellcheck() -> str | None:
+    return shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(shellcheck() is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    done = subprocess.run([str(shellcheck()), str(SETUP)], capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("jetpack", "python", "cuda"),
+    [("6.2", "python3.10", "cuda-python>=12.6,<13"), ("7.2", "python3.12", "cuda-python>=13,<14")],
+)
+def test_the_environment_is_the_one_of_the_jetpack(jetpack: str, python: str, cuda: str, tmp_path: Path) -> None:
+    board = other(tmp_path, BOARDS[jetpack])
+    done = board.setup()
+    assert done.returncode == 0, done.stderr
+    assert f"JetPack {jetpack}" in done.stdout
+    assert board.calls() == [
+        f"{python} -m venv --system-site-packages {VENV}",
+        f"python -m pip install --no-input --disable-pip-version-check sinkprune[cpu] {cuda} onnx>=1.16",
+    ]
+    assert (board.root / VENV[1:] / "bin" / "sinkprune-doctor").exists()
+
+
+def test_nothing_but_the_environment_is_made_unless_asked(board: ScratchBoard) -> None:
+    before = board.files()
+    assert board.setup().returncode == 0
+    made = {name for name in board.files() if name not in before}
+    assert made and all(name.startswith("opt/sinkprune/venv/") for name in made)
+    assert before.items() <= board.files().items()
+
+
+def test_all_that_is_asked_for_is_done(board: ScratchBoard) -> None:
+    done = board.setup(*ALL)
+    assert done.returncode == 0, done.stderr
+    calls = board.calls()[2:]
+    assert calls == [
+        "nvpmodel -m 2",
+        "jetson_clocks --store /var/lib/sinkprune/clocks.before",
+        "jetson_clocks ",
+        "fallocate -l 8G -- /swapfile-sinkprune",
+        "mkswap -- /swapfile-sinkprune",
+        "swapon -- /swapfile-sinkprune",
+        "systemctl daemon-reload",
+        "systemctl enable sinkprune-doctor.service",
+    ]
+    files = board.files()
+    assert files["etc/fstab"] == "/swapfile-sinkprune none swap sw 0 0\n"
+    assert (board.root / "swapfile-sinkprune").stat().st_mode & 0o777 == 0o600
+    unit = files["etc/systemd/system/sinkprune-doctor.service"]
+    assert f"ExecStart={VENV}/bin/sinkprune-doctor --json\n" in unit
+    assert f"ExecStartPre={board.programs}/jetson_clocks\n" in unit
+    assert "@" not in unit
+    assert "var/lib/sinkprune/setup.undo" not in files
+
+
+def test_a_unit_without_clocks_leaves_them_alone(board: ScratchBoard) -> None:
+    assert board.setup("--service").returncode == 0
+    unit = board.files()["etc/systemd/system/sinkprune-doctor.service"]
+    assert "jetson_clocks" not in unit
+    assert "@" not in unit
+
+
+@pytest.mark.parametrize("jetpack", BOARDS)
+def test_a_second_run_changes_nothing(jetpack: str, tmp_path: Path) -> None:
+    board = other(tmp_path, BOARDS[jetpack])
+    options = ("--power-mode", "0", "--swap", "8", "--service")
+    assert board.setup(*options).returncode == 0
+    before = board.files()
+    board.calls()
+    done = board.setup(*options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("as it should be") == 4
+    assert board.calls() == []
+    assert board.files() == before
+
+
+def test_what_a_new_run_wants_otherwise_takes_the_place_of_the_old(board: ScratchBoard) -> None:
+    assert board.setup().returncode == 0
+    board.calls()
+    assert board.setup("--source", "sinkprune==9").returncode == 0
+    assert "sinkprune==9[cpu]" in board.calls()[1]
+    assert not (board.root / f"{VENV[1:]}.before").exists()
+
+
+@pytest.mark.parametrize("jetpack", BOARDS)
+@pytest.mark.parametrize(
+    "fails", ["python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon", "systemctl", "half-enabled"]
+)
+def test_what_fails_is_undone(fails: str, jetpack: str, tmp_path: Path) -> None:
+    board = other(tmp_path, BOARDS[jetpack])
+    before = state(board)
+    mode = {"6.2": "MAXN_SUPER", "7.2": "MODE_30W"}[jetpack]
+    done = board.setup("--power-mode", mode, "--clocks", "--swap", "8", "--service", fails=fails)
+    assert done.returncode == 1
+    assert "undoing what was begun" in done.stderr
+    assert state(board) == before
+    assert board.setup("--power-mode", mode, "--swap", "8", "--service").returncode == 0
+
+
+def test_an_environment_that_worked_is_put_back_when_its_successor_fails(board: ScratchBoard) -> None:
+    assert board.setup().returncode == 0
+    before = board.files()
+    assert board.setup("--source", "broken", fails="python").returncode == 1
+    assert board.files() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_set_up_is_undone(number: int, board: ScratchBoard) -> None:
+    assert board.setup().returncode == 0
+    before = board.files()
+    running = board.begin("--source", "newer", "--swap", "8", hangs="mkswap")
+    until = time.monotonic() + 30
+    while not board.hangs():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.killpg(running.pid, number)
+    assert running.wait(30) != 0
+    if number == signal.SIGKILL:
+        # Nobody was there to undo it; the next run is, and one that only tells is not.
+        assert "newer" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
+        assert board.setup("--dry-run").returncode == 0
+        assert "newer" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
+        done = board.setup()
+        assert "a former set-up was cut off: undoing it" in done.stdout
+        assert "environment: as it should be" in done.stdout
+    assert board.files() == before
+
+
+def test_a_dry_run_tells_and_changes_nothing(board: ScratchBoard) -> None:
+    before = board.files()
+    done = board.setup(*ALL, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    for told in (
+        "-m venv",
+        "pip install",
+        "nvpmodel -m 2",
+        "would run: jetson_clocks",
+        "fallocate -l 8G",
+        "systemctl enable",
+    ):
+        assert told in done.stdout
+    assert done.stdout.endswith("nothing was changed\n")
+    assert board.calls() == []
+    assert board.files() == before
+
+
+def test_machines_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    board = other(tmp_path, workstation)
+    assert_refused(board, "this is no Jetson")
+    changed(board.root, {"proc/device-tree/compatible": "nvidia,p2888-0001\0nvidia,tegra194\0"})
+    assert_refused(board, "this board is not known: nvidia,p2888-0001 nvidia,tegra194")
+
+
+@pytest.mark.parametrize(
+    ("release", "found"),
+    [
+        ("# R35 (release), REVISION: 4.1, GCID: 1", "35.4.1"),
+        ("# R36 (release), REVISION: 4.0, GCID: 1", "36.4.0"),
+        ("# R36 (release), REVISION: 3.0, GCID: 1", "36.3.0"),
+        ("# R38 (release), REVISION: 4.0, GCID: 1", "38.4.0"),
+        ("nonsense", "0.0.0"),
+    ],
+)
+def test_releases_that_it_is_not_for_are_refused(release: str, found: str, board: ScratchBoard) -> None:
+    changed(board.root, {"etc/nv_tegra_release": release})
+    assert_refused(board, f"Jetson Linux '{found}'", "JetPack 6.2 or 7.2")
+
+
+def test_later_revisions_are_taken(board: ScratchBoard) -> None:
+    changed(board.root, {"etc/nv_tegra_release": "# R36 (release), REVISION: 5.0, GCID: 1"})
+    assert board.setup().returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"lacks": "ensurepip"}, "apt-get install python3.10-venv"),
+        ({"lacks": "tensorrt"}, "apt-get install nvidia-jetpack"),
+        ({"free": "2999"}, "2999 MB are free"),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_is_changed(
+    environment: dict[str, str], said: str, board: ScratchBoard
+) -> None:
+    assert_refused(board, said, **environment)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--power-mode", "TURBO"), "'TURBO' is none of: 15W 25W MAXN_SUPER 7W"),
+        (("--swap", "none"), "--swap is 'none', expected GB"),
+        (("--swap", "99"), "are needed"),
+        (("--venv", "here"), "expected a path that begins with /"),
+        (("--venv", "/etc"), "no environment"),
+        (("--root", "/nowhere"), "is no folder"),
+        (("--turbo",), "unknown option '--turbo'"),
+        (("--swap",), "--swap needs a value"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options: tuple[str, ...], said: str, board: ScratchBoard) -> None:
+    assert_refused(board, said, options=options)
+
+
+def assert_refused(board: ScratchBoard, *said: str, options: tuple[str, ...] = (), **environment: str) -> None:
+    before = board.files()
+    done = board.setup(*options, **environment)
+    assert done.returncode == 2, done.stdout
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    for words in said:
+        assert words in done.stderr
+    assert board.calls() == []
+    assert board.files() == before
+
+
+def test_the_help_names_every_option(board: ScratchBoard) -> None:
+    done = board.setup("--help")
+    assert done.returncode == 0
+    for option in ("--venv", "--source", "--power-mode", "--clocks", "--swap", "--service", "--dry-run", "--root"):
+        assert f"  {option} " in done.stdout

@@ -1,0 +1,210 @@
+"""Budgets chosen for a deadline on machines that are simulated, down to the clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from sinkprune import Pipeline
+from sinkprune.contract.costs import Costs, Curve, Place, predict
+from sinkprune.runtime.answer import DeadlineReport
+from sinkprune.runtime.choices import Choice, choices, up_to
+from sinkprune.runtime.deadline import Hurried, Pace
+from sinkprune.runtime.learnt import WINDOW, Learnt
+from sinkprune.runtime.request import Request, new_request
+
+Pipelines = Callable[..., Pipeline]
+Slowness = Callable[[int], float]
+"""How many times as long as by its costs the request of a number takes."""
+
+TEXT = 20
+TOWER_MS = 50.0
+
+
+class Machine:
+    """Answers requests in no time, on a clock of its own."""
+
+    def __init__(self, pipeline: Pipeline, slowness: Slowness, tokens: int = 4) -> None:
+        manifest = pipeline.bundle.manifest
+        self.layouts = [*pipeline.family.largest().values()]
+        place = Place("", manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 1, "simulated")
+        nothing = Curve(0.0, 0.0, 0.0)
+        segment = Curve(2.0, 0.1, 0.0)
+        self.costs = Costs(
+            1, place, nothing, nothing, nothing, (segment,) * len(manifest.segments), nothing, 30.0, Curve(5.0, 0, 0)
+        )
+        self._manifest, self._slowness, self._tokens = manifest, slowness, tokens
+        self.seconds, self.learnt, self.number = 0.0, Learnt(), 0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def answer(self, request: Request, deadline_ms: float) -> tuple[DeadlineReport, str]:
+        """The report on one request, and why it ended, as a pipeline runs it."""
+        slow = self._slowness(self.number)
+        self.number += 1
+        pace = Hurried(request, deadline_ms, self._manifest, self.costs, self.learnt, self.now)
+        budgets, layouts = pace.budgets(self._manifest, self.layouts), self.layouts
+        possible = choices(self._manifest, None, request, budgets, TEXT, layouts)
+        self.seconds += slow * TOWER_MS / 1e3
+        chosen = pace.choose(possible, TEXT, layouts)
+        expected = predict(self.costs, self._manifest, chosen.schedule, TEXT, layouts)
+        self.seconds += slow * expected.first / 1e3
+        pace.first_token()
+        steps: list[float] = []
+        stopped = len(steps) + 1 >= self._tokens
+        while not stopped and pace.goes_on(len(steps) + 1):
+            self.seconds += slow * expected.token / 1e3
+            steps.append(slow * expected.token)
+            stopped = len(steps) + 1 >= self._tokens
+        report = pace.ended(steps)
+        assert report.budget == chosen.budget
+        return report, "stop" if stopped else pace.finish(len(steps) + 1)
+
+
+@pytest.fixture(scope="module")
+def small(pipeline: Pipelines) -> Pipeline:
+    return pipeline("gqa-112")
+
+
+def asked(tokens: int = 4, **options: object) -> Request:
+    return new_request(np.zeros((8, 8, 3), np.uint8), "What?", max_new_tokens=tokens, **options)
+
+
+def reports(small: Pipeline, slowness: Slowness, deadline_ms: float, count: int) -> list[DeadlineReport]:
+    machine = Machine(small, slowness)
+    return [machine.answer(asked(), deadline_ms)[0] for _ in range(count)]
+
+
+def budgets(found: Sequence[DeadlineReport]) -> list[str]:
+    return [report.budget for report in found]
+
+
+def first_ms(small: Pipeline, budget: str) -> float:
+    """When the first token comes at a budget, on a quiet machine."""
+    manifest, layouts = small.bundle.manifest, [*small.family.largest().values()]
+    (choice,) = choices(manifest, None, asked(), [budget], TEXT, layouts)
+    return TOWER_MS + predict(Machine(small, quiet).costs, manifest, choice.schedule, TEXT, layouts).first
+
+
+def quiet(number: int) -> float:
+    return 1.0
+
+
+def test_a_quiet_machine_runs_the_largest_budget_that_fits(small: Pipeline) -> None:
+    three = 3 * 5.0
+    for name in ("none", "retain-192", "retain-128", "retain-64", "retain-32"):
+        # All of four tokens, and as much more as is expected of a machine that was never asked.
+        needed = TOWER_MS + 1.38 * (first_ms(small, name) - TOWER_MS + three)
+        (report,) = reports(small, quiet, needed, 1)
+        assert (report.budget, report.met, report.can_meet) == (name, True, True)
+        assert report.measured_ms == pytest.approx(first_ms(small, name) + three)
+        assert report.measured_ms <= report.predicted_ms <= needed
+        (report,) = reports(small, quiet, needed - 8, 1)
+        assert report.budget != name or name == "retain-32"
+    assert "largest budget" in report.reason or "most" in report.reason
+
+
+def test_a_budget_that_is_given_is_the_largest(small: Pipeline) -> None:
+    machine = Machine(small, quiet)
+    report, _ = machine.answer(asked(budget="retain-64"), 10_000)
+    assert report.budget == "retain-64"
+    report, _ = machine.answer(asked(budget="retain-64"), first_ms(small, "retain-32"))
+    assert report.budget == "retain-32"
+
+
+def test_load_moves_it_to_smaller_budgets_and_quiet_moves_it_back(small: Pipeline) -> None:
+    deadline = 2.1 * (first_ms(small, "retain-32") + 15)
+
+    def halved(number: int) -> float:
+        return 2.0 if 50 <= number < 120 else 1.0
+
+    found = reports(small, halved, deadline, 220)
+    assert set(budgets(found[:50])) == {"none"}
+    # One miss tells it, and it knows from then on.
+    assert [report.met for report in found[50:120]] == [False] + [True] * 69
+    assert set(budgets(found[52:120])) == {"retain-64"}
+    assert all(report.met for report in found[120:])
+    assert budgets(found[120 + WINDOW :]) == ["none"] * (100 - WINDOW)
+    assert [found[number].slower for number in (60, 121, 219)] == pytest.approx([2.1, 2.1, 1.05])
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["even", "bursts", "heavy-tailed", "drifting"])
+def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str, seed: int) -> None:
+    chance = random.Random(f"{kind} {seed}")
+
+    def slowness(number: int) -> float:
+        if kind == "even":
+            return chance.uniform(1.0, 1.6)
+        if kind == "bursts":
+            return chance.uniform(1.8, 2.1) if number // 25 % 3 == 1 else chance.uniform(1.0, 1.2)
+        if kind == "heavy-tailed":
+            return 0.9 + min(0.3 * chance.paretovariate(2.5), 1.2)
+        return 1.0 + 0.5 * np.sin(number / 30) + chance.uniform(0.0, 0.3)
+
+    # The smallest budget can, at the slowest that the machine gets.
+    slowest = 2.1 * first_ms(small, "retain-32")
+    for deadline in (slowest, 1.2 * slowest):
+        found = reports(small, slowness, deadline, 200)
+        assert sum(report.met for report in found) >= 190, (kind, deadline, budgets(found))
+
+
+def test_where_nothing_can_meet_it_the_fastest_runs_and_says_so(small: Pipeline) -> None:
+    for report in reports(small, quiet, 40.0, 3):
+        assert (report.budget, report.can_meet, report.met) == ("retain-32", False, False)
+        assert report.expected_tokens == 1
+        assert report.predicted_first_ms >= first_ms(small, "retain-32")
+        assert "no budget" in report.reason
+
+
+def test_tokens_end_in_time(small: Pipeline) -> None:
+    deadline = first_ms(small, "retain-32") + 100
+    machine = Machine(small, quiet, tokens=1000)
+    report, finish = machine.answer(asked(500), deadline)
+    assert (report.budget, finish) == ("retain-32", "deadline")
+    assert deadline - 7 < report.measured_ms <= deadline
+    # Less than what fits: nothing is known of the machine yet.
+    expected = (100 - 0.365 * (first_ms(small, "retain-32") - TOWER_MS)) // (5 * 1.3 * 1.05)
+    assert report.expected_tokens == 1 + expected
+    assert machine.answer(asked(3), 10_000)[1] == "length"
+
+
+def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipeline) -> None:
+    machine = Machine(small, quiet, tokens=1000)
+    pace = Hurried(asked(100), 1000.0, small.bundle.manifest, machine.costs, Learnt(), machine.now)
+    layouts = [*small.family.largest().values()]
+    possible = choices(small.bundle.manifest, None, asked(100), ["retain-64"], TEXT, layouts)
+    pace.choose(possible, TEXT, layouts)
+    pace.first_token()
+    count = 1
+    while pace.goes_on(count):
+        machine.seconds += 0.090
+        count += 1
+    assert machine.seconds * 1e3 <= 1000.0 + 90
+    assert pace.finish(count) == "deadline"
+    assert not pace.ended([90.0] * (count - 1)).met or machine.seconds <= 1.0
+
+
+def test_a_request_without_a_deadline_runs_as_it_was_asked_for(small: Pipeline) -> None:
+    request = asked(7, budget="retain-128")
+    pace, manifest = Pace(request), small.bundle.manifest
+    assert pace.budgets(manifest, []) == ["retain-128"]
+    assert [pace.goes_on(tokens) for tokens in (1, 6, 7, 8)] == [True, True, False, False]
+    assert (pace.finish(7), pace.ended([1.0])) == ("length", None)
+
+
+def test_budgets_up_to_another(small: Pipeline) -> None:
+    layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
+    assert up_to(manifest, "sinkpruner", "none", layouts)[0] == "none"
+    assert up_to(manifest, "sinkpruner", "retain-64", layouts) == ["retain-64", "retain-32"]
+
+
+def test_choices_stand_by_what_they_keep(small: Pipeline) -> None:
+    layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
+    names = ["retain-32", "none", "retain-128"]
+    found: Iterator[Choice] = iter(choices(manifest, None, asked(), names, TEXT, layouts))
+    assert [choice.budget for choice in found] == ["none", "retain-128", "retain-32"]
