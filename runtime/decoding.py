@@ -63,7 +63,7 @@ def prefill(
             "text_index": backend.tensor(rows.text.astype(np.int64)),
         }
         told = {} if norms is None else {"norms": norms}
-        added = {} if rows.deepstack is None else {"deepstack": rows.deepstack}
+        added = rows.beside
         result = Prefill(None, KVCache([], []))
         picture = rows.picture
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
@@ -125,7 +125,7 @@ def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
         if position not in tables:
             cos, sin = chain.rotary.tables(np.array([position]))
             tables[position] = {"cos": backend.tensor(cos), "sin": backend.tensor(sin)}
-        added = {} if segment else chain.text_row
+        added = {} if segment else chain.beside_token
         outputs = decoder({"hidden": hidden, **tables[position], **added}, cache.segments[segment])
         cache.next_positions[segment] += 1
         hidden = outputs["hidden_out"]

@@ -277,25 +277,15 @@ class Pipeline:
                 layouts = [layout for _, layout in seen]
                 prompt = self.prompts.encode(request.texts, [layout.texts for layout in layouts])
             observer.seen(seen)
-<<<<<<< HEAD
-            planned = schedule(manifest, request.method, request.budget, layouts)
-            check_length(manifest, self.limits, request, prompt.text_tokens, planned.rows, layouts)
-            _check_pruning(planned, layouts, manifest.language_model.num_layers)
-            encoded = [encode(self.chain, planned.plan, inputs, clock) for inputs, _ in seen]
-=======
-            layouts = [layout for _, layout in seen]
             budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
             possible = choices(manifest, self.limits, request, budgets, text, layouts)
             towers = [look(self.chain, inputs, clock) for inputs, _ in seen]
             budget, planned = pace.choose(possible, text, layouts)
             encoded = [encode(self.chain, planned.plan, tower, clock) for tower in towers]
->>>>>>> main
             observer.encoded(encoded)
             shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
-            between, width = self.family.between_rows, self.chain.deepstack_width
-            rows = lay_out(
-                self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned, deepstack_width=width
-            )
+            between = self.family.between_rows
+            rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
             observer.laid_out(rows)
             result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
             logits = self._logits(result.logits)

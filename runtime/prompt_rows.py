@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from itertools import chain as joined
 from typing import NamedTuple
@@ -33,8 +33,8 @@ class PromptRows:
     text: Array
     """[L] int64: the text rows behind the last picture."""
     positions: Positions
-    deepstack: Tensor | None = None
-    """[1,S,E] float on the device: what the first layers add to each row, zero where it is text."""
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    """[1,S,E] float on the device, by name: what `decoder_0` takes of the rows beside the inputs of all segments."""
 
     @property
     def length(self) -> int:
@@ -50,13 +50,12 @@ def lay_out(
     pictures: Sequence[tuple[VisualLayout, Encoded]],
     *,
     pruned: bool,
-    deepstack_width: int = 0,
 ) -> PromptRows:
     """`texts` (token ids) with `pictures` between them: one text before each part of a picture, one behind the last.
 
     Unpruned, a picture's rows stand in the order of the model's own prompt, and `between_rows` names the learned row
     at the end of a line. Rows are joined on the device. Of a picture in several parts, each row stands in that of its
-    token's group. `deepstack_width` is how wide the features are that pictures have beside their rows, 0 for none.
+    token's group.
     """
     table = embedding([*joined.from_iterable(texts)])
     if between_rows is not None:
@@ -72,10 +71,11 @@ def lay_out(
             order.append(np.where(rows < 0, line_end, shown[number].behind + rows))
             visual.append(np.arange(place, place + len(rows)))
             place += len(rows)
-    whole, beside = np.concatenate(order), None
-    if deepstack_width:
-        zeros = backend.tensor(np.zeros((len(table), deepstack_width), table.dtype))
-        beside = backend.join([zeros, *(encoded.deepstack for _, encoded in pictures)], whole)
+    whole = np.concatenate(order)
+    beside = {
+        name: backend.join([backend.tensor(zeros), *(encoded.deepstack for _, encoded in pictures)], whole)
+        for name, zeros in embedding.beside(len(table)).items()
+    }
     return PromptRows(
         hidden=backend.join([backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)], whole),
         visual=np.concatenate(visual),
@@ -83,7 +83,7 @@ def lay_out(
         source=np.concatenate([part.rows for part in shown]),
         text=np.arange(place - len(texts[-1]), place),
         positions=positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown]),
-        deepstack=beside,
+        beside=beside,
     )
 
 

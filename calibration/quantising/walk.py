@@ -63,14 +63,11 @@ def _steps(
         tokens = (yield {"tokens": tokens})["embeddings"]
     groups, count = seen["norms"].shape
     every = np.broadcast_to(np.arange(count), (groups, count))
-    width = manifest.deepstack_width
-    beside = backend.tensor(seen["deepstack"]) if width else None
+    beside = backend.tensor(seen["deepstack"]) if "deepstack" in seen else None
     encoded = Encoded(backend.tensor(tokens), None, every, seen["norms"], seen["salience"], beside)
     shown = [(prompt.seen.layout, encoded)]
-    rows = lay_out(backend, embedding, between_rows, prompt.texts, shown, pruned=False, deepstack_width=width)
-    hidden, added = backend.numpy(rows.hidden), {}
-    if width:
-        added["deepstack"] = backend.numpy(rows.deepstack)
+    rows = lay_out(backend, embedding, between_rows, prompt.texts, shown, pruned=False)
+    hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.beside.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections)
     cos, sin = rotary.tables(rows.positions.rows)

@@ -272,7 +272,7 @@ def test_pruned_equals_the_masked_full_sequence(
 
 def test_text_rows_have_no_features(pipe: Pipeline, clip: Clip) -> None:
     rows = watched(pipe, clip, budget="prune-80", max_new_tokens=1).rows
-    beside = pipe.backend.numpy(rows.deepstack)[0]
+    beside = pipe.backend.numpy(rows.beside["deepstack"])[0]
     text = np.setdiff1d(np.arange(rows.length), rows.visual)
     assert not beside[text].any()
     assert (np.abs(beside[rows.visual]).max(axis=1) > 0).all()
