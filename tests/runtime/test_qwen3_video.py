@@ -46,6 +46,7 @@ NEW_TOKENS = 6
 # 8 frames make 4 groups of 4 x 5 tokens
 SIZE, TOKENS = (170, 140), 20
 PRESET = read_family("preset", PRESETS["qwen3-vl-2b"])
+HUB_IMAGE = {"max_pixels": 1 << 24, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 HUB_VIDEO = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
 
 sizes = st.tuples(st.integers(1, 3000), st.integers(1, 3000)).filter(lambda size: max(size) <= 150 * min(size))
@@ -130,7 +131,7 @@ def test_frames_are_sampled_as_the_models_processor_does(count: int, fps: float,
 @given(sizes, st.integers(2, 16))
 def test_frames_are_as_large_as_the_models_processor_makes_them(size: tuple[int, int], count: int) -> None:
     """In the longest clip; the frames of shorter ones are no larger, nor are those of an odd number of frames."""
-    known = PRESET.processor({"video_processor": HUB_VIDEO, "max_frames": count})
+    known = PRESET.processor({**HUB_IMAGE, "video_processor": HUB_VIDEO, "max_frames": count})
     grid = Qwen3Processor(known).grid(ClipSize(*size, count, 2.0))
     limits = {"min_pixels": 4096, "max_pixels": 25165824 // count * count}
     own = smart_resize(count, size[1], size[0], 2, 32, **limits)
@@ -145,7 +146,7 @@ def test_frames_are_as_large_as_the_models_processor_makes_them(size: tuple[int,
 def test_patches_are_those_of_the_models_processor(count: int, size: tuple[int, int], photo: Image.Image) -> None:
     """uint8 tensors, resized by what torchvision calls for them on a CPU, then cut by the model's own processor."""
     video = {"size": {"shortest_edge": 4096, "longest_edge": 400000}}
-    known = PRESET.processor({"video_processor": video, "max_frames": 4})
+    known = PRESET.processor({**HUB_IMAGE, "video_processor": video, "max_frames": 4})
     taken = Shown(frames(count, size, photo), ClipSize(*size, count, 2.0))
     processor = Qwen3Processor(known)
     grid = processor.grid(taken.size)
