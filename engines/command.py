@@ -70,7 +70,9 @@ def _build(arguments: Sequence[str] | None) -> None:
     timing_cache = place.with_name(f"{place.name}.timing-cache")
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
-    gate = OPEN if options.check is None else PictureGate(read_question([options.check], options.check_prompt, bundle))
+    gate = (
+        OPEN if options.check is None else PictureGate(read_question([options.check], options.check_prompt, bundle))
+    )
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(

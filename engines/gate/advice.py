@@ -12,7 +12,8 @@ def refusal(graph: str, report: GraphReport, manifest: EnginesManifest) -> str:
     output = report.outputs[name]
     library = f"{manifest.target} {manifest.library_version}"
     return (
-        f"the engine of graph '{graph}', by {library}, differs from the ONNX graph in output '{name}': {output.told}. "
+        f"the engine of graph '{graph}', by {library}, differs from the ONNX graph in output '{name}': "
+        f"{output.told}. "
         f"{_what_to_try(graph, report, output, manifest)}"
     )
 
@@ -52,8 +53,8 @@ def _what_to_try(graph: str, report: GraphReport, output: OutputReport, manifest
         )
     if output.worst is None:
         return (
-            "If its values exceed fp16 (65504), export with --precision fp32, or with --weights bf16 for openvino; if "
-            "not, build again."
+            "If its values exceed fp16 (65504), export with --precision fp32, or with --weights bf16 for openvino; "
+            "if not, build again."
         )
     if report.rounding == "int8":
         return (

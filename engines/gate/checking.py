@@ -7,6 +7,7 @@ from pathlib import Path
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.engines_manifest import ANY_SHAPE, Target
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.trust import ANY, Trust
 from sinkprune.engines.gate.advice import refusal, text_refusal
 from sinkprune.engines.gate.comparing import compare_engine
 from sinkprune.engines.gate.limits import coarsest
@@ -25,7 +26,7 @@ CHECKED = "checked"
 
 def check_engines(
     built: BuiltEngines,
-    own: Bundle,
+    own: BuiltEngines,
     backend: Backend,
     question: Question,
     recording: Recording,
@@ -33,8 +34,9 @@ def check_engines(
 ) -> GateReport:
     """Every engine of `built` on `backend`, beside what `recording` has of its graph, and the answers of all.
 
-    `own` is the bundle that came with the engines. Nothing is refused here: the report tells what is past its limits.
-    Raises what loading, running and asking raise.
+    `built` has the engines with the bundle that holds their graphs, `own` with what came with them, by which they
+    answer. Nothing is refused here: the report tells what is past its limits. Raises what loading, running and asking
+    raise.
     """
     engines, manifest = built.engines, built.bundle.manifest
     graphs, texts = {}, []
@@ -43,7 +45,7 @@ def check_engines(
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
         progress.graph("answers", len(graphs), len(graphs) + 1)
-        pipeline = Pipeline(own, backend, own_engines(own))
+        pipeline = Pipeline(own.bundle, backend, own)
         texts = compare_texts(pipeline, question, recording, coarsest(manifest, backend.compute))
     return GateReport(
         bundle=str(built.bundle.path),
@@ -58,6 +60,14 @@ def check_engines(
         texts=texts,
         passed=bool(texts) and all(text.passed for text in texts),
     )
+
+
+def engines_alone(path: Path, trust: Trust = ANY) -> BuiltEngines:
+    """The engines in the folder `path` with what came with them of their bundle; raises what `read_runnable` does."""
+    own = own_engines(read_runnable(path, trust))
+    if own is None:
+        raise EnginesError(f"'{path}' is a bundle, expected the folder of engines that was built from it.")
+    return own
 
 
 class Gate:
@@ -110,13 +120,11 @@ class PictureGate(Gate):
 
     def whole(self, root: Path) -> None:
         """Compare what all engines say together."""
-        own = read_runnable(root)
-        built = own_engines(own)
-        assert built is not None, "a build writes a folder of engines"
-        manifest = built.engines.manifest
-        backend = load_backend(backend_of(manifest.target), None, built)
-        rounding = coarsest(own.manifest, backend.compute)
-        for text in compare_texts(Pipeline(own, backend, built), self._question, self._known, rounding):
+        own = engines_alone(root)
+        manifest = own.engines.manifest
+        backend = load_backend(backend_of(manifest.target), None, own)
+        rounding = coarsest(own.bundle.manifest, backend.compute)
+        for text in compare_texts(Pipeline(own.bundle, backend, own), self._question, self._known, rounding):
             if not text.passed:
                 raise EnginesError(text_refusal(text, manifest))
 

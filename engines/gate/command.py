@@ -31,12 +31,12 @@ def _check(arguments: Sequence[str] | None) -> None:
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
     from tempfile import TemporaryDirectory
 
-    from sinkprune.contract.bundle import read_bundle, read_runnable
+    from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.errors import EnginesError
     from sinkprune.contract.schema import to_json
     from sinkprune.contract.trust import Trust
     from sinkprune.engines.gate.advice import first_refusal
-    from sinkprune.engines.gate.checking import check_engines
+    from sinkprune.engines.gate.checking import check_engines, engines_alone
     from sinkprune.engines.gate.recording import read_question, record
     from sinkprune.engines.gate.table import print_report
     from sinkprune.engines.progress import TerminalProgress
@@ -52,7 +52,7 @@ def _check(arguments: Sequence[str] | None) -> None:
         bundle.verify()
         built.engines.verify()
         recording = record(bundle, question, Path(folder) / "recording", progress)
-        own = read_runnable(options.engines, trust)
+        own = engines_alone(options.engines, trust)
         report = check_engines(built, own, backend, question, recording, progress)
     if options.json:
         sys.stdout.write(json.dumps(to_json(report)) + "\n")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.engines.gate.limits import LIMITS, TIE, Limit, kind_of, rounding_of
-from sinkprune.engines.gate.measures import deviation, differing
+from sinkprune.engines.gate.limits import EXACT, LIMITS, TIE, kind_of, rounding_of
+from sinkprune.engines.gate.measures import differing, errors
 from sinkprune.engines.gate.recording import REFERENCE, Call, Recording
 from sinkprune.engines.gate.report import GraphReport, output_report
 from sinkprune.runtime.backends import Backend, load_backend
@@ -21,40 +23,44 @@ from sinkprune.runtime.kv_cache import cache_names
 
 Run = Callable[[dict[str, Array]], dict[str, Array]]
 _DRAWS = 16
-_EXACT = Limit(0, 0)
 
 
 def compare_engine(graph: str, built: BuiltEngines, backend: Backend, recording: Recording) -> GraphReport:
     """Every call that `recording` has of `graph`, made to its engine in `built`, which `backend` loads.
 
     A choice may fall otherwise where it is a tie (`TIE`): then all that comes out must be what the graph gives on one
-    of some inputs that are as good as the same. Raises `BackendError` where the engine does not load or run.
+    of some inputs that are as good as the same. Raises `BackendError` where the engine does not load or run,
+    `EnginesError` for one of which nothing was recorded.
     """
     manifest = built.bundle.manifest
     rounding = rounding_of(graph, manifest, backend.compute)
-    run, ties, calls = _loaded(built.model(graph), manifest.cache, backend), _Ties(built.bundle, graph), 0
-    found: dict[str, Limit] = {}
-    fallen: dict[str, int] = {}
-    for calls, call in enumerate(recording.calls(graph), start=1):
+    run, ties = _loaded(built.model(graph), manifest.cache, backend), _Ties(built.bundle, graph)
+    found: dict[str, list[Array]] = {}
+    fallen: Counter[str] = Counter()
+    calls = 0
+    for call in recording.calls(graph):
+        calls += 1
         outputs = run(call.inputs)
         apart = _apart(outputs, call.outputs)
         if _chose_otherwise(apart, call.outputs):
-            for other in ties.others(call):
-                as_good = _apart(outputs, other)
-                if not _chose_otherwise(as_good, other):
-                    for name in _indices(other):
-                        fallen[name] = fallen.get(name, 0) + 1
-                    apart = as_good
-                    break
+            as_good = (_apart(outputs, other) for other in ties.others(call))
+            tie = next((other for other in as_good if not _chose_otherwise(other, call.outputs)), None)
+            if tie is not None:
+                apart = tie
+                fallen.update(_indices(call.outputs))
         for name, own in apart.items():
-            known = found.get(name, _EXACT)
-            found[name] = Limit(max(known.typical, own.typical), max(known.worst, own.worst))
-    kinds = {tensor.name: "indices" for tensor in manifest.graphs[graph].outputs if tensor.dtype == "int64"}
-    outputs_told = {}
-    for name, own in found.items():
-        limit = _EXACT if name in kinds else LIMITS[rounding][kind_of(name)]
-        outputs_told[name] = output_report(kinds.get(name, kind_of(name)), own, limit, fallen.get(name, 0))
-    return GraphReport(rounding, calls, outputs_told)
+            found.setdefault(name, []).append(own)
+    if not calls:
+        raise EnginesError(
+            f"graph '{graph}' was never run on the way to an answer, so nobody knows whether its engine is right. "
+            "Export the bundle again."
+        )
+    chosen = {tensor.name for tensor in manifest.graphs[graph].outputs if tensor.dtype == "int64"}
+    reports = {}
+    for name, parts in found.items():
+        kind, limit = ("indices", EXACT) if name in chosen else (kind_of(name), LIMITS[rounding][kind_of(name)])
+        reports[name] = output_report(kind, np.concatenate(parts), limit, fallen[name])
+    return GraphReport(rounding, calls, reports)
 
 
 def _loaded(model: Model, form: CacheForm, backend: Backend) -> Run:
@@ -107,16 +113,13 @@ def _noisy(array: Array, draw: np.random.Generator) -> Array:
     return np.asarray(array * (1 + TIE * draw.standard_normal(array.shape)), array.dtype)
 
 
-def _apart(found: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, Limit]:
-    """How far each output is from what was expected; one that is missing infinitely."""
+def _apart(found: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, Array]:
+    """How far each output is from what was expected, by its rows; one that is missing infinitely."""
+    chosen = _indices(expected)
     apart = {}
     for name, array in expected.items():
         own = found.get(name, np.empty(0, array.dtype))
-        if name in _indices(expected):
-            number = differing(own, array)
-            apart[name] = Limit(number, number)
-        else:
-            apart[name] = deviation(kind_of(name), own, array)
+        apart[name] = differing(own, array) if name in chosen else errors(kind_of(name), own, array)
     return apart
 
 
@@ -124,5 +127,5 @@ def _indices(outputs: Mapping[str, Array]) -> Sequence[str]:
     return [name for name, array in outputs.items() if array.dtype == np.int64]
 
 
-def _chose_otherwise(apart: Mapping[str, Limit], expected: Mapping[str, Array]) -> bool:
-    return any(apart[name].worst for name in _indices(expected))
+def _chose_otherwise(apart: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
+    return any(apart[name].any() for name in _indices(expected))

@@ -19,7 +19,7 @@ _INTEGERS: tuple[WeightsName, ...] = ("int8", "int4", "uint4")
 
 
 class Limit(NamedTuple):
-    """The most that an output may differ: in the median of what is compared, and in the worst of it."""
+    """The most that the rows of an output may differ, relatively: the median one, and the worst."""
 
     typical: float
     worst: float
@@ -35,12 +35,13 @@ LIMITS: dict[Rounding, dict[Kind, Limit]] = {
     "int8": {"rows": Limit(0.2, 0.8), "values": Limit(0.2, 0.8), "logits": Limit(0.2, 0.8)},
 }
 """By the rounding of an engine and the kind of an output."""
+EXACT = Limit(0, 0)
+"""Of indices: how many may differ, but for ties."""
 GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5, "int8": 1.0}
 """By the coarsest rounding of a chain: where two texts part, how much less likely the engines' token may be than the
 graphs', in standard deviations of the graphs' logits there."""
 TIE = 1e-5
-"""How much, relatively, scores may move by summing in another order: a choice that noise of this size changes is a tie,
-and may fall either way."""
+"""How much, relatively, summing in another order may move a score: what noise of this size changes is a tie."""
 
 
 def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:

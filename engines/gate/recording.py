@@ -1,7 +1,7 @@
 """What the ONNX graphs of a bundle make of a picture and a question: each graph's calls, and the answers.
 
-Calls lie in files, so that a build may remove a graph and its weights when they are recorded, and goes on where it was
-killed; no more than one call of one graph is in memory at a time.
+Calls lie in files, so that a build may remove a graph and its weights, and goes on where it was killed; no more than
+one call of one graph is in memory at a time.
 """
 
 from __future__ import annotations

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isfinite
 
-from sinkprune.contract.precision import WeightForms
+import numpy as np
+
+from sinkprune.contract.precision import Array, WeightForms
 from sinkprune.engines.gate.limits import Limit, Rounding
 
 
 @dataclass(frozen=True)
 class OutputReport:
-    """How far an output of an engine is from its graph's, in the call where it is farthest."""
+    """How far an output of an engine is from its graph's, in all calls together."""
 
     kind: str
     """What was compared: `rows` of states, `values` of tokens, `logits`, or `indices`."""
     typical: float | None
-    """Of indices how many differ; else the relative difference of the median row, None for what is not finite or of
+    """Of indices how many differ; else the relative difference of the median row. None for what is not finite or of
     another shape."""
     worst: float | None
     """Of indices as `typical`; else that of the worst row."""
@@ -66,8 +68,8 @@ class TextReport:
     same_tokens: int
     """How many are the same from the first on."""
     gap: float
-    """Where texts part, how much less likely the engines' token is by the graphs' logits, in their standard deviations;
-    0 where texts are the same."""
+    """Where texts part, how much less likely the engines' token is by the graphs' logits, in standard deviations of
+    those; 0 where texts are the same."""
     gap_limit: float
     kept_alike: float
     """The share of the graphs' kept tokens that the engines, by norms and salience of their own, keep too."""
@@ -93,8 +95,11 @@ class GateReport:
     passed: bool
 
 
-def output_report(kind: str, found: Limit, limit: Limit, ties: int) -> OutputReport:
-    """The report of an output that differs by `found` and may by `limit`."""
-    passed = found.typical <= limit.typical and found.worst <= limit.worst
-    typical, worst = (number if isfinite(number) else None for number in found)
-    return OutputReport(kind, typical, worst, limit.typical, limit.worst, ties, passed)
+def output_report(kind: str, errors: Array, limit: Limit, ties: int) -> OutputReport:
+    """The report of an output whose rows, in all calls, differ by `errors`."""
+    typical, worst = (float(function(errors)) if errors.size else 0.0 for function in (np.median, np.max))
+    if kind == "indices":
+        typical = worst = float(errors.sum())
+    passed = typical <= limit.typical and worst <= limit.worst
+    told = [number if isfinite(worst) else None for number in (typical, worst)]
+    return OutputReport(kind, told[0], told[1], limit.typical, limit.worst, ties, passed)
