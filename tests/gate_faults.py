@@ -79,6 +79,15 @@ def swapped(one: str, other: str) -> Alter:
     return alter
 
 
+def negated(output: str) -> Alter:
+    """An output has the other sign."""
+
+    def alter(model: onnx.ModelProto) -> None:
+        _replaced(model, output, lambda name: [helper.make_node("Neg", [f"{name}_was"], [name])])
+
+    return alter
+
+
 def overflowing(output: str, *, saturating: bool) -> Alter:
     """An output goes through fp16 as if it were far larger: infinite there, or cut off at the largest number."""
 
