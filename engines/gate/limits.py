@@ -31,7 +31,7 @@ Kind = Literal["rows", "values", "logits"]
 LIMITS: dict[Rounding, dict[Kind, Limit]] = {
     "fp32": {"rows": Limit(1e-4, 1e-3), "values": Limit(1e-4, 1e-3), "logits": Limit(1e-4, 1e-3)},
     "fp16": {"rows": Limit(0.005, 0.03), "values": Limit(0.01, 0.06), "logits": Limit(0.003, 0.02)},
-    "bf16": {"rows": Limit(0.03, 0.15), "values": Limit(0.1, 0.5), "logits": Limit(0.01, 0.06)},
+    "bf16": {"rows": Limit(0.04, 0.15), "values": Limit(0.1, 0.5), "logits": Limit(0.01, 0.06)},
     "int8": {"rows": Limit(0.06, 0.25), "values": Limit(0.2, 1.5), "logits": Limit(0.02, 0.12)},
 }
 """By the rounding of an engine and the kind of an output."""
