@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
+from sinkprune.calibration.outlier_gap import OUTLIER, suggest_rho
+from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.contract.errors import NumericsError
-from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profile import model_name
 
-OUTLIER = 2.0
-"""Norm, in median norms of its group, from which a token counts as an outlier."""
-_PER_MILLE = 10
 _BINS = 60
 _FEW = 0.05
 
@@ -48,17 +44,10 @@ class NormReport:
     """Spearman's rank correlation of a group's norms and salience, mean over groups."""
     verdict: str
     """In words: whether the tower has the outliers the paper describes."""
-
-
-def measure_norms(pipeline: Pipeline, pictures: Iterable[Image.Image]) -> NormReport:
-    """Run the vision tower of `pipeline` on `pictures`, RGB, and report the norms and the salience it gives.
-
-    Raises `ImageError` for a picture that the model cannot be shown, and `NumericsError`.
-    """
-    encoded = [pipeline.encode(picture) for picture in pictures]
-    norms = [group for features in encoded for group in features.norms]
-    salience = [group for features in encoded for group in features.salience]
-    return summarise(model_name(pipeline.bundle.manifest.checkpoint.source), len(encoded), norms, salience)
+    suggested_per_mille: int
+    """rho for the tower's budgets, from a gap in its norms (`outlier_gap.suggest_rho`); 0: take out none."""
+    suggestion: str
+    """The same in words, with the reason."""
 
 
 def summarise(
@@ -70,7 +59,7 @@ def summarise(
     """
     _check_comparable(norms, salience)
     scaled = np.concatenate([group / np.median(group) for group in norms])
-    counts = [max(1, -(-len(group) * _PER_MILLE // 1000)) for group in norms]
+    counts = [max(1, -(-len(group) * OUTLIER_PER_MILLE // 1000)) for group in norms]
     largest, salient = (
         [np.argsort(-group, kind="stable")[:count] for group, count in zip(groups, counts, strict=True)]
         for groups in (norms, salience)
@@ -79,6 +68,7 @@ def summarise(
     chance = float(np.mean([count / len(group) for group, count in zip(norms, counts, strict=True)]))
     share, top = float((scaled >= OUTLIER).mean()), float(scaled.max())
     received = [group[first].sum() / group.sum() for group, first in zip(salience, largest, strict=True)]
+    suggestion = suggest_rho(norms)
     histogram, edges = np.histogram(scaled, bins=_BINS, range=(0.0, max(3.0, top)))
     return NormReport(
         model=model,
@@ -93,6 +83,8 @@ def summarise(
         top_salience_share=float(np.mean(received)),
         norm_salience_correlation=_mean_spearman(norms, salience),
         verdict=_verdict(share, top, attended=overlap > 2 * chance),
+        suggested_per_mille=suggestion.per_mille,
+        suggestion=suggestion.reason,
     )
 
 

@@ -1,4 +1,5 @@
-"""The reports as pictures: accuracy against visual tokens, how many tokens have which norm, and layers' errors."""
+"""The reports as pictures: accuracy against visual tokens, how many tokens have which norm, layers' errors, and how
+text attends."""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ from collections.abc import Sequence
 from itertools import cycle, product
 from typing import TYPE_CHECKING, Any
 
+from sinkprune.calibration.attention.report import AttentionReport, RunReport
+from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import EvaluationReport
-from sinkprune.calibration.norms import OUTLIER, NormReport
+from sinkprune.calibration.norms import NormReport
+from sinkprune.calibration.outlier_gap import OUTLIER
 from sinkprune.runtime.plot import figure_bytes, import_matplotlib
 
 if TYPE_CHECKING:
@@ -95,6 +99,69 @@ def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
     axes.set_title(f"{report.model}, weights {report.weights.name}: {told}", fontsize=10, pad=34)
     axes.legend(frameon=False)
     return figure_bytes(figure, suffix)
+
+
+def plot_attention(report: AttentionReport, suffix: str) -> bytes:
+    """Sink tokens among the kept ones, and the entropy of the text's attention at each prune layer.
+
+    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
+    """
+    runs = {"none": report.none}
+    runs |= {
+        f"{method} {budget}": run for method, budgets in report.methods.items() for budget, run in budgets.items()
+    }
+    figure = import_matplotlib()(figsize=(13, 2.2 + 0.32 * len(runs)), layout="constrained")
+    shares, entropies = figure.subplots(1, 2)
+    _draw_shares(shares, runs)
+    _draw_entropies(entropies, runs)
+    figure.suptitle(
+        f"{report.model}, {report.precision}, {report.backend}: {report.task}, {report.questions} questions about "
+        f"{report.pictures} pictures, 95 % intervals",
+        fontsize=10,
+        parse_math=False,
+    )
+    return figure_bytes(figure, suffix)
+
+
+def _draw_shares(axes: Any, runs: dict[str, RunReport]) -> None:
+    """A bar a run, and a mark where choosing by salience alone would be."""
+    for place, run in enumerate(runs.values()):
+        axes.barh(place, 100 * run.sink_share.mean, color=_OWN_COLOUR if place else "#777777", height=0.6)
+        axes.errorbar(100 * run.sink_share.mean, place, xerr=_reach(run.sink_share, 100), color="#000000")
+        label = "as many, by salience alone" if place == 0 else None
+        axes.plot(100 * run.salience_alone.mean, place, "D", color="#0072B2", markersize=5, label=label)
+    axes.set_yticks(range(len(runs)), labels=list(runs), fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("% of the tokens into the LLM that are sink tokens")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_entropies(axes: Any, runs: dict[str, RunReport]) -> None:
+    """The entropies of a run beside each other, layer by layer, with a mark where a uniform attention would be."""
+    layers = list(next(iter(runs.values())).layers)
+    for number, layer in enumerate(layers):
+        colour, shift = _COLOURS[number % len(_COLOURS)], 0.12 * (number - (len(layers) - 1) / 2)
+        for place, run in enumerate(runs.values()):
+            told = run.layers[layer]
+            label = f"layer {layer}" if place == 0 else None
+            reach = _reach(told.entropy, 1)
+            axes.errorbar(told.entropy.mean, place + shift, xerr=reach, fmt="o", color=colour, label=label)
+            axes.plot(told.uniform, place + shift, "|", color=colour, markersize=9)
+    axes.set_yticks(range(len(runs)), labels=[""] * len(runs))
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel("entropy of the text's attention on visual tokens, nats (|: of a uniform one)")
+    axes.grid(axis="x", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _reach(value: Mean, scale: float) -> list[list[float]]:
+    """How far its interval goes to either side of a mean."""
+    low, high = value.ci95 or (value.mean, value.mean)
+    return [[scale * (value.mean - low)], [scale * (high - value.mean)]]
 
 
 def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:

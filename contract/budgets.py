@@ -7,6 +7,7 @@ of visual tokens, in integers, so that a row measured on a 24x24 grid holds on a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -143,7 +144,23 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "per-frame": lambda budget: replace(budget, frames="apart"),
 }
 """The options of method.md sections 1 and 2, by the name they have behind a budget's ``+``; docs/budgets.md says what
-each of them does."""
+each of them does. One more has a number in it: `with_option`."""
+_RHO = re.compile(r"rho-([1-9][0-9]?[0-9]?)")
+
+
+def with_option(budget: Budget, name: str) -> Budget:
+    """The budget with an option: one of `OPTIONS`, or `rho-N`, which has N of 1000 tokens count as outliers.
+
+    Raises `BudgetError` for any other.
+    """
+    if name in OPTIONS:
+        return OPTIONS[name](budget)
+    found = _RHO.fullmatch(name)
+    if found is None:
+        raise BudgetError(
+            f"unknown option '{name}'; known options: {', '.join(OPTIONS)}, and rho-N: N per mille, from 1 to 999."
+        )
+    return replace(budget, outlier_per_mille=int(found[1]))
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sinkprune.contract.budgets import LLAVA_BUDGETS, LLAVA_NEXT_BUDGETS, OPTIONS, QWEN_BUDGETS, Budget
+from sinkprune.contract.budgets import LLAVA_BUDGETS, LLAVA_NEXT_BUDGETS, OPTIONS, QWEN_BUDGETS, Budget, with_option
 from sinkprune.contract.errors import BudgetError
 
 
@@ -42,12 +42,12 @@ def parse_budget(family: str, name: str) -> Budget:
     if base not in rows:
         raise BudgetError(
             f"unknown budget '{base}' (in '{name}'); family '{family}' has: {', '.join(rows)}. "
-            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}."
+            f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N."
         )
-    unknown = [option for option in options if option not in OPTIONS]
-    if unknown:
-        raise BudgetError(f"unknown option '{unknown[0]}' in budget '{name}'; known options: {', '.join(OPTIONS)}.")
     budget = rows[base]
     for option in options:
-        budget = OPTIONS[option](budget)
+        try:
+            budget = with_option(budget, option)
+        except BudgetError as error:
+            raise BudgetError(f"budget '{name}': {error}") from error
     return budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from sinkprune.contract.engines_manifest import (
     Limits,
     OptimisationProfiles,
 )
-from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.folders import check_outside, check_replaceable, check_room, made_parents, replacing
 from sinkprune.contract.listed_files import remove_listed
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
@@ -41,6 +42,8 @@ from sinkprune.runtime.backends.models import Model
 _CODE_BYTES = 16 << 20
 # In the folder of an unfinished build: what the gate keeps.
 _RECORDING = "recording"
+# Other programs write too, and file systems keep some for themselves.
+_FULL_BYTES = 4 << 20
 _WAY_OUT = "build a bundle with fewer methods and budgets"
 
 
@@ -204,5 +207,13 @@ def _engine(
     except OutOfMemoryError as error:
         told = need_and_free(bundle, model.graph, profiles, builder.memories())
         raise EnginesError(f"{error} By estimate, {told}. End other programs, or use a machine with more.") from error
+    except (EnginesError, BackendError) as error:
+        # Libraries say of a full disk that they could not write.
+        if shutil.disk_usage(root).free < _FULL_BYTES:
+            raise EnginesError(
+                f"the disk is full: the engine of graph '{model.graph}' could not be written in '{root}' ({error}) "
+                "Free space, then give the same command again."
+            ) from error
+        raise
     seconds = round(time.perf_counter() - start, 3)
     return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)

@@ -150,7 +150,8 @@ def _known_names() -> str:
     budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
     return (
         f"budgets:\n{budgets}"
-        f"options, behind a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)}\n"
+        f"options, behind a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
+        "  rho-N (N of 1000 tokens are outliers)\n"
         f"presets, for --random-weights:\n  {', '.join(PRESETS)}\n"
     )
 

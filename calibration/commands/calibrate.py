@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-VERBS = ("norms", "quantize")
+VERBS = ("norms", "attention", "quantize")
 """Modules of this package by the words that call them."""
 
 

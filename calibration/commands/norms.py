@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
-from sinkprune.calibration.norms import NormReport, measure_norms
+from sinkprune.calibration.heatmaps import draw_heatmaps
+from sinkprune.calibration.norms import NormReport, summarise
+from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
-from sinkprune.calibration.tasks import SCENES, load_task
+from sinkprune.calibration.tasks import SCENES
+from sinkprune.calibration.token_features import TokenFeatures, bundle_features
+from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
-from sinkprune.contract.files import check_apart
+from sinkprune.contract.errors import OutputError, UsageError
+from sinkprune.contract.files import Output, check_outputs, write_whole
+from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
+    bundle_folders,
     bundle_parser,
     check_report_options,
     load_pipeline,
@@ -29,15 +37,28 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.plot import import_matplotlib
+from sinkprune.runtime.profile import model_name
 
 _EXAMPLES = """\
 examples:
   sinkprune-calibrate bundle
   sinkprune-calibrate bundle --task kitchen.jsonl --json norms.json --plot norms.png
+  sinkprune-calibrate norms bundle --images photos/ --heatmaps maps
+  sinkprune-calibrate norms ./clip-vit-large-patch14-336 --images photos/    # pip install 'sinkprune[towers]'
 
 what else there is:
+  sinkprune-calibrate attention --help    # sink tokens among the kept, and how sharply text attends
   sinkprune-calibrate quantize --help     # int4 and int8 weights, rounded for pictures and prompts of your own
 """
+_FOR_BUNDLES = ("backend", "compute", "engines", "sha256", "signed_by", "engines_sha256", "skip_sums")
+"""Options that a tower without an LLM has no use for."""
+
+_LAYER = -2
+"""The hidden states that LLaVA takes of its tower, counted from the last block's."""
+
+Look = Callable[[Image.Image], TokenFeatures]
+"""What a tower makes of an RGB image."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,29 +67,111 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(arguments: Sequence[str] | None) -> None:
-    parser = bundle_parser(
-        "sinkprune-calibrate",
-        "Measure the norms of a vision tower's tokens over a task's pictures: are there outliers to be removed?",
-        _EXAMPLES,
-    )
-    add = parser.add_argument
-    add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
-    add_report_options(parser, "the histogram of the norms")
+    parser = _parser()
     options = parser.parse_args(arguments)
-    check_report_options(options, [Path(options.task)])
-    bundle = read_runnable(options.bundle, trusted_bundle(options))
-    with status("checking the task"):
-        by_picture = groupby(load_task(options.task), key=lambda item: item.picture)
-        items = [next(items) for _, items in by_picture]
-    check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
-    method = next(iter(bundle.manifest.plans))
-    check_memory(options, bundle, Planned([items[0].load_image()], method, [UNPRUNED], "", 0))
-    pipeline = load_pipeline(options, bundle)
-    console = Console(stderr=True)
-    shown = track(items, "looking", console=console, transient=True, disable=not console.is_terminal)
-    report = measure_norms(pipeline, (item.load_image() for item in shown))
+    is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
+    _check_fit(parser, options, is_tower=is_tower)
+    check_report_options(options, [] if options.images else [Path(options.task)])
+    with status("checking the pictures"):
+        pictures = file_pictures(options.images) if options.images else task_pictures(options.task)
+    read = [Path(picture.name) for picture in pictures]
+    check_outputs([*report_outputs(options), *_heatmap_outputs(options, pictures)], read, bundle_folders(options))
+    model, look = _tower(options) if is_tower else _bundle(options, pictures)
+    if options.heatmaps:
+        options.heatmaps.mkdir(exist_ok=True)
+    norms, salience = [], []
+    for number, features in enumerate(_features(look, pictures)):
+        norms += [*features.norms]
+        salience += [*features.salience]
+        if options.heatmaps:
+            title = f"{model}: {Path(pictures[number].name).name}"
+            write_whole(_heatmap_file(options, pictures, number), draw_heatmaps(features, title))
+    report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
     sys.stdout.write(escaped(_text(report), keep="\n"))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = bundle_parser(
+        "sinkprune-calibrate",
+        "Measure the norms of a vision tower's tokens over pictures: are there outliers to be removed, and how many? "
+        "BUNDLE may also be a checkpoint folder of a vision tower without an LLM: CLIP, SigLIP or DINOv2.",
+        _EXAMPLES,
+    )
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument(
+        "--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)"
+    )
+    shown.add_argument(
+        "--images", type=Path, nargs="+", metavar="IMAGE", help="image files, or folders of them, instead of a task"
+    )
+    parser.add_argument(
+        "--heatmaps",
+        type=Path,
+        metavar="FOLDER",
+        help="draw each picture's norms and the attention its tokens receive, beside it, as a PNG in this folder",
+    )
+    parser.add_argument(
+        "--layer",
+        type=int,
+        help="of a tower without an LLM: the block whose tokens are measured, from the last, -1 (default: -2)",
+    )
+    add_report_options(parser, "the histogram of the norms")
+    return parser
+
+
+def _check_fit(parser: argparse.ArgumentParser, options: argparse.Namespace, *, is_tower: bool) -> None:
+    """Refuse options that what is measured has no use for; raises `UsageError`."""
+    foreign = _FOR_BUNDLES if is_tower else ("layer",)
+    given = [name for name in foreign if getattr(options, name) != parser.get_default(name)]
+    if given:
+        whose = "bundles and their engines" if is_tower else "vision towers without an LLM"
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is for {whose}, and '{options.bundle}' is none. Leave it out."
+        )
+
+
+def _tower(options: argparse.Namespace) -> tuple[str, Look]:
+    """The name of a tower without an LLM, and itself."""
+    layer = _LAYER if options.layer is None else options.layer
+    return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features
+
+
+def _bundle(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> tuple[str, Look]:
+    """A bundle's name, and its tower."""
+    bundle = read_runnable(options.bundle, trusted_bundle(options))
+    method = next(iter(bundle.manifest.plans))
+    check_memory(options, bundle, Planned([pictures[0].load()], method, [UNPRUNED], "", 0))
+    pipeline = load_pipeline(options, bundle)
+    return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image)
+
+
+def _features(look: Look, pictures: Sequence[NamedPicture]) -> Iterator[TokenFeatures]:
+    console = Console(stderr=True)
+    for picture in track(pictures, "looking", console=console, transient=True, disable=not console.is_terminal):
+        yield look(picture.load())
+
+
+def _heatmap_outputs(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> list[Output]:
+    """The heat maps that will be written, or the folder they will lie in where it is not there yet.
+
+    Raises `OutputError` for what is no folder, and `UsageError` without matplotlib.
+    """
+    folder: Path | None = options.heatmaps
+    if folder is None:
+        return []
+    import_matplotlib()
+    if not folder.is_dir():
+        if folder.exists():
+            raise OutputError(f"'{folder}' is no folder. Give --heatmaps another name.")
+        return [(folder, (folder.suffix.lower(),))]
+    return [(_heatmap_file(options, pictures, number), (".png",)) for number in range(len(pictures))]
+
+
+def _heatmap_file(options: argparse.Namespace, pictures: Sequence[NamedPicture], number: int) -> Path:
+    # Pictures of several folders may bear one name.
+    folder: Path = options.heatmaps
+    return folder / f"{number + 1:03d}-{Path(pictures[number].name).stem}.png"
 
 
 def _text(report: NormReport) -> str:
@@ -79,4 +182,5 @@ def _text(report: NormReport) -> str:
         f"Of the 1 % of largest norms, {overlap:.1f} % are among the most salient 1 % (by chance: {chance:.1f} %)\n"
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "
         f"{report.norm_salience_correlation:.2f}.\n"
+        f"Suggested: {report.suggestion}\n"
     )

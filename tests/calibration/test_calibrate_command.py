@@ -13,6 +13,8 @@ from skimage import data
 
 from commands import assert_refused, run
 from sinkprune import Pipeline
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
 
 Bundles = Callable[..., Path]
 
@@ -49,3 +51,15 @@ def test_each_picture_is_measured_once(
 def test_what_cannot_be_written_is_told_before_the_run(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     outcome = run("sinkprune-calibrate", bundle("gqa-112"), "--task", task, "--json", tmp_path / "no" / "norms.json")
     assert_refused(outcome, "norms.json")
+
+
+def test_a_suggested_rho_can_be_exported(checkpoint: Callable[[str], Path], task: Path, tmp_path: Path) -> None:
+    # 3 of 64, where 1 % are 1
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-192+rho-46",)), tmp_path / "bundle")
+    kept = Pipeline.load(tmp_path / "bundle").generate(
+        task.parent / "a.png", "What is this?", budget="retain-192+rho-46", max_new_tokens=1
+    )
+    index, norms = kept.kept.index[0], kept.kept.norms[0]
+    outliers = np.argsort(-norms)[:3]
+    assert index[0] == outliers[0]
+    assert not {*index[1:]} & {*outliers}

@@ -8,7 +8,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from sinkprune.calibration.evaluation.intervals import paired_bootstrap, relative_accuracy, wilson
+from sinkprune.calibration.evaluation.intervals import (
+    PictureBootstrap,
+    paired_bootstrap,
+    relative_accuracy,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,28 @@ def test_the_bootstrap_is_seeded_and_knows_no_ratio_to_nothing() -> None:
     assert paired_bootstrap(right, base) == paired_bootstrap(right, base)
     assert paired_bootstrap(right, base) != paired_bootstrap(right, base, seed=1)
     assert paired_bootstrap(right, np.zeros(50, bool)) is None
+
+
+def test_pictures_are_resampled_with_all_their_questions() -> None:
+    rng = np.random.default_rng(1)
+    pictures = [f"picture {number}" for number in range(40) for _ in range(1 + number % 3)]
+    own = dict(zip(dict.fromkeys(pictures), rng.normal(size=40), strict=True))
+    values = [own[picture] for picture in pictures]
+    found = PictureBootstrap(pictures)(values)
+    assert found.mean == pytest.approx(np.mean(values))
+    groups = [[own[name]] * pictures.count(name) for name in own]
+    means = []
+    for _ in range(5000):
+        drawn = [value for place in rng.integers(40, size=40) for value in groups[place]]
+        means.append(sum(drawn) / len(drawn))
+    assert found.ci95 == pytest.approx(tuple(np.quantile(means, [0.025, 0.975])), abs=0.05)
+    # Taken for independent, three questions about a picture would promise too much.
+    threefold = PictureBootstrap([name for name in own for _ in range(3)])([own[name] for name in own for _ in "abc"])
+    once = PictureBootstrap([*own])([*own.values()])
+    assert threefold.ci95 == pytest.approx(once.ci95)
+
+
+def test_a_value_that_never_changes_has_no_width_and_one_picture_no_interval() -> None:
+    assert PictureBootstrap(["a", "b", "b"])([2.0, 2.0, 2.0]).ci95 == pytest.approx((2.0, 2.0))
+    alone = PictureBootstrap(["a", "a"])([1.0, 2.0])
+    assert (alone.mean, alone.ci95) == (1.5, None)

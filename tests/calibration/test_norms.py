@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sinkprune.calibration.evaluation.outliers import plant_outliers
-from sinkprune.calibration.norms import OUTLIER, summarise
+from sinkprune.calibration.norms import summarise
+from sinkprune.calibration.outlier_gap import OUTLIER
 from sinkprune.calibration.plots import plot_norms
 from sinkprune.contract.errors import NumericsError
 

@@ -121,6 +121,19 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
         assert {**vars(plain), **fields} == vars(budget)
 
 
+@pytest.mark.parametrize("per_mille", [1, 10, 25, 100, 999])
+def test_rho_is_an_option_with_a_number(per_mille: int) -> None:
+    budget = parse_budget("llava", f"retain-64+rho-{per_mille}+raster")
+    assert {**vars(parse_budget("llava", "retain-64+raster")), "outlier_per_mille": per_mille} == vars(budget)
+    assert budget.resolve(576).outliers == -(-576 * per_mille // 1000)
+
+
+@pytest.mark.parametrize("option", ["rho", "rho-", "rho-0", "rho-1000", "rho-2.5", "rho--5", "rho-05", "rho-²"])
+def test_rho_takes_whole_per_milles_only(option: str) -> None:
+    with pytest.raises(BudgetError, match=r"unknown option .* rho-N: N per mille, from 1 to 999"):
+        parse_budget("llava", f"retain-64+{option}")
+
+
 @pytest.mark.parametrize(
     ("name", "counts"),
     [

@@ -169,6 +169,26 @@ def test_the_same_engines_come_of_it(source: Path, tmp_path: Path) -> None:
     assert parts[0] == parts[1]
 
 
+def test_a_full_disk_is_told_and_nothing_is_lost(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage
+
+    def as_if_full(path: Path) -> Any:
+        # Full from the moment that engines lie there.
+        return usage(path)._replace(free=0) if any(Path(path).rglob("decoder_1.onnx")) else usage(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", as_if_full)
+    with pytest.raises(
+        EnginesError, match=r"the disk is full: the engine of graph 'decoder_2' .* same command again"
+    ):
+        build_engines(read_bundle(source), tmp_path / "out", Counting("decoder_2"), LIMITS, move=True)
+    monkeypatch.undo()
+    second, manifest = again(source, tmp_path / "out", move=True)
+    assert len(second.graphs) < len(manifest.engines)
+    read_engines(tmp_path / "out").verify()
+
+
 def test_one_build_at_a_time(source: Path, tmp_path: Path) -> None:
     broken_build(source, tmp_path / "out", "decoder_2")
     with (tmp_path / ".out.building" / "sinkprune.lock").open("rb") as lock:

@@ -1,0 +1,186 @@
+"""How much accuracy hangs on where SinkPruner prunes, and on how its sanitizer shares places out.
+
+    python benchmarks/sensitivity.py
+    python benchmarks/sensitivity.py --checkpoint my-llava --task kitchen.jsonl --budgets retain-64 --json found.json
+
+Exports the checkpoint with variants of SinkPruner (`sensitivity_methods/variants.py`), asks a task's questions with
+each, and prints two tables: each prune layer moved by one, and 0 to 100 % of the sanitizer's places for salient
+tokens. All keep a budget's mean visual tokens a layer. Changes are those in questions answered rightly, in points
+against SinkPruner on the same questions, with 95 % intervals by bootstrap over the pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sensitivity_methods.variants import SALIENT_PERCENT, SHIFTS, moved_layers
+from sinkprune.calibration.evaluation.asking import ask
+from sinkprune.calibration.evaluation.intervals import Interval, PictureBootstrap, wilson
+from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
+from sinkprune.calibration.tasks import SCENES, load_task
+from sinkprune.contract.command import run_command
+from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.schedule import PictureSchedule
+from sinkprune.export import methods
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.pipeline import Pipeline
+
+OWN = "sinkpruner"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One variant at one budget. Accuracies are fractions."""
+
+    method: str
+    budget: str
+    layers: tuple[int, ...]
+    """The 0-based layers that it prunes behind."""
+    reserve: int
+    """Salient tokens of each group."""
+    diverse: int
+    """Diverse tokens of each group."""
+    stages: tuple[int, ...]
+    """Visual tokens that survive each stage."""
+    mean_visual_tokens: float
+    accuracy: float
+    ci95: Interval
+    change: float
+    """Accuracy less SinkPruner's on the same questions."""
+    change_ci95: Interval | None
+    """By bootstrap over the pictures; None where there is one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_measure, arguments)
+
+
+def _measure(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--checkpoint", default="demo/pocket", help="of a LLaVA (default: demo/pocket)")
+    add("--task", default=SCENES, help="scenes, or FILE.jsonl (default: scenes)")
+    add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
+    add("--budgets", default="retain-64,retain-32", help="comma-separated (default: retain-64,retain-32)")
+    add("--threads", type=THREADS, default=1, help="CPU threads (default: 1)")
+    add("--json", type=Path, metavar="FILE.json", help="write what was found as JSON")
+    options = parser.parse_args(arguments)
+    check_outputs([(options.json, (".json",))] if options.json else [])
+    budgets = tuple(options.budgets.split(","))
+    # Where methods are looked for
+    methods.__path__.append(str(Path(__file__).parent / "sensitivity_methods"))
+    with tempfile.TemporaryDirectory() as folder:
+        pipeline = _exported(options.checkpoint, budgets, Path(folder) / "bundle", options.threads)
+        items = load_task(options.task, options.limit)
+        pairs = [Combination(method, budget) for method in pipeline.bundle.manifest.plans for budget in budgets]
+        replies = ask(pipeline, items, pairs)
+    pictures = [item.picture for item in items]
+    found = _variants(pipeline, replies, pairs, pictures)
+    if options.json:
+        write_whole(options.json, (json.dumps([asdict(variant) for variant in found], indent=1) + "\n").encode())
+    none = [reply.right for reply in replies if reply.combination == BASELINE]
+    sys.stdout.write(
+        f"{options.checkpoint}: {len(items)} questions about {len(set(pictures))} pictures; unpruned "
+        f"{100 * sum(none) / len(none):.1f} % are right\n\n{_tables(found, budgets)}"
+    )
+
+
+def _exported(checkpoint: str, budgets: tuple[str, ...], folder: Path, threads: int) -> Pipeline:
+    """A loaded bundle of the checkpoint with SinkPruner and all variants that its depth allows."""
+    # A first, of SinkPruner alone, tells how deep the decoder is.
+    layers = export_bundle(ExportRequest(checkpoint, budgets[:1]), folder).language_model.num_layers
+    moved = [shift for shift in SHIFTS if moved_layers(shift, layers) is not None]
+    named = (OWN, *moved, *(f"salient-{percent}" for percent in SALIENT_PERCENT))
+    export_bundle(ExportRequest(checkpoint, budgets, named), folder, force=True)
+    return Pipeline.load(folder, threads=threads)
+
+
+def _variants(
+    pipeline: Pipeline, replies: Sequence[Reply], pairs: Sequence[Combination], pictures: Sequence[str]
+) -> list[Variant]:
+    right = {pair: [reply.right for reply in replies if reply.combination == pair] for pair in pairs}
+    averaged, manifest = PictureBootstrap(pictures), pipeline.bundle.manifest
+    found = []
+    for pair in pairs:
+        own, base = right[pair], right[Combination(OWN, pair.budget)]
+        change = averaged([int(one) - int(other) for one, other in zip(own, base, strict=True)])
+        plan = manifest.plans[pair.method][pair.budget]
+        if plan.counts is None:
+            raise ValueError("variants count when they are exported")
+        mean = PictureSchedule.of(plan.counts, 1, plan.cuts).mean(manifest.language_model.num_layers)
+        found.append(
+            Variant(
+                *pair,
+                layers=tuple(plan.cuts),
+                reserve=plan.counts.reserve,
+                diverse=plan.counts.diverse,
+                stages=plan.counts.stages,
+                mean_visual_tokens=float(mean),
+                accuracy=sum(own) / len(own),
+                ci95=wilson(sum(own), len(own)),
+                change=change.mean,
+                change_ci95=change.ci95,
+            )
+        )
+    return found
+
+
+def _tables(found: Sequence[Variant], budgets: Sequence[str]) -> str:
+    by_pair = {(variant.method, variant.budget): variant for variant in found}
+    first = by_pair[OWN, budgets[0]]
+    moved = [("as they are", OWN), *((shift.replace("-", " "), shift) for shift in SHIFTS)]
+    shared = [(f"{percent} %", f"salient-{percent}") for percent in SALIENT_PERCENT]
+    places = first.reserve + first.diverse
+    shared.insert(2, (f"{100 * first.reserve / places:.0f} %, as it is", OWN))
+    lines = _table("prune layers", [row for row in moved if (row[1], budgets[0]) in by_pair], by_pair, budgets)
+    lines += ["", *_table("places for salient tokens", shared, by_pair, budgets)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(
+    heading: str,
+    rows: Sequence[tuple[str, str]],
+    by_pair: dict[tuple[str, str], Variant],
+    budgets: Sequence[str],
+) -> list[str]:
+    """Markdown, one row a variant: what it keeps, its accuracy and its change at each budget."""
+    head = [heading, *(f"`{budget}`: {what}" for budget in budgets for what in ("keeps", "% right", "change"))]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for name, method in rows:
+        layers = ", ".join(map(str, by_pair[method, budgets[0]].layers))
+        cells = [f"{name} ({layers})" if heading == "prune layers" else name]
+        for budget in budgets:
+            variant = by_pair[method, budget]
+            cells += [_kept(variant), _accuracy(variant), "" if method == OWN else _change(variant)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _kept(variant: Variant) -> str:
+    return f"{variant.reserve} + {variant.diverse}; {', '.join(map(str, variant.stages))}"
+
+
+def _accuracy(variant: Variant) -> str:
+    low, high = variant.ci95
+    return f"{100 * variant.accuracy:.1f} ±{50 * (high - low):.1f}"
+
+
+def _change(variant: Variant) -> str:
+    if variant.change_ci95 is None:
+        return f"{100 * variant.change:+.1f}"
+    low, high = variant.change_ci95
+    return f"{100 * variant.change:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

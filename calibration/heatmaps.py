@@ -1,0 +1,81 @@
+"""Heat maps of a picture's tokens: norms, and the attention they receive in the tower, beside the picture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sinkprune.calibration.sink_tokens import sink_tokens
+from sinkprune.calibration.token_features import TokenFeatures
+from sinkprune.contract.precision import Array
+from sinkprune.contract.terminal import escaped
+from sinkprune.runtime.plot import figure_bytes, import_matplotlib
+
+_SIDE = 3.6
+"""Inches of a panel's longer side."""
+_NARROWEST = 2.4
+_OPAQUE = 0.75
+_SINK_COLOUR = "#D55E00"
+_TICKS = 5
+"""On each scale."""
+_DECADES = 1e3
+"""Few tokens draw most of the attention: the scale goes from the most to a thousandth of it."""
+
+
+def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
+    """The bytes of a PNG: the picture, norms in medians of their group, and salience in means of its group.
+
+    One line of three for each view. The scale of salience is logarithmic. Sink tokens are outlined in both maps.
+    Raises `UsageError` without matplotlib.
+    """
+    figure_of = import_matplotlib()
+    from matplotlib.colors import LogNorm, Normalize
+
+    norms = features.norms / np.median(features.norms, axis=1, keepdims=True)
+    salience = features.salience / features.salience.mean(axis=1, keepdims=True)
+    low, top, most = float(norms.min()), float(norms.max()), float(salience.max())
+    faint = max(float(salience.min()), most / _DECADES)
+    maps = {
+        "norm, in its group's medians": (norms, Normalize(low, top), np.linspace(low, top, _TICKS)),
+        "attention received, in its group's means": (
+            salience,
+            LogNorm(faint, most),
+            np.geomspace(faint, most, _TICKS),
+        ),
+    }
+    sinks, views = sink_tokens(features.norms).ravel(), features.views
+    width, height = (_SIDE * size / max(features.picture.size) for size in features.picture.size)
+    figure = figure_of(figsize=(3 * max(width, _NARROWEST) + 1.8, len(views) * height + 0.6), layout="constrained")
+    panels = figure.subplots(len(views), 3, squeeze=False)
+    panels[0, 0].set_title("picture", fontsize=9)
+    for line, view in zip(panels, views, strict=True):
+        for axes in line:
+            axes.imshow(features.picture, extent=(0, features.picture.width, features.picture.height, 0))
+            axes.set_axis_off()
+        for axes, (name, (values, scale, ticks)) in zip(line[1:], maps.items(), strict=True):
+            shades = _draw(axes, features.boxes[view], values.ravel()[view], sinks[view], scale)
+            figure.colorbar(shades, ax=axes, shrink=0.85, ticks=ticks, format="%.3g").minorticks_off()
+            if view == views[0]:
+                axes.set_title(name, fontsize=9)
+    told = f"{_drawable(title)}; outlined: the {int(sinks.sum())} of largest norm"
+    figure.suptitle(told, fontsize=9, parse_math=False)
+    return figure_bytes(figure, ".png")
+
+
+def _drawable(text: str) -> str:
+    """Text in characters that matplotlib's own font has: names of files may be in any."""
+    return escaped(text).encode("latin-1", "backslashreplace").decode("latin-1")
+
+
+def _draw(axes: Any, boxes: Array, values: Array, sinks: Array, scale: Any) -> Any:
+    """Shade each box [V,4] by its value [V], and outline those of sink tokens."""
+    from matplotlib.collections import PolyCollection
+
+    left, top, right, bottom = boxes.T
+    corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
+    shades = PolyCollection([*corners], array=values, norm=scale, cmap="viridis", alpha=_OPAQUE, linewidths=0)
+    axes.add_collection(shades, autolim=False)
+    outlines = PolyCollection([*corners[sinks]], facecolors="none", edgecolors=_SINK_COLOUR, linewidths=1.4)
+    axes.add_collection(outlines, autolim=False)
+    return shades

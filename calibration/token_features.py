@@ -1,0 +1,36 @@
+"""What a vision tower says of a picture's tokens, be it a bundle's or one that transformers loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from PIL import Image
+
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.encoding import encode
+from sinkprune.runtime.pictures import see
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class TokenFeatures:
+    """Norms and salience of G groups of N tokens, and where each lies on the picture."""
+
+    picture: Image.Image
+    """RGB, as boxes count its pixels."""
+    boxes: Array
+    """[G*N,4] float: left, top, right, bottom of each token."""
+    views: tuple[range, ...]
+    """The tokens that can be drawn on the picture at once, because they show each part of it once."""
+    norms: Array
+    """[G,N] fp32: the norm of each token."""
+    salience: Array
+    """[G,N] fp32: the attention each token receives."""
+
+
+def bundle_features(pipeline: Pipeline, image: Image.Image) -> TokenFeatures:
+    """What the tower of a bundle gives of an RGB image; raises `ImageError` and `NumericsError`."""
+    inputs, layout = see(image, image, pipeline.family, pipeline.bundle.manifest)
+    encoded = encode(pipeline.chain, None, inputs, Stopwatch(pipeline.backend))
+    return TokenFeatures(image, layout.boxes, layout.views, encoded.norms, encoded.salience)

@@ -1,0 +1,129 @@
+"""Heat maps: their colours are those of the norms and the salience, at the tokens' places."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from skimage import data
+
+from commands import assert_refused, run
+from sinkprune.calibration.heatmaps import draw_heatmaps
+from sinkprune.calibration.token_features import TokenFeatures
+
+Bundles = Callable[..., Path]
+# Matplotlib's viridis at its ends, three quarters of it on black
+DARK, BRIGHT = 0.75 * np.array([68, 1, 84]), 0.75 * np.array([253, 231, 37])
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two photos of one name in two folders."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number, name in enumerate(("one", "two")):
+        (folder / name).mkdir()
+        Image.fromarray(data.coffee()).resize((200, 150)).rotate(90 * number).save(folder / name / "cup.png")
+    return folder
+
+
+def drawn(norms: list[float], salience: list[float], views: int = 1) -> np.ndarray:
+    """Heat maps of a black picture with four quarters, as pixels [height,width,3]."""
+    boxes = np.array([[0, 0, 50, 50], [50, 0, 100, 50], [0, 50, 50, 100], [50, 50, 100, 100]], float)
+    features = TokenFeatures(
+        Image.new("RGB", (100, 100)),
+        np.tile(boxes, (views, 1)),
+        tuple(range(4 * view, 4 * view + 4) for view in range(views)),
+        np.tile(np.array(norms, np.float32), (views, 1)),
+        np.tile(np.array(salience, np.float32), (views, 1)),
+    )
+    return np.asarray(Image.open(io.BytesIO(draw_heatmaps(features, "black"))).convert("RGB"), float)
+
+
+def colour_at(pixels: np.ndarray, panel: int, right: bool, low: bool) -> np.ndarray:
+    """The colour in the middle of a quarter of a panel: the black one, then the two that are shaded."""
+    inside = np.flatnonzero((pixels[pixels.shape[0] // 2 + 8] < 200).any(axis=1))
+    starts = [inside[0], *inside[np.flatnonzero(np.diff(inside) > 8) + 1]]
+    # Each map is followed by its scale.
+    left = starts[[0, 1, 3][panel]]
+    width = np.flatnonzero(np.diff(inside[inside >= starts[0]]) > 8)[0]
+    rows = np.flatnonzero((pixels[:, starts[0] + 5] < 100).all(axis=1))
+    x = left + int(width * (0.75 if right else 0.25))
+    y = rows[0] + int(len(rows) * (0.75 if low else 0.25))
+    found: np.ndarray = pixels[y, x]
+    return found
+
+
+def test_the_largest_norm_is_brightest_at_its_place() -> None:
+    pixels = drawn([1, 1, 9, 1], [0.4, 0.0004, 0.0004, 0.0004])
+    assert np.abs(colour_at(pixels, 0, False, True)).max() == 0
+    for panel, bright in ((1, (False, True)), (2, (False, False))):
+        for right in (False, True):
+            for low in (False, True):
+                expected = BRIGHT if (right, low) == bright else DARK
+                assert np.abs(colour_at(pixels, panel, right, low) - expected).max() < 12
+
+
+def test_each_view_has_a_line() -> None:
+    one, three = drawn([1, 1, 9, 1], [1, 2, 3, 4]), drawn([1, 1, 9, 1], [1, 2, 3, 4], views=3)
+    assert three.shape[0] > 2 * one.shape[0] and three.shape[1] == one.shape[1]
+
+
+def test_equal_values_and_zeros_are_drawn_too() -> None:
+    assert drawn([1, 1, 1, 1], [0.25, 0.25, 0.25, 0.25]).shape[2] == 3
+    assert drawn([1, 1, 1, 1], [1, 0, 0, 0]).shape[2] == 3
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen"])
+def test_pictures_of_one_name_have_maps_of_their_own(
+    name: str, bundle: Bundles, photos: Path, tmp_path: Path
+) -> None:
+    maps = tmp_path / "maps"
+    given = *("--images", photos / "one", photos / "two" / "cup.png"), *("--json", tmp_path / "norms.json")
+    outcome = run("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert json.loads((tmp_path / "norms.json").read_text())["pictures"] == 2
+    assert sorted(path.name for path in maps.iterdir()) == ["001-cup.png", "002-cup.png"]
+    for path in maps.iterdir():
+        with Image.open(path) as picture:
+            assert picture.format == "PNG" and picture.width > 800
+    # Drawn again, they take the place of the old ones.
+    assert run("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps).code == 0
+
+
+def test_names_of_any_characters_can_be_drawn(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for name in ("a $1 {$x.png", "b 杯.png", "c \udcff.png", "d \n\x1b.png", "e ä.png"):
+        (tmp_path / "photos" / name).write_bytes((photos / "one" / "cup.png").read_bytes())
+    maps = tmp_path / "maps"
+    outcome = run(
+        "sinkprune-calibrate", "norms", bundle("gqa-112"), "--images", tmp_path / "photos", "--heatmaps", maps
+    )
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert len(list(maps.iterdir())) == 5
+
+
+def test_what_cannot_be_drawn_is_told_before_the_run(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
+    def refused(*words: object, said: str) -> None:
+        assert_refused(run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words), said)
+
+    (tmp_path / "empty").mkdir()
+    refused("--images", tmp_path / "empty", said="holds no picture")
+    refused("--images", tmp_path / "nothing.png", said="nothing.png")
+    (tmp_path / "bad.png").write_text("no picture")
+    refused("--images", tmp_path, said="bad.png")
+    images = "--images", photos / "one"
+    refused(*images, "--heatmaps", tmp_path / "bad.png", said="is no folder")
+    refused(*images, "--heatmaps", tmp_path / "no" / "maps", said="maps")
+    refused(*images, "--heatmaps", bundle("gqa-112") / "maps", said="which is read")
+    # A heat map would take the place of a picture that is measured.
+    (tmp_path / "001-cup.png").write_bytes((photos / "one" / "cup.png").read_bytes())
+    (tmp_path / "cup").mkdir()
+    copy = tmp_path / "cup" / "001-cup.png"
+    copy.write_bytes((photos / "one" / "cup.png").read_bytes())
+    refused("--images", photos / "one", copy, "--heatmaps", copy.parent, said="which is read")
+    assert not (bundle("gqa-112") / "maps").exists()

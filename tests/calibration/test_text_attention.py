@@ -1,0 +1,226 @@
+"""Shares of sink tokens and entropies of text attention, against transformers' own attentions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from masking import Sequence, masked_forward
+from picture_prompts import reference_inputs
+from reference import largest
+from sinkprune import Pipeline
+from sinkprune.calibration.attention.text_attention import text_attention
+from sinkprune.calibration.attention.watching import Watch, observe
+from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.sink_tokens import sink_tokens
+from sinkprune.calibration.tasks import Item
+from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.questions import Question
+from sinkprune.runtime.backends import Backend, Engine
+from steps import QUESTION, Watched, watched
+
+Array = np.ndarray[Any, Any]
+# 64 tokens; five groups of 64; 56 and 120 tokens
+CASES = {
+    "gqa-112": ("retain-192", (200, 150)),
+    "next-mistral": ("retain-320", (224, 200)),
+    "qwen": ("prune-66.7", (224, 200)),
+    "qwen2-vl": ("prune-77.8", (280, 336)),
+}
+
+
+@contextmanager
+def attentions(model: Any) -> Iterator[list[Array]]:
+    """What transformers' own layers attend to while the block runs: [H,S,S] of each decoder layer, in order."""
+    seen: list[Array] = []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda module, given, gave: seen.append(gave[1][0].numpy()))
+        for layer in model.model.language_model.layers
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def slow(weights: Array, visual: list[int], text: list[int]) -> tuple[float, Array]:
+    """The mean entropy and the mean of the attention [H,S,S] of `text` rows on `visual` ones, row by row."""
+    entropies, mean = [], np.zeros(len(visual))
+    for head in weights.astype(np.float64):
+        for row in text:
+            on_visual = np.array([head[row, column] for column in visual])
+            shares = on_visual / on_visual.sum()
+            entropies.append(-sum(share * math.log(share) for share in shares if share > 0))
+            mean += shares
+    return sum(entropies) / len(entropies), mean / len(entropies)
+
+
+def sinks_of(steps: Watched, source: list[int]) -> list[bool]:
+    """Which rows, told by the token each stands for (-1: none), are among the 1 % of their group's largest norms."""
+    norms = steps.answer.kept.norms
+    count, sinks = norms.shape[1], set()
+    for group, own in enumerate(norms):
+        sinks |= {group * count + token for token in largest(own, -(-count // 100))}
+    return [token in sinks for token in source]
+
+
+def observed(bundle: Path, image: Image.Image, combination: Combination) -> Any:
+    watch = Watch()
+    item = Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy)
+    return observe(Pipeline.load(bundle, wrap=watch.wrap, check_sums=False), watch, item, combination)
+
+
+def assert_layers(found: Any, expected: dict[int, tuple[Array, list[int], list[int], list[bool]]]) -> None:
+    """Each prune layer's weights [H,S,S], visual rows, text rows, and which visual rows are sink tokens."""
+    assert list(found.layers) == list(expected)
+    for layer, (weights, visual, text, sinks) in expected.items():
+        entropy, mean = slow(weights, visual, text)
+        seen = found.layers[layer]
+        assert seen.rows == len(visual)
+        assert seen.sink_share == pytest.approx(sum(sinks) / len(sinks))
+        assert seen.entropy == pytest.approx(entropy, abs=2e-3)
+        assert seen.entropy_of_mean == pytest.approx(-sum(p * math.log(p) for p in mean if p > 0), abs=2e-3)
+        assert seen.uniform == pytest.approx(math.log(len(visual)))
+        assert seen.sink_attention == pytest.approx(mean[sinks].sum(), abs=2e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unpruned_it_is_what_transformers_attends_to(
+    name: str,
+    checkpoint: Callable[[str], Path],
+    bundle: Callable[..., Path],
+    pipeline: Callable[..., Pipeline],
+    model: Callable[[str], Any],
+    photo: Image.Image,
+) -> None:
+    torch_model, image = model(name), photo.resize(CASES[name][1])
+    inputs = reference_inputs(name, checkpoint(name), [image], QUESTION)
+    with attentions(torch_model) as weights, torch.no_grad():
+        torch_model(**inputs)
+    is_image = inputs["input_ids"][0] == torch_model.config.image_token_id
+    visual = torch.nonzero(is_image)[:, 0].tolist()
+    text = list(range(visual[-1] + 1, len(is_image)))
+    steps = watched(pipeline(name), image, budget="none", max_new_tokens=1)
+    sinks = sinks_of(steps, steps.answer.kept.layout.unpruned_rows.tolist())
+    cuts = prune_layers(torch_model.config.text_config.num_hidden_layers)
+    found = observed(bundle(name), image, BASELINE)
+    assert_layers(found, {cut: (weights[cut], visual, text, sinks) for cut in cuts})
+    assert (found.rows, found.last_rows) == (len(visual), len(visual))
+    assert found.sink_share == found.last_sink_share == pytest.approx(sum(sinks) / len(visual))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pruned_it_is_what_transformers_attends_to_without_what_was_dropped(
+    name: str,
+    bundle: Callable[..., Path],
+    pipeline: Callable[..., Pipeline],
+    model: Callable[[str], Any],
+    photo: Image.Image,
+) -> None:
+    torch_model, budget, image = model(name), CASES[name][0], photo.resize(CASES[name][1])
+    pipe = pipeline(name)
+    steps = watched(pipe, image, budget=budget, max_new_tokens=1)
+    rows, kept = steps.rows, steps.answer.kept
+    sequence = Sequence(
+        pipe.backend.numpy(rows.hidden)[0],
+        rows.visual.tolist(),
+        rows.text.tolist(),
+        rows.positions.rows if len(rows.positions.rows) > 1 else None,
+        pipe.bundle.manifest.family,
+    )
+    with attentions(torch_model) as weights:
+        masked = masked_forward(torch_model, sequence, budget, kept.schedule.after)
+    source = (kept.index + kept.norms.shape[1] * np.arange(len(kept.index))[:, None]).ravel()
+    sinks = dict(zip(sequence.visual, sinks_of(steps, source.tolist()), strict=True))
+    expected, alive = {}, list(range(rows.length))
+    for layer, survivors in masked.survivors.items():
+        visual = [row for row in alive if row in sinks]
+        expected[layer] = (weights[layer], visual, sequence.text, [sinks[row] for row in visual])
+        alive = survivors
+    found = observed(bundle(name), image, Combination("sinkpruner", budget))
+    assert_layers(found, expected)
+    assert found.rows == len(sinks) < kept.norms.size
+    # One row of each group: the average of its sink tokens.
+    assert found.sink_share == pytest.approx(len(kept.index) / len(sinks))
+    left = [sinks[row] for row in alive if row in sinks]
+    assert (found.last_rows, found.last_sink_share) == (len(left), pytest.approx(sum(left) / len(left)))
+    count = kept.index.shape[1]
+    groups = zip(kept.salience, kept.norms, strict=True)
+    alone = [len({*largest(s, count)} & {*largest(n, -(-len(n) // 100))}) / count for s, n in groups]
+    assert found.salience_alone == pytest.approx(np.mean(alone))
+
+
+def test_a_row_at_the_end_of_a_line_is_no_sink_token(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    watch = Watch()
+
+    def last_is_largest(graph: str, engine: Engine, backend: Backend) -> Engine:
+        """Of every group the last token has the largest norm."""
+
+        def changed(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            features = engine(inputs)
+            norms = backend.numpy(features["norms"]).copy()
+            norms[:, -1] = 2 * norms.max()
+            return {**features, "norms": backend.tensor(norms)}
+
+        return changed if graph == "vision" else watch.wrap(graph, engine, backend)
+
+    pipe = Pipeline.load(bundle("next"), wrap=last_is_largest, check_sums=False)
+    image = photo.resize((224, 224))
+    found = observe(pipe, watch, Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy), BASELINE)
+    rows = pipe.family.see(image).layout.unpruned_rows
+    assert (rows < 0).sum() == 16 and found.rows == 5 * 64 + 16
+    assert found.sink_share == pytest.approx(5 / found.rows)
+
+
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 6), st.integers(0, 4)),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=50, deadline=None)
+def test_entropies_are_those_of_a_softmax_over_visual_keys(sizes: tuple[int, int, int, int], seed: int) -> None:
+    groups, repeats, visual, text = sizes
+    random, before = np.random.default_rng(seed), 2
+    rows = before + visual + text
+    query = random.normal(size=(1, groups * repeats, rows, 8)).astype(np.float32) * 3
+    key = random.normal(size=(1, groups, rows, 8)).astype(np.float32) * 3
+    seen = np.arange(before, before + visual)
+    asking = np.arange(before + visual, rows)
+    found = text_attention(query, key, seen, asking)
+    logits = np.einsum("hld,hvd->hlv", query[0].astype(np.float64), np.repeat(key[0], repeats, axis=0)) / 8**0.5
+    weights = np.exp(logits - logits.max(axis=2, keepdims=True))
+    entropy, mean = slow(weights, seen.tolist(), asking.tolist() or [rows - 1])
+    assert found.entropy == pytest.approx(entropy, abs=1e-6)
+    np.testing.assert_allclose(found.mean, mean, atol=1e-9)
+    assert found.entropy <= found.entropy_of_mean + 1e-9 <= found.uniform + 2e-9
+
+
+def test_a_uniform_attention_has_the_largest_entropy() -> None:
+    query, key = np.ones((1, 4, 12, 8), np.float16), np.ones((1, 2, 12, 8), np.float16)
+    found = text_attention(query, key, np.arange(2, 9), np.arange(9, 12))
+    assert [found.entropy, found.entropy_of_mean, found.uniform] == pytest.approx([math.log(7)] * 3)
+
+
+def test_an_attention_on_one_token_has_none() -> None:
+    query, key = np.full((1, 2, 6, 4), 100.0), np.zeros((1, 2, 6, 4))
+    key[:, :, 3] = 100.0
+    found = text_attention(query, key, np.arange(1, 5), np.array([5]))
+    assert (found.entropy, found.entropy_of_mean) == (pytest.approx(0), pytest.approx(0))
+    np.testing.assert_allclose(found.mean, [0, 0, 1, 0], atol=1e-12)
+
+
+def test_sink_tokens_are_the_largest_norms_of_each_group() -> None:
+    norms = np.ones((2, 150))
+    norms[0, [7, 90]], norms[1, 3] = 5, 2
+    # Two of 150, and of equal ones the earlier.
+    assert [np.flatnonzero(group).tolist() for group in sink_tokens(norms)] == [[7, 90], [0, 3]]
