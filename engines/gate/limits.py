@@ -37,9 +37,8 @@ LIMITS: dict[Rounding, dict[Kind, Limit]] = {
 """By the rounding of an engine and the kind of an output."""
 EXACT = Limit(0, 0)
 """Of indices: how many may differ, but for ties."""
-GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.3, "bf16": 1.0, "int8": 2.2}
-"""By the coarsest rounding of a chain: where two texts part, how much less likely the engines' token may be than the
-graphs', in standard deviations of the graphs' logits there."""
+_GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5, "int8": 1.0}
+_GAP_OF_OTHERS = 2.2
 TIE = 1e-5
 """How much, relatively, summing in another order may move a score: what noise of this size changes is a tie."""
 
@@ -58,6 +57,15 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
 def coarsest(manifest: Manifest, compute: str) -> Rounding:
     """The coarsest rounding of all graphs."""
     return max((rounding_of(graph, manifest, compute) for graph in manifest.graphs), key=ROUNDINGS.index)
+
+
+def gap_limit(rounding: Rounding, kept_alike: float) -> float:
+    """Where two texts part, how much less likely the engines' token may be than the graphs'.
+
+    In standard deviations of the graphs' logits there, for a chain of that `rounding`. Where norms, salience or scores
+    were rounded to another order, other tokens are kept, and what is said of them tells little of engines.
+    """
+    return _GAPS[rounding] if kept_alike == 1 else _GAP_OF_OTHERS
 
 
 def kind_of(output: str) -> Kind:

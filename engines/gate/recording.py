@@ -26,6 +26,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system_memory import available_bytes
 from sinkprune.engines.progress import BuildProgress
+from sinkprune.runtime.answer import Kept
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
@@ -88,7 +89,7 @@ class Said(NamedTuple):
     token_ids: list[int]
     text: str
     kept: list[list[int]]
-    """The tokens that reached the language model, of each picture."""
+    """The tokens that reached the language model, and those that were left behind each select; of each picture."""
 
 
 class Recording:
@@ -154,8 +155,15 @@ def ask(pipeline: Pipeline, question: Question, method: str, budget: str) -> tup
         min_new_tokens=NEW_TOKENS,
         observer=watched,
     )
-    kept = [own.index.ravel().tolist() for own in answer.images]
+    kept = [tokens.tolist() for own in answer.images for tokens in _kept(own)]
     return Said(method, budget, list(map(int, answer.token_ids)), answer.text, kept), np.stack(watched.logits)
+
+
+def _kept(own: Kept) -> list[Array]:
+    """The tokens of a picture that are left at each step, counted through its groups."""
+    groups, tokens = own.norms.shape
+    first = (own.index + tokens * np.arange(groups)[:, None]).ravel()
+    return [first, *(first[rows] for _, rows in sorted(own.after_stage.items()))]
 
 
 class _Logits(Observer):

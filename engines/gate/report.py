@@ -72,7 +72,8 @@ class TextReport:
     those; 0 where texts are the same."""
     gap_limit: float
     kept_alike: float
-    """The share of the graphs' kept tokens that the engines, by norms and salience of their own, keep too."""
+    """The share of the tokens kept by the graphs that the engines, by norms, salience and scores of their own, keep
+    too; of the step where it is the smallest."""
     passed: bool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sinkprune.engines.gate.limits import GAPS, Rounding
+from sinkprune.engines.gate.limits import Rounding, gap_limit
 from sinkprune.engines.gate.recording import Question, Recording, Said, ask
 from sinkprune.engines.gate.report import TextReport
 from sinkprune.runtime.pipeline import Pipeline
@@ -15,7 +15,8 @@ def compare_texts(
 ) -> list[TextReport]:
     """Each answer of `recording` beside what `pipeline`, which loaded the engines, says to the same `question`.
 
-    Where two part, both tokens must have been nearly as likely by the graphs: see `GAPS`. Raises what asking raises.
+    Where two part, both tokens must have been nearly as likely by the graphs: see `gap_limit`. Raises what asking
+    raises.
     """
     reports = []
     for number, expected in enumerate(recording.answers):
@@ -32,6 +33,8 @@ def compare_texts(
         if same < len(expected.token_ids):
             logits = recording.logits(number)[same].astype(np.float64)
             gap = float((logits[expected.token_ids[same]] - logits[found.token_ids[same]]) / logits.std())
+        alike = _alike(found, expected)
+        limit = gap_limit(rounding, alike)
         reports.append(
             TextReport(
                 method=expected.method,
@@ -41,14 +44,14 @@ def compare_texts(
                 tokens=len(expected.token_ids),
                 same_tokens=same,
                 gap=gap,
-                gap_limit=GAPS[rounding],
-                kept_alike=_alike(found, expected),
-                passed=gap <= GAPS[rounding],
+                gap_limit=limit,
+                kept_alike=alike,
+                passed=gap <= limit,
             )
         )
     return reports
 
 
 def _alike(found: Said, expected: Said) -> float:
-    shares = [len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True)]
-    return float(np.mean(shares))
+    """The smallest share of the tokens of a step that are the same."""
+    return min(len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True))

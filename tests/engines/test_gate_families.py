@@ -34,6 +34,8 @@ def test_honest_engines_of_every_family(
     assert report["passed"] is True
     assert [text["budget"] for text in report["texts"]] == ["none", budget]
     assert f"sinkpruner/{budget}/sanitizer" in report["graphs"]
+    # Unpruned all are kept, of every group.
+    assert report["texts"][0]["kept_alike"] == 1
 
 
 def test_two_pictures(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:

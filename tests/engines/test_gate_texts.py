@@ -17,7 +17,7 @@ from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.checking import PictureGate
-from sinkprune.engines.gate.limits import GAPS
+from sinkprune.engines.gate.limits import gap_limit
 from sinkprune.engines.gate.measures import differing, errors
 from sinkprune.engines.gate.recording import NEW_TOKENS, Question, Recording, record
 from sinkprune.engines.gate.texts import compare_texts
@@ -67,9 +67,13 @@ def test_the_gap_is_that_of_the_graphs_logits(source: Bundle, question: Question
     assert fp32.same_tokens == 0
     assert fp32.gap == pytest.approx(gap)
     assert not fp32.passed
-    assert int8.passed == (gap <= GAPS["int8"])
+    assert int8.passed == (gap <= gap_limit("int8", 1))
     assert len(recording.answers[0].token_ids) == NEW_TOKENS
     assert fp32.kept_alike == 1
+
+
+def test_a_chain_that_keeps_other_tokens_may_say_something_else() -> None:
+    assert gap_limit("fp32", 1) < gap_limit("int8", 1) < gap_limit("fp32", 0.99) == gap_limit("int8", 0.5)
 
 
 def test_the_least_likely_token_is_never_passed(source: Bundle, question: Question, recording: Recording) -> None:
