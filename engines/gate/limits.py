@@ -37,7 +37,7 @@ LIMITS: dict[Rounding, dict[Kind, Limit]] = {
 """By the rounding of an engine and the kind of an output."""
 EXACT = Limit(0, 0)
 """Of indices: how many may differ, but for ties."""
-_GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5, "int8": 1.0}
+_GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
 _GAP_OF_OTHERS = 2.2
 TIE = 1e-5
 """How much, relatively, summing in another order may move a score: what noise of this size changes is a tie."""
@@ -62,8 +62,8 @@ def coarsest(manifest: Manifest, compute: str) -> Rounding:
 def gap_limit(rounding: Rounding, kept_alike: float) -> float:
     """Where two texts part, how much less likely the engines' token may be than the graphs'.
 
-    In standard deviations of the graphs' logits there, for a chain of that `rounding`. Where norms, salience or scores
-    were rounded to another order, other tokens are kept, and what is said of them tells little of engines.
+    In standard deviations of the graphs' logits there, for a chain of that `rounding`. Where norms, salience or
+    scores were rounded to another order, other tokens are kept, and what is said of them tells little of engines.
     """
     return _GAPS[rounding] if kept_alike == 1 else _GAP_OF_OTHERS
 
