@@ -59,6 +59,14 @@ class UsageError(SinkpruneError):
     """An argument is outside its range."""
 
 
+class PowerError(SinkpruneError):
+    """A power sensor may not be read, tells nothing of use, or has died."""
+
+
+class NoSensorError(PowerError):
+    """A power sensor is not there, or what reads it is not installed."""
+
+
 class TaskError(SinkpruneError):
     """A task to evaluate on is unknown, or its file is missing or malformed."""
 

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sinkprune.contract.energy import BudgetEnergy, PowerReport
 from sinkprune.contract.precision import WeightForms
 
 PARTS = (
@@ -84,11 +85,13 @@ class BudgetReport:
     decode_tokens_per_s: float | None
     decode_gb_per_s: float | None
     """Decoder and head weights plus KV cache, read once a token."""
+    energy: BudgetEnergy | None
+    """None without a power sensor, and where none of its readings tell of this budget's runs."""
 
 
 @dataclass(frozen=True)
-class Report:
-    """A profile: every budget against the unpruned engines, measured in turn."""
+class Measured:
+    """What was measured, and on what: the head of every report."""
 
     model: str
     backend: str
@@ -105,10 +108,19 @@ class Report:
     prompt_tokens: int
     """Text tokens of the rendered prompt."""
     new_tokens: int
-    repeat: int
     load_ms: float | None
     """Milliseconds from opening the engines to having loaded them, comparing sums included."""
-    first_answer_ms: float | None
-    """The same to the first token of the first answer, which engines take longer for than for others."""
     versions: dict[str, str]
+    power: PowerReport | None
+    """None where no joules were asked for."""
+
+
+@dataclass(frozen=True)
+class Report(Measured):
+    """A profile: every budget against the unpruned engines, measured in turn."""
+
+    repeat: int
+    first_answer_ms: float | None
+    """Milliseconds from opening the engines to the first token of the first answer, which engines take longer for
+    than for others."""
     budgets: dict[str, BudgetReport]

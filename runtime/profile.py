@@ -8,14 +8,26 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.energy import BudgetEnergy
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.report import PARTS, BudgetReport, Efficiency, PrefillAndTtft, Report, Spread
+from sinkprune.contract.report import (
+    PARTS,
+    BudgetReport,
+    Efficiency,
+    Measured,
+    PrefillAndTtft,
+    Report,
+    Spread,
+)
 from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.energy import budget_energy
 from sinkprune.runtime.peak_memory import PeakMemory, PeaksOfStages
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.power.meter import EnergyMeter
 from sinkprune.runtime.processor import processor_name
+from sinkprune.runtime.stage_spans import StageSpans
 
 # Answers are kept until the report is made.
 REPEAT = WholeNumber("--repeat", 1, 100_000)
@@ -32,23 +44,27 @@ def profile(
     new_tokens: int = 16,
     repeat: int = 5,
     warmup: int = 1,
+    meter: EnergyMeter | None = None,
     on_run: Callable[[str], None] = lambda budget: None,
 ) -> Report:
     """Run every budget `repeat` times, one after the other in each round, after `warmup` rounds that do not count.
 
     The unpruned engines are always among them. Every answer is exactly `new_tokens` long: stop tokens are ignored.
-    `on_run` is told of each run before it starts. Raises `UsageError`, and what `Pipeline.generate` raises.
+    `meter` tells the joules of every run; where its sensor dies meanwhile, later runs have none, and the report says
+    why. `on_run` is told of each run before it starts. Raises `UsageError`, and what `Pipeline.generate` raises.
     """
     repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
     answers: dict[str, list[Answer]] = {name: [] for name in names}
     memory, stages = {name: PeakMemory() for name in names}, {name: PeaksOfStages() for name in names}
+    spans: dict[str, list[StageSpans]] = {name: [] for name in names}
     first: Answer | None = None
     for turn in range(-warmup, repeat):
         # Each round starts with another budget: being first after a pause is no budget's privilege.
         shift = turn % len(names)
         for name in [*names[shift:], *names[:shift]]:
             on_run(name)
+            watcher = stages[name] if meter is None else StageSpans(pipeline.backend, also=stages[name])
             with memory[name].watch():
                 answer = pipeline.generate(
                     image,
@@ -57,22 +73,47 @@ def profile(
                     method=method,
                     max_new_tokens=new_tokens,
                     min_new_tokens=new_tokens,
-                    observer=stages[name],
+                    observer=watcher,
                 )
             stages[name].watching = False
             first = first or answer
             if turn >= 0:
                 answers[name].append(answer)
-    manifest = pipeline.bundle.manifest
+                if isinstance(watcher, StageSpans):
+                    spans[name].append(watcher)
     baseline = _measured(answers[UNPRUNED])
     flops = {name: _flops(pipeline, runs[0]) for name, runs in answers.items()}
-    reports = {
-        name: _budget_report(
-            pipeline, answers[name], flops[name], flops[UNPRUNED], baseline, memory[name], stages[name]
-        )
-        for name in names
-    }
+    energies: dict[str, BudgetEnergy | None] = dict.fromkeys(names)
+    if meter is not None:
+        curve = meter.curve()
+        energies = {name: budget_energy(runs, curve, meter.idle) for name, runs in spans.items()}
+    measured = described(pipeline, method, answers[UNPRUNED][0].prompt_tokens, new_tokens, meter)
     return Report(
+        **vars(measured),
+        repeat=repeat,
+        first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
+        budgets={
+            name: _budget_report(
+                pipeline,
+                answers[name],
+                flops[name],
+                flops[UNPRUNED],
+                baseline,
+                memory[name],
+                stages[name],
+                energies[name],
+            )
+            for name in names
+        },
+    )
+
+
+def described(
+    pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
+) -> Measured:
+    """The head of a report about `pipeline`, with what `meter` measured so far."""
+    manifest = pipeline.bundle.manifest
+    return Measured(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
         precision=manifest.precision,
@@ -82,17 +123,15 @@ def profile(
         method=method,
         machine=processor_name(),
         threads=pipeline.backend.threads,
-        prompt_tokens=answers[UNPRUNED][0].prompt_tokens,
+        prompt_tokens=prompt_tokens,
         new_tokens=new_tokens,
-        repeat=repeat,
         load_ms=pipeline.load_ms,
-        first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
         versions={
             "sinkprune": version("sinkprune"),
             "python": platform.python_version(),
             **pipeline.backend.versions,
         },
-        budgets=reports,
+        power=None if meter is None else meter.report(),
     )
 
 
@@ -126,6 +165,7 @@ def _budget_report(
     baseline: dict[str, Spread | None],
     memory: PeakMemory,
     stages: PeaksOfStages,
+    energy: BudgetEnergy | None,
 ) -> BudgetReport:
     answer, ms = runs[0], _measured(runs)
     flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
@@ -149,6 +189,7 @@ def _budget_report(
         stage_peak_rss_bytes=stages.bytes,
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
+        energy=energy,
     )
 
 

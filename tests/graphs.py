@@ -138,7 +138,7 @@ def loaded(graph: Graph) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         spec = graph.save(Path(folder), "graph.onnx")
         file = HeldFile(Path(folder) / spec.file, BundleError)
-        engine = backend.load(Model("graph", spec, spec.file, {spec.file: file}))
+        engine = backend.load(Model("graph", spec, spec.file, {spec.file: file}, 0))
 
     def run(**inputs: Array) -> dict[str, Array]:
         outputs = engine({name: backend.tensor(array) for name, array in inputs.items()})

@@ -29,8 +29,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes heap image_settings images "
-        "onnxruntime_library openvino_library picture_segments pixel_values plot processor prompt rotary sampling "
-        "stopwatch template_environment template_meter tensorrt_library torchvision_resize",
+        "onnxruntime_library openvino_library picture_segments pixel_values plot power processor prompt rotary "
+        "sampling camera stopwatch template_environment template_meter tensorrt_library torchvision_resize",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
@@ -39,8 +39,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "chain",
         "encoding prompt_rows decoding",
         "observer",
-        "pipeline peak_memory",
-        "overlay profile",
+        "pipeline peak_memory stage_spans",
+        "energy overlay",
+        "profile rate rate_plot",
         "commands",
     ),
 }

@@ -18,6 +18,8 @@ Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
 
 BACKENDS = tuple(TARGETS)
+ON_GPU = tuple(name for name in BACKENDS if name not in ("ort-cpu", "openvino"))
+"""Those of `BACKENDS` that compute on a GPU."""
 THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
 

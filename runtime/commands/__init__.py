@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from rich.console import Console
@@ -34,13 +35,20 @@ IMAGE_PLACE = "{image}"
 """Where an image stands in a prompt."""
 
 
-def new_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """A parser with the arguments every command takes that asks about images."""
+def new_parser(
+    name: str, description: str, examples: str, sources: Mapping[str, str] = MappingProxyType({})
+) -> argparse.ArgumentParser:
+    """A parser with the arguments every command takes that asks about images.
+
+    `sources` are options of the command's own, with their help, whose paths may stand in the place of images.
+    """
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
     picture = parser.add_mutually_exclusive_group(required=True)
     picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
     picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
+    for source, told in sources.items():
+        picture.add_argument(source, type=Path, help=told)
     add("--prompt", required=True, help="the question; {image} in it is the place of an image (default: in front)")
     add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
     return parser

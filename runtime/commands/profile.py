@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -10,6 +12,7 @@ from rich.table import Table
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
+from sinkprune.contract.energy import BudgetEnergy
 from sinkprune.contract.report import OF_TTFT, BudgetReport, Report, Spread
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.commands import (
@@ -24,9 +27,22 @@ from sinkprune.runtime.commands import (
     read_pictures,
     write_report,
 )
+from sinkprune.runtime.commands.frames import frame_files, read_frames
 from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands.power import (
+    add_power_options,
+    check_lived,
+    maybe_measuring,
+    told_joules,
+    told_power,
+    wanted_sensor,
+)
+from sinkprune.runtime.commands.rate import FRAMES, add_rate_options, print_rates, wanted_camera
+from sinkprune.runtime.families import load_family
 from sinkprune.runtime.plot import plot_report
 from sinkprune.runtime.profile import REPEAT, WARMUP, profile
+from sinkprune.runtime.rate import at_rate
+from sinkprune.runtime.rate_plot import plot_rate
 from sinkprune.runtime.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
@@ -34,7 +50,12 @@ examples:
   sinkprune-profile bundle --image photo.jpg --prompt "What is on the table?"
   sinkprune-profile bundle --image photo.jpg --prompt "Is the door open?" --budgets none,retain-64 \\
       --new-tokens 32 --repeat 10 --json profile.json --plot profile.png
+  sinkprune-profile bundle --image photo.jpg --prompt "What is on the table?" --power
+  sinkprune-profile bundle --frames frames --prompt "What is ahead?" --budgets retain-64 --rate 5 --duration 60
 """
+
+_REPEAT = 5
+"""Rounds where nobody says otherwise."""
 
 
 # Wider than most terminals are set to by default: a wrapped row is worse than a long one.
@@ -51,24 +72,59 @@ def _profile(arguments: Sequence[str] | None) -> None:
         "sinkprune-profile",
         "Measure every budget against the unpruned engines, in turn, on one image and prompt.",
         _EXAMPLES,
+        FRAMES,
     )
     add = parser.add_argument
     add("--budgets", help="comma-separated, none included (default: all of the bundle)")
     add("--new-tokens", type=MAX_NEW_TOKENS, default=16, help="length of every answer (default: 16)")
-    add("--repeat", type=REPEAT, default=5, help="measured rounds (default: 5)")
+    add("--repeat", type=REPEAT, help=f"measured rounds (default: {_REPEAT})")
     add("--warmup", type=WARMUP, default=1, help="rounds before them that do not count (default: 1)")
-    add_report_options(parser, "where the time goes")
+    add_rate_options(parser)
+    add_power_options(parser)
+    add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
     options = parser.parse_args(arguments)
 
-    check_report_options(options, picture_files(options))
+    camera = wanted_camera(options)
+    files = frame_files(options.frames) if options.frames else picture_files(options)
+    check_report_options(options, files)
     prompt = prompt_pieces(options.prompt)
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
-    images = read_pictures(options, bundle)
-    check_memory(options, bundle, Planned(images, options.method, [UNPRUNED, *budgets], prompt, options.new_tokens))
+    sensor = wanted_sensor(options, bundle)
+    if options.frames:
+        prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest))]
+    else:
+        prompts = [read_pictures(options, bundle)]
+    planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
+    largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
+    check_memory(options, bundle, Planned(largest, options.method, planned, prompt, options.new_tokens))
     pipeline = load_pipeline(options, bundle)
 
+    asked: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens, "warmup": options.warmup}
+    with maybe_measuring(options, sensor) as meter:
+        if camera is None:
+            repeat = options.repeat or _REPEAT
+            with _progress(len(planned) * (options.warmup + repeat)) as step:
+                report = profile(
+                    pipeline, prompts[0], prompt, planned, repeat=repeat, meter=meter, on_run=step, **asked
+                )
+            write_report(options, report, plot_report)
+            # Last, because whoever reads it may stop reading, as `head` does.
+            _print_table(report)
+            power = report.power
+        else:
+            with _progress(len(planned) * camera.frames) as step:
+                rates = at_rate(pipeline, prompts, prompt, planned, camera, meter=meter, on_frames=step, **asked)
+            write_report(options, rates, plot_rate)
+            print_rates(rates)
+            power = rates.power
+    check_lived(power)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr while the block runs; what it yields is told a budget's name, and how many steps were done."""
     console = Console(stderr=True)
     columns = [
         TextColumn("{task.description:<12}", markup=False),
@@ -77,22 +133,8 @@ def _profile(arguments: Sequence[str] | None) -> None:
         TimeElapsedColumn(),
     ]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        runs = len({UNPRUNED, *budgets}) * (options.warmup + options.repeat)
-        task = progress.add_task("measuring", total=runs)
-        report = profile(
-            pipeline,
-            images,
-            prompt,
-            budgets,
-            method=options.method,
-            new_tokens=options.new_tokens,
-            repeat=options.repeat,
-            warmup=options.warmup,
-            on_run=lambda name: progress.update(task, advance=1, description=escaped(name)),
-        )
-    write_report(options, report, plot_report)
-    # Last, because whoever reads it may stop reading, as `head` does.
-    _print_table(report)
+        task = progress.add_task("measuring", total=total)
+        yield lambda name, steps=1: progress.update(task, advance=steps, description=escaped(name))
 
 
 def _print_table(report: Report) -> None:
@@ -130,6 +172,10 @@ def _print_table(report: Report) -> None:
     for name, budget in report.budgets.items():
         if budget.stage_peak_rss_bytes:
             console.print(plain(f"{name}: peak memory in MB: {_peaks(budget)}"))
+    if report.power is not None:
+        for name, budget in report.budgets.items():
+            console.print(plain(f"{name}: {_joules(budget.energy)}"))
+        console.print(plain(told_power(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
 
@@ -147,6 +193,16 @@ def _rates(budget: BudgetReport) -> str:
     if budget.decode_tokens_per_s is not None:
         rates.append(f"decode {budget.decode_tokens_per_s:.1f} tokens/s, {budget.decode_gb_per_s:.1f} GB/s")
     return ", ".join(rates)
+
+
+def _joules(energy: BudgetEnergy | None) -> str:
+    """What a request takes, its parts and a token."""
+    if energy is None:
+        return "no joules: the power sensor told nothing of its runs"
+    parts = [f"{part} {told_joules(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
+    left_out = f"; {energy.left_out} runs left out" if energy.left_out else ""
+    request, token = (told_joules(energy.joules[part]) for part in ("latency", "per_token"))
+    return f"{request} a request ({', '.join(parts)}), {token} a token, {energy.watts:.2f} W meanwhile{left_out}"
 
 
 def _peaks(budget: BudgetReport) -> str:

@@ -49,7 +49,7 @@ def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
         change(model)
         onnx.save(model, tmp_path / "head.onnx")
         changed = {"head.onnx": HeldFile(tmp_path / "head.onnx", BundleError)}
-        head = Model("head", spec, "head.onnx", changed)
+        head = Model("head", spec, "head.onnx", changed, 0)
         job = Job(head, optimisation_profiles(small.manifest, LIMITS)["head"])
         return replace(job, **of_job)
 

@@ -145,7 +145,7 @@ def loaded(folder: Path, data: bytes, **files: bytes) -> Model:
         (folder / name).write_bytes(content)
         held[name] = HeldFile(folder / name, BackendError)
     spec = GraphSpec("graphs/graph.onnx", (_tensor("x"),), (_tensor("y"),))
-    return Model("graph", spec, spec.file, held)
+    return Model("graph", spec, spec.file, held, 0)
 
 
 def _tensor(name: str) -> TensorSpec:
@@ -196,7 +196,7 @@ def test_what_a_graph_takes_and_gives_is_compared_with_the_manifest(
     load_backend("ort-cpu").load(model)
     spec = GraphSpec(**{"file": model.name, "inputs": model.spec.inputs, "outputs": model.spec.outputs, **changed})
     with pytest.raises(BackendError, match=said):
-        load_backend("ort-cpu").load(Model("graph", spec, model.name, model.folder))
+        load_backend("ort-cpu").load(Model("graph", spec, model.name, model.folder, 0))
 
 
 def test_a_graph_that_fails_while_it_runs_is_an_error_with_the_shapes(tmp_path: Path) -> None:

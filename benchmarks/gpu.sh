@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# Runs all of this project that wants an NVIDIA GPU, and writes what came of it as one JSON and one table.
+#
+#     benchmarks/gpu.sh OUTPUT [PYTHON]
+#
+# OUTPUT is a folder for results.json, results.md and a log of each part; PYTHON the interpreter of an environment with
+# the packages (default: python3). Parts: the gpu tests, the kernels, the chain on ort-cuda at llava-1.1b and, with 20 GB
+# of GPU memory, llava-1.5-7b, and at llava-1.1b the TensorRT build, gate and profile. Each is told as run, failed or not
+# there, and none stops the others. Weights are random: times are true, answers are noise.
+#
+# Exit codes: 0 all that is there ran; 1 a part failed; 2 wrong arguments; 3 nothing is there that could run.
+set -u
+
+if [ $# -lt 1 ] || [ $# -gt 2 ]; then
+    echo "usage: benchmarks/gpu.sh OUTPUT [PYTHON]" >&2
+    exit 2
+fi
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(dirname "$here")
+python=$(command -v "${2:-python3}") || {
+    echo "error: there is no '${2:-python3}'. Give the interpreter of an environment with this project in it." >&2
+    exit 2
+}
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
+# Commands of the same environment.
+PATH=$(dirname "$python"):$PATH
+picture=$root/demo/photos/coffee.jpg
+work=$out/bundles
+mkdir -p "$work" || exit 2
+trap 'rm -rf "$work"' EXIT
+# Those of an earlier run.
+for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b tensorrt-build tensorrt-gate tensorrt-profile; do
+    rm -f "$out/$name".{state,log,json,xml}
+done
+
+# part NAME COMMAND...: run the command where nothing speaks against it, and note what became of it.
+part() {
+    local name=$1 why code
+    shift
+    if ! why=$("$python" "$here/gpu_parts.py" "$name" --folder "$work" 2>&1); then
+        why="the environment of '$python' cannot be asked: ${why##*$'\n'}"
+    fi
+    if [ -n "$why" ]; then
+        printf 'not there\n%s\n' "$why" >"$out/$name.state"
+        echo "$name: not there: $why"
+        return
+    fi
+    echo "$name: running, log in $out/$name.log"
+    "$@" >"$out/$name.log" 2>&1
+    code=$?
+    if [ $code -eq 0 ]; then
+        printf 'run\n' >"$out/$name.state"
+    else
+        printf 'failed\nexit code %s\n' $code >"$out/$name.state"
+        echo "$name: failed with exit code $code"
+    fi
+}
+
+gpu_tests() {
+    (cd "$root" && "$python" -m pytest -m gpu -q -rs -p no:cacheprovider --junitxml "$out/gpu-tests.xml")
+}
+
+kernels() {
+    "$python" "$here/sanitizer_kernels.py" --json "$out/kernels.json"
+}
+
+# profile REPORT BUNDLE OPTION...: every budget and the unpruned engines, in turn.
+profile() {
+    local report=$1 bundle=$2 power=()
+    shift 2
+    if [ -z "$("$python" "$here/gpu_parts.py" power --folder "$work" 2>&1)" ]; then
+        power=(--power nvml)
+    fi
+    sinkprune-profile "$bundle" --image "$picture" --prompt "What is in the cup, and what lies on the saucer?" \
+        --new-tokens 16 --repeat 9 --warmup 2 --json "$report" ${power[@]+"${power[@]}"} "$@"
+}
+
+ort_cuda() {
+    sinkprune-export "$1" --random-weights --precision fp16 --force -o "$work/$1" &&
+        profile "$out/ort-cuda-$1.json" "$work/$1" --backend ort-cuda
+}
+
+tensorrt_build() {
+    local dialect
+    dialect=$("$python" "$here/gpu_parts.py" dialect) &&
+        sinkprune-export llava-1.1b --random-weights --precision fp16 --dialect "$dialect" --force -o "$work/tensorrt" &&
+        sinkprune-build "$work/tensorrt" -o "$work/engines" --target tensorrt --max-prompt 128 --max-new-tokens 64 --force
+}
+
+tensorrt_gate() {
+    sinkprune-build "$work/tensorrt" -o "$work/checked" --target tensorrt --max-prompt 128 --max-new-tokens 64 --force \
+        --check "$picture"
+}
+
+tensorrt_profile() {
+    profile "$out/tensorrt-profile.json" "$work/engines"
+}
+
+part gpu-tests gpu_tests
+part kernels kernels
+part ort-cuda-llava-1.1b ort_cuda llava-1.1b
+part ort-cuda-llava-1.5-7b ort_cuda llava-1.5-7b
+# 14 GB that nothing below needs.
+rm -rf "$work/llava-1.5-7b"
+part tensorrt-build tensorrt_build
+part tensorrt-gate tensorrt_gate
+part tensorrt-profile tensorrt_profile
+"$python" "$here/gpu_results.py" "$out"

@@ -1,0 +1,200 @@
+"""Joins what the parts of benchmarks/gpu.sh left in a folder: `results.json`, and `results.md` for docs/hardware.md.
+
+    python benchmarks/gpu_results.py OUTPUT
+
+Exit codes: 0 all that was there ran; 1 a part failed; 3 nothing was there.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpu_parts import nvidia_smi
+
+PARTS = (
+    "gpu-tests",
+    "kernels",
+    "ort-cuda-llava-1.1b",
+    "ort-cuda-llava-1.5-7b",
+    "tensorrt-build",
+    "tensorrt-gate",
+    "tensorrt-profile",
+)
+PROFILES = ("ort-cuda-llava-1.1b", "ort-cuda-llava-1.5-7b", "tensorrt-profile")
+RUN, FAILED, NOT_THERE = "run", "failed", "not there"
+NOTHING_THERE = 3
+_MACHINE = ("name", "compute_cap", "memory.total", "driver_version", "power.limit")
+_SHOWN = 200
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Join the parts in the folder that is named, print the table, and return the exit code."""
+    folder = Path((sys.argv[1:] if arguments is None else arguments)[0])
+    results = joined(folder)
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    told = table(results)
+    (folder / "results.md").write_text(told, encoding="utf-8")
+    sys.stdout.write(told)
+    states = {part["state"] for part in results["parts"].values()}
+    if FAILED in states:
+        return 1
+    return 0 if RUN in states else NOTHING_THERE
+
+
+def joined(folder: Path) -> dict[str, Any]:
+    """What the parts wrote; one that ran and wrote nothing that can be read has failed."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name in PARTS:
+        state, reason = _state(folder, name)
+        found: Any = None
+        # Of tests that fail the others are told too; what else failed has left nothing whole.
+        if state == RUN or (state == FAILED and name == "gpu-tests"):
+            try:
+                found = _written(folder, name)
+            except (OSError, ValueError, KeyError, ElementTree.ParseError) as error:
+                if state == RUN:
+                    state, reason = FAILED, f"it ran, and what it wrote cannot be read: {error}"
+        if name == "gpu-tests" and found and state == RUN and found["passed"] == 0:
+            state, reason = NOT_THERE, f"all {found['skipped']} tests were skipped: {found['why_skipped']}"
+        parts[name] = {"state": state, "reason": reason, "found": found}
+    told = nvidia_smi(",".join(_MACHINE))
+    machine = None if told is None else dict(zip(_MACHINE, (word.strip() for word in told.split(",")), strict=False))
+    return {"machine": machine, "parts": parts}
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """The results as Markdown."""
+    machine, parts = results["machine"], results["parts"]
+    lines = [f"### {_machine_line(machine)}", "", "| part | state | |", "|---|---|---|"]
+    lines += [f"| `{name}` | {part['state']} | {_cell(_summary(name, part))} |" for name, part in parts.items()]
+    kernels = parts["kernels"]["found"]
+    if kernels:
+        lines += ["", "| sanitizer | median us | p95 us |", "|---|---|---|"]
+        lines += [f"| {way} | {median:.1f} | {p95:.1f} |" for way, (median, p95) in kernels.items()]
+    for name in PROFILES:
+        if parts[name]["found"]:
+            lines += ["", *_profile_table(name, parts[name]["found"])]
+    return "\n".join(lines) + "\n"
+
+
+def _state(folder: Path, name: str) -> tuple[str, str | None]:
+    """What became of a part, and why; for a failed one the last line of its log too."""
+    try:
+        state, _, reason = (folder / f"{name}.state").read_text(encoding="utf-8").partition("\n")
+    except OSError:
+        return NOT_THERE, "it was not begun"
+    reason = reason.strip()
+    if state == FAILED and (folder / f"{name}.log").is_file():
+        lines = (folder / f"{name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        reason = f"{reason}: {last[-_SHOWN:]}" if last else reason
+    return state, reason or None
+
+
+def _written(folder: Path, name: str) -> Any:
+    """What a part wrote beside its log; None for one that writes nothing."""
+    if name == "gpu-tests":
+        return _tests(folder / "gpu-tests.xml")
+    if name == "kernels":
+        ways: dict[str, list[float]] = json.loads((folder / "kernels.json").read_text(encoding="utf-8"))["us"]
+        return {way: [statistics.median(times), _p95(times)] for way, times in ways.items()}
+    if name in PROFILES:
+        report = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        base = report["budgets"]["none"]["ms"]["prefill"]["median"]
+        for budget in report["budgets"].values():
+            selection = sum(budget["ms"][part]["median"] for part in ("sanitizer", "select"))
+            budget["selection_share"] = selection / base
+        return report
+    return None
+
+
+def _tests(path: Path) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, and the reason that the first of them gave."""
+    # Our own pytest wrote it, in this run.
+    root = ElementTree.parse(path).getroot()
+    total, failures, errors, skips = (
+        sum(int(suite.get(kind, 0)) for suite in root.iter("testsuite"))
+        for kind in ("tests", "failures", "errors", "skipped")
+    )
+    skipped = root.find(".//skipped")
+    return {
+        "passed": total - failures - errors - skips,
+        "failed": failures + errors,
+        "skipped": skips,
+        "why_skipped": None if skipped is None else skipped.get("message"),
+    }
+
+
+def _summary(name: str, part: Mapping[str, Any]) -> str:
+    """A line on what came of a part."""
+    found, reason = part["found"], part["reason"] or ""
+    if name != "gpu-tests" or not found or part["state"] == NOT_THERE:
+        return reason
+    counts = ", ".join(f"{found[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+    return f"{counts}; {reason}" if reason else counts
+
+
+def _profile_table(name: str, report: Mapping[str, Any]) -> list[str]:
+    """Budgets of one profile."""
+    power = report.get("power")
+    heads = ["budget", "visual tokens", "TTFT ms", "prefill ms", "prefill", "by FLOPs", "eff.", "selection", "TTFT"]
+    heads += ["a token ms", *(["J a request", "W"] if power else [])]
+    lines = [
+        f"`{name}`: {report['model']}, {report['precision']}, {report['backend']}, {report['prompt_tokens']} text "
+        f"and {report['new_tokens']} new tokens, medians (p95) of {report['repeat']} interleaved rounds",
+        "",
+        f"| {' | '.join(heads)} |",
+        f"|{'---|' * len(heads)}",
+    ]
+    for budget, found in report["budgets"].items():
+        ms = found["ms"]
+        token = ms["per_token"]
+        cells = [
+            f"`{budget}`",
+            f"{found['visual_tokens']}, {found['kept_after_sanitizer']}, {found['tokens_per_layer'][-1]}",
+            f"{ms['ttft']['median']:.1f} ({ms['ttft']['p95']:.1f})",
+            f"{ms['prefill']['median']:.1f} ({ms['prefill']['p95']:.1f})",
+            f"{found['speedup']['prefill']:.2f}x",
+            f"{found['flops_speedup']['prefill']:.2f}x",
+            f"{found['efficiency']['prefill']:.2f}",
+            f"{100 * found['selection_share']:.2f} %",
+            f"{found['speedup']['ttft']:.2f}x",
+            "-" if token is None else f"{token['median']:.1f}",
+        ]
+        energy = found.get("energy")
+        if power and energy:
+            cells += [f"{energy['joules']['latency']['joules']:.2f}", f"{energy['watts']:.0f}"]
+        elif power:
+            cells += ["-", "-"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _machine_line(machine: Mapping[str, str] | None) -> str:
+    if machine is None:
+        return "a machine of whose GPU nvidia-smi tells nothing"
+    told = machine.get("memory.total", "")
+    memory = f", {int(told) / 1024:.0f} GiB" if told.isdecimal() else ""
+    return (
+        f"{machine['name']} (compute capability {machine.get('compute_cap', '?')}{memory}), driver "
+        f"{machine.get('driver_version', '?')}, power limit {machine.get('power.limit', '?')} W"
+    )
+
+
+def _cell(text: str) -> str:
+    """Text that breaks no table."""
+    return " ".join(text.replace("|", "/").split())
+
+
+def _p95(times: Sequence[float]) -> float:
+    return sorted(times)[max(0, -(-95 * len(times) // 100) - 1)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The options of a command that measures joules, and what they open."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.energy import IDLE_SECONDS, PartEnergy, PowerReport
+from sinkprune.contract.errors import PowerError
+from sinkprune.runtime.backends import ON_GPU
+from sinkprune.runtime.backends.compatibility import usual_backend
+from sinkprune.runtime.commands import status
+from sinkprune.runtime.power import AUTO, SENSORS, Sensor, open_sensor
+from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
+
+
+def add_power_options(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `wanted_sensor` and `maybe_measuring` read."""
+    parser.add_argument(
+        "--power",
+        nargs="?",
+        const=AUTO,
+        choices=SENSORS,
+        help="measure joules, with the first sensor that is there or the one that is named",
+    )
+    told = f"seconds before the first request, for the power that is subtracted (default: {IDLE_SECONDS:g})"
+    parser.add_argument("--idle", type=IDLE, default=IDLE_SECONDS, help=told)
+
+
+def wanted_sensor(options: argparse.Namespace, bundle: Bundle) -> Sensor | None:
+    """The sensor that was asked for, found to be there and readable; raises `PowerError`."""
+    if options.power is None:
+        return None
+    return open_sensor(options.power, on_gpu=(options.backend or usual_backend(bundle)) in ON_GPU)
+
+
+@contextmanager
+def maybe_measuring(options: argparse.Namespace, sensor: Sensor | None) -> Iterator[EnergyMeter | None]:
+    """A meter on `sensor` that has measured idle power; None for None. Raises `PowerError`."""
+    if sensor is None:
+        yield None
+        return
+    with ExitStack() as held:
+        with status(f"measuring idle power for {options.idle:g} s"):
+            meter = held.enter_context(measuring(sensor, options.idle))
+        yield meter
+
+
+def check_lived(power: PowerReport | None) -> None:
+    """Raise `PowerError` where a sensor died: the last thing a command does, when all else is told and written."""
+    if power is not None and power.failure is not None:
+        raise PowerError(f"{power.failure.rstrip('.')}. Times are whole; joules are missing from then on.")
+
+
+def told_power(power: PowerReport) -> str:
+    """A line about the sensor."""
+    idle = power.idle
+    return (
+        f"joules by {power.sensor} ({power.measures}), a reading every {power.period_ms:.0f} ms (longest gap "
+        f"{power.longest_gap_ms:.0f}); {idle.watts:.2f} W when idle (p5 {idle.p5:.2f}, p95 {idle.p95:.2f}, "
+        f"{idle.seconds:.0f} s) subtracted"
+    )
+
+
+def told_joules(part: PartEnergy | None) -> str:
+    """The joules of a part and their standard deviation, with a tilde where they are estimated."""
+    if part is None:
+        return "-"
+    unit, factor = ("J", 1.0) if max(abs(part.joules), part.deviation or 0.0) >= 1 else ("mJ", 1e3)
+    spread = "" if part.deviation is None else f" ±{factor * part.deviation:.2g}"
+    return f"{'~' if part.estimated else ''}{factor * part.joules:.3g}{spread} {unit}"

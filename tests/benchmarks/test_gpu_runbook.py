@@ -1,0 +1,231 @@
+"""`benchmarks/gpu.sh` with stand-ins for the driver, the interpreter and the commands; no GPU is used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu_parts
+import gpu_results
+from commands import run
+
+SCRIPT = Path(gpu_parts.__file__).with_name("gpu.sh")
+H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
+"""What nvidia-smi told of an H100."""
+KERNELS = {
+    "device": "NVIDIA H100",
+    "us": {"kernels, one launch a node": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3},
+}
+TESTS = (
+    '<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"><testsuite name="pytest" errors="0" '
+    'failures="{failed}" skipped="2" tests="{tests}" time="61.2"><testcase name="a"><skipped type="pytest.skip" '
+    "message=\"could not import 'tensorrt'\">x</skipped></testcase></testsuite></testsuites>"
+)
+"""What pytest writes for --junitxml."""
+_PYTHON = """#!/bin/bash
+case $1 in
+    */gpu_parts.py) cat "{folder}/why/$2" 2>/dev/null || true ;;
+    */gpu_results.py) exec "{python}" "$@" ;;
+    -m) cp "{folder}/gpu-tests.xml" "${{@: -1}}"; echo "2 skipped"; exit {tests_code} ;;
+    */sanitizer_kernels.py) cp "{folder}/kernels.json" "$3" ;;
+    *) echo "unexpected: $*"; exit 9 ;;
+esac
+"""
+_COMMANDS = {
+    "nvidia-smi": f'echo "{H100}"',
+    "sinkprune-export": 'echo "export $*"; mkdir -p "${@: -1}"',
+    "sinkprune-build": 'echo "build $*"',
+    "sinkprune-profile": 'while [ "$1" != --json ]; do shift; done; cp "$HERE/profile.json" "$2"',
+}
+
+
+@pytest.fixture(scope="module")
+def profile_json(bundle: Callable[..., Path], photo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of two budgets, as the command writes it."""
+    path = tmp_path_factory.mktemp("report") / "profile.json"
+    ask = (
+        "--image",
+        photo_file,
+        "--prompt",
+        "What?",
+        "--budgets",
+        "none,retain-64",
+        "--repeat",
+        1,
+        "--new-tokens",
+        2,
+    )
+    assert run("sinkprune-profile", bundle("gqa-112"), *ask, "--json", path).code == 0
+    return path
+
+
+class Rig:
+    """A folder that stands for an environment with a GPU, and the outputs of a run in it."""
+
+    def __init__(self, folder: Path, profile: Path) -> None:
+        self.folder, self.out = folder / "bin", folder / "out put"
+        (self.folder / "why").mkdir(parents=True)
+        shutil.copy(profile, self.folder / "profile.json")
+        (self.folder / "kernels.json").write_text(json.dumps(KERNELS))
+        self.tests(failed=0, tests=12)
+        for name, body in _COMMANDS.items():
+            self.command(name, f'#!/bin/bash\nHERE="{self.folder}"\n{body}\n')
+
+    def command(self, name: str, text: str) -> None:
+        path = self.folder / name
+        path.write_text(text)
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+    def tests(self, failed: int, tests: int) -> None:
+        (self.folder / "gpu-tests.xml").write_text(TESTS.format(failed=failed, tests=tests))
+        code = 1 if failed else 0
+        self.command("python", _PYTHON.format(folder=self.folder, python=sys.executable, tests_code=code))
+
+    def missing(self, part: str, reason: str) -> None:
+        (self.folder / "why" / part).write_text(f"{reason}\n")
+
+    def run(self) -> tuple[int, str, dict[str, Any]]:
+        """The exit code, what was printed and results.json."""
+        environment = {**os.environ, "PATH": f"{self.folder}:/usr/bin:/bin"}
+        words = ["bash", str(SCRIPT), str(self.out), str(self.folder / "python")]
+        done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+        assert done.stderr == ""
+        return done.returncode, done.stdout, json.loads((self.out / "results.json").read_text())
+
+
+@pytest.fixture
+def rig(tmp_path: Path, profile_json: Path) -> Rig:
+    made = Rig(tmp_path, profile_json)
+    made.missing("power", "'pynvml' cannot be imported")
+    return made
+
+
+def states(results: Mapping[str, Any]) -> dict[str, str]:
+    return {name: part["state"] for name, part in results["parts"].items()}
+
+
+def test_all_parts_run_and_are_told(rig: Rig) -> None:
+    rig.missing("dialect", "opset20")
+    code, told, results = rig.run()
+    assert code == 0 and set(states(results).values()) == {"run"} and tuple(results["parts"]) == gpu_results.PARTS
+    assert results["machine"]["name"] == "NVIDIA H100 80GB HBM3"
+    assert results["parts"]["kernels"]["found"]["plain PyTorch"] == [400.0, 400.0]
+    table = (rig.out / "results.md").read_text()
+    assert told.endswith(table)
+    assert table.startswith(
+        "### NVIDIA H100 80GB HBM3 (compute capability 9.0, 80 GiB), driver 570.86.15, power limit "
+    )
+    assert "| `gpu-tests` | run | 10 passed, 0 failed, 2 skipped |" in table
+    assert "| kernels, one launch a node | 61.0 | 75.0 |" in table
+    assert table.count("| `retain-64` | 64, ") == 3
+    found = results["parts"]["ort-cuda-llava-1.5-7b"]["found"]["budgets"]
+    ms = {name: {part: spread["median"] for part, spread in one["ms"].items()} for name, one in found.items()}
+    share = (ms["retain-64"]["sanitizer"] + ms["retain-64"]["select"]) / ms["none"]["prefill"]
+    assert found["retain-64"]["selection_share"] == pytest.approx(share) and found["none"]["selection_share"] == 0
+    log = (rig.out / "tensorrt-build.log").read_text()
+    assert (
+        "export llava-1.1b --random-weights --precision fp16 --dialect opset20" in log and "--target tensorrt" in log
+    )
+    assert not (rig.out / "bundles").exists()
+
+
+def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:
+    rig.tests(failed=1, tests=12)
+    rig.command("sinkprune-build", "#!/bin/bash\necho 'error: out of | memory'; exit 2\n")
+    code, _, results = rig.run()
+    assert code == 1
+    expected = dict.fromkeys(gpu_results.PARTS, "run")
+    assert states(results) == expected | dict.fromkeys(("gpu-tests", "tensorrt-build", "tensorrt-gate"), "failed")
+    assert results["parts"]["tensorrt-build"]["reason"] == "exit code 2: error: out of | memory"
+    table = (rig.out / "results.md").read_text()
+    assert "| `tensorrt-build` | failed | exit code 2: error: out of / memory |" in table
+    assert "| `gpu-tests` | failed | 9 passed, 1 failed, 2 skipped; exit code 1: 2 skipped |" in table
+
+
+def test_what_is_not_there_is_told_with_its_reason(rig: Rig) -> None:
+    rig.missing("ort-cuda-llava-1.5-7b", "the GPU's memory has 8 GB, 20 GB are needed")
+    rig.tests(failed=0, tests=2)
+    code, told, results = rig.run()
+    assert code == 0
+    assert "ort-cuda-llava-1.5-7b: not there: the GPU's memory has 8 GB, 20 GB are needed\n" in told
+    part = results["parts"]["ort-cuda-llava-1.5-7b"]
+    assert (part["state"], part["found"]) == ("not there", None)
+    skipped = results["parts"]["gpu-tests"]
+    assert skipped["reason"] == "all 2 tests were skipped: could not import 'tensorrt'"
+    assert skipped["state"] == "not there"
+
+
+def test_where_nothing_is_there_the_exit_code_says_so(rig: Rig) -> None:
+    for part in gpu_results.PARTS:
+        rig.missing(part, "no GPU")
+    (rig.folder / "nvidia-smi").write_text("#!/bin/bash\necho 'No devices were found'; exit 6\n")
+    code, _, results = rig.run()
+    assert code == 3 and set(states(results).values()) == {"not there"} and results["machine"] is None
+    assert "### a machine of whose GPU nvidia-smi tells nothing" in (rig.out / "results.md").read_text()
+
+
+def test_outputs_of_an_earlier_run_are_not_told_again(rig: Rig) -> None:
+    assert rig.run()[0] == 0
+    rig.command("sinkprune-profile", "#!/bin/bash\nexit 0\n")
+    code, _, results = rig.run()
+    assert code == 1
+    failed = results["parts"]["tensorrt-profile"]
+    assert failed["state"] == "failed" and "it ran, and what it wrote cannot be read" in failed["reason"]
+
+
+def test_an_interpreter_that_cannot_say_is_told(rig: Rig) -> None:
+    rig.command(
+        "python", f'#!/bin/bash\ncase $1 in */gpu_results.py) exec "{sys.executable}" "$@" ;; esac\necho no; exit 1\n'
+    )
+    code, _, results = rig.run()
+    assert code == 3 and "cannot be asked: no" in results["parts"]["kernels"]["reason"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["OUT", "no-such-python"]])
+def test_wrong_arguments_end_it(tmp_path: Path, arguments: list[str]) -> None:
+    words = ["bash", str(SCRIPT), *arguments]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str, code: int = 0) -> None:
+    command = folder / "nvidia-smi"
+    command.write_text(f"#!/bin/bash\necho '{line}'; exit {code}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_the_memory_of_a_gpu_and_of_a_board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stand_in(monkeypatch, tmp_path, "81559")
+    assert gpu_parts.gpu_memory() == 81559 * 2**20 and gpu_parts.gpu() is None
+    # A Jetson's, whose GPU has no memory of its own.
+    stand_in(monkeypatch, tmp_path, "[N/A]")
+    board = gpu_parts.gpu_memory()
+    assert board is not None and board == pytest.approx(
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.01
+    )
+    stand_in(monkeypatch, tmp_path, "NVIDIA-SMI has failed", code=9)
+    assert gpu_parts.gpu_memory() is None
+
+
+def test_every_part_of_the_script_can_be_asked_about(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, tmp_path, "81559")
+    text = SCRIPT.read_text()
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("part ")] == list(gpu_results.PARTS)
+    for part in gpu_results.PARTS:
+        assert part in text.split("for name in ")[1].split(";")[0].split()
+        assert gpu_parts.main([part, "--folder", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.count("\n") <= 1
+    with pytest.raises(SystemExit):
+        gpu_parts.main(["no-such-part"])
