@@ -59,13 +59,13 @@ def one_weight(model: onnx.ModelProto) -> None:
 
 
 def scaled_weights(model: onnx.ModelProto) -> None:
-    """Half of the largest matrix of floats, or of the scales of one, is half as large again.
+    """Half of the largest matrix of floats, or of the scales of one, is twice as large.
 
     All of it would not do: behind it there may be a norm.
     """
     matrix = _largest(model)
     values = numpy_helper.to_array(matrix).copy()
-    values[: max(1, len(values) // 2)] *= 1.5
+    values[: max(1, len(values) // 2)] *= 2
     matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
 
 

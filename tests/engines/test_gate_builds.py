@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,16 @@ from killed_commands import left
 from sinkprune.contract import system_memory
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, read_engines
-from sinkprune.contract.errors import EnginesError, NumericsError
+from sinkprune.contract.errors import BackendError, EnginesError, NumericsError
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording
 from sinkprune.engines.gate.checking import PictureGate
 from sinkprune.engines.gate.recording import Question
-from sinkprune.engines.progress import BuildProgress
+from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Job
-from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilderfrom sinkprune.runtime.device import open_device
 
 LIMITS = Limits(60, 10, 1)
 
@@ -119,6 +120,15 @@ def test_no_picture(picture: str, said: str, source: Path, tmp_path: Path) -> No
     command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check", tmp_path / picture)
     assert_refused(run("sinkprune-build", *command), said)
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()
+
+
+def test_engines_for_a_gpu_elsewhere_cannot_be_checked(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+    with suppress(BackendError):
+        open_device()
+        pytest.skip("there is a GPU")
+    with pytest.raises(BackendError):
+        gate.prepare(read_bundle(source), "tensorrt-rtx", tmp_path / "recording", SILENT)
+    assert not (tmp_path / "recording").exists()
 
 
 def test_a_prompt_that_says_nothing(source: Path, photo_file: Path, tmp_path: Path) -> None:
