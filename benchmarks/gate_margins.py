@@ -93,7 +93,7 @@ def _take_up(
             )
     for text in report.texts:
         known = largest.get(("text", ""), (0.0, 0.0, 0.0, 0.0, ""))
-        if text.gap / text.gap_limit >= (known[1] / known[3] if known[3] else 0.0):
+        if text.gap_limit is not None and text.gap / text.gap_limit >= (known[1] / known[3] if known[3] else 0.0):
             largest["text", ""] = (text.gap, text.gap, text.gap_limit, text.gap_limit, f"{told}, {text.budget}")
 
 

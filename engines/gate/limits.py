@@ -38,7 +38,6 @@ LIMITS: dict[Rounding, dict[Kind, Limit]] = {
 EXACT = Limit(0, 0)
 """Of indices: how many may differ, but for ties."""
 _GAPS: dict[Rounding, float] = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.3, "int8": 0.5}
-_GAP_OF_OTHERS = 2.2
 TIE = 1e-5
 """How much, relatively, summing in another order may move a score: what noise of this size changes is a tie."""
 
@@ -59,13 +58,13 @@ def coarsest(manifest: Manifest, compute: str) -> Rounding:
     return max((rounding_of(graph, manifest, compute) for graph in manifest.graphs), key=ROUNDINGS.index)
 
 
-def gap_limit(rounding: Rounding, kept_alike: float) -> float:
+def gap_limit(rounding: Rounding, kept_alike: float) -> float | None:
     """Where two texts part, how much less likely the engines' token may be than the graphs'.
 
     In standard deviations of the graphs' logits there, for a chain of that `rounding`. Where norms, salience or
-    scores were rounded to another order, other tokens are kept, and what is said of them tells little of engines.
+    scores were rounded to another order, other tokens are kept, and what is said of them tells nothing of engines: None.
     """
-    return _GAPS[rounding] if kept_alike == 1 else _GAP_OF_OTHERS
+    return _GAPS[rounding] if kept_alike == 1 else None
 
 
 def kind_of(output: str) -> Kind:

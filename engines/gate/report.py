@@ -70,7 +70,8 @@ class TextReport:
     gap: float
     """Where texts part, how much less likely the engines' token is by the graphs' logits, in standard deviations of
     those; 0 where texts are the same."""
-    gap_limit: float
+    gap_limit: float | None
+    """None where other tokens were kept: such a text is told and not judged, the unpruned one always is."""
     kept_alike: float
     """The share of the tokens kept by the graphs that the engines, by norms, salience and scores of their own, keep
     too; of the step where it is the smallest."""

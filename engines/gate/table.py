@@ -47,7 +47,7 @@ def print_report(report: GateReport) -> None:
                 escaped(text.budget),
                 f"{text.same_tokens} of {text.tokens}",
                 _figure(text.gap),
-                f"{text.gap_limit:g}",
+                "-" if text.gap_limit is None else f"{text.gap_limit:g}",
                 f"{100 * text.kept_alike:.1f}",
                 "passed" if text.passed else "REFUSED",
             )

@@ -46,7 +46,7 @@ def compare_texts(
                 gap=gap,
                 gap_limit=limit,
                 kept_alike=alike,
-                passed=gap <= limit,
+                passed=limit is None or gap <= limit,
             )
         )
     return reports

@@ -30,7 +30,8 @@ from sinkprune.engines.gate.checking import PictureGate
 from sinkprune.engines.gate.recording import Question
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Job
-from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilderfrom sinkprune.runtime.device import open_device
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.runtime.device import open_device
 
 LIMITS = Limits(60, 10, 1)
 

@@ -67,13 +67,15 @@ def test_the_gap_is_that_of_the_graphs_logits(source: Bundle, question: Question
     assert fp32.same_tokens == 0
     assert fp32.gap == pytest.approx(gap)
     assert not fp32.passed
-    assert int8.passed == (gap <= gap_limit("int8", 1))
+    assert int8.passed == (gap <= 0.5)
     assert len(recording.answers[0].token_ids) == NEW_TOKENS
     assert fp32.kept_alike == 1
 
 
 def test_a_chain_that_keeps_other_tokens_may_say_something_else() -> None:
-    assert gap_limit("fp32", 1) < gap_limit("int8", 1) < gap_limit("fp32", 0.99) == gap_limit("int8", 0.5)
+    assert gap_limit("fp32", 0.99) is None
+    assert gap_limit("fp32", 1) == 1e-3
+    assert gap_limit("int8", 1) == 0.5
 
 
 def test_the_least_likely_token_is_never_passed(source: Bundle, question: Question, recording: Recording) -> None:
