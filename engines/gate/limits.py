@@ -61,8 +61,8 @@ def coarsest(manifest: Manifest, compute: str) -> Rounding:
 def gap_limit(rounding: Rounding, kept_alike: float) -> float | None:
     """Where two texts part, how much less likely the engines' token may be than the graphs'.
 
-    In standard deviations of the graphs' logits there, for a chain of that `rounding`. Where norms, salience or
-    scores were rounded to another order, other tokens are kept, and what is said of them tells nothing of engines: None.
+    In standard deviations of the graphs' logits there, for a chain of that `rounding`. None where norms, salience or
+    scores were rounded to another order: other tokens are kept, and what is said of them tells nothing of engines.
     """
     return _GAPS[rounding] if kept_alike == 1 else None
 
