@@ -144,6 +144,11 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
     if unlisted:
         raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")
     check_interfaces(path, manifest)
+    if manifest.deepstack_width == 0 and any(t.name == "deepstack" for t in manifest.graphs["vision"].outputs):
+        raise BundleError(
+            f"'{path}': graph 'vision' gives 'deepstack', which graph 'decoder_0' does not take. Export or copy the "
+            "bundle again."
+        )
     unused = [graph for graph in manifest.graphs if graph not in used]
     if unused:
         raise BundleError(f"'{path}' holds the graph '{unused[0]}', which nothing runs. Export the bundle again.")

@@ -32,6 +32,7 @@ FAMILIES: dict[str, FamilyRow] = {
     "llava-next": FamilyRow("llava_next", "LlavaNextForConditionalGeneration", "llava_next", LLAVA_NEXT_BUDGETS),
     "qwen2.5-vl": FamilyRow("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN_BUDGETS),
     "qwen2-vl": FamilyRow("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN_BUDGETS),
+    "qwen3-vl": FamilyRow("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN_BUDGETS),
 }
 
 

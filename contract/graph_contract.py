@@ -73,6 +73,10 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     # Without a projector the tower's tokens are the decoder's rows.
     features = [floats("tokens", None, tokens, width if manifest.projector else lm.hidden_size)]
     features += [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
+    norms = features[1]
+    # What a tower gives beside its tokens, the sanitizer chooses with them and the first segment adds to their rows.
+    beside = vision["deepstack"][-1] if "deepstack" in vision else None
+    features += [floats("deepstack", None, tokens, beside)] if beside else []
     query, key = heads("query", lm.num_heads), heads("key", lm.num_kv_heads)
     yield "vision", manifest.graphs["vision"].inputs, features
     if manifest.projector:
@@ -83,15 +87,18 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         # By their names: what is given says by its size which form of cache it is.
         given = {"in-place": "C", "rows": "S"}[manifest.cache]
         gives = chain([*rows("_out")[:1], *asked], caches("", layers, given))
-        takes = chain(rows(), [TensorSpec("past_length", "int64", (1,))], caches("past_", layers, "C"))
+        added = [floats("deepstack", 1, None, beside)] if beside and number == 0 else []
+        takes = chain(rows(), added, [TensorSpec("past_length", "int64", (1,))], caches("past_", layers, "C"))
         yield f"decoder_{number}", takes, gives
     yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
     for plan in (plan for budgets in manifest.plans.values() for plan in budgets.values()):
         if plan.sanitizer:
             kept = plan.counts.kept if plan.counts else None
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
-            yield plan.sanitizer, features, [floats("kept_tokens", None, kept, width), index_of_kept]
-        selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), features[1]]
+            chosen = [floats("kept_tokens", None, kept, width), index_of_kept]
+            chosen += [floats("kept_deepstack", None, kept, beside)] if beside else []
+            yield plan.sanitizer, features, chosen
+        selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), norms]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]
         for graph in plan.select_after.values():
             yield graph, selected, left

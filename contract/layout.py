@@ -33,6 +33,15 @@ class VisualLayout:
     """Matmul FLOPs of the vision tower on all groups."""
     projector_flops: int
     """Matmul FLOPs of the projector for one token; 0 where there is none."""
+    texts: tuple[str, ...] = ()
+    """What stands around the groups in the model's own prompt, in the words of its template: one text before each
+    and one behind the last. Empty where they follow each other. Where there are any, `places` and `extent` are those
+    of a token in its own group, whose first row they are counted from."""
+
+    @property
+    def parts(self) -> int:
+        """At how many places of a prompt the picture stands: the texts of a prompt have as many gaps for it."""
+        return max(1, len(self.texts) - 1)
 
     @property
     def all_tokens(self) -> int:

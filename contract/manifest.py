@@ -66,8 +66,8 @@ class LanguageModel:
     max_positions: Size
     rope_theta: Annotated[float, Bounds(1, 1e12)]
     rope_sections: tuple[Count, ...] = ()
-    """How many rotary frequencies turn with each axis of a position (time, height, width) in mRoPE; empty where a
-    position is one number."""
+    """How many rotary frequencies in a row turn with each axis of a position in mRoPE: time, height, width, time
+    again, and so on. Empty where a position is one number."""
 
     @property
     def decoder_parameters(self) -> int:
@@ -142,6 +142,12 @@ class Manifest:
         """Whether images differ in their number of visual tokens."""
         shapes = [tensor.shape for tensor in self.graphs["vision"].outputs if tensor.name == "norms"]
         return any(isinstance(size, str) for shape in shapes for size in shape[1:])
+
+    @property
+    def deepstack_width(self) -> int:
+        """How wide the features are that `decoder_0` takes beside its rows (DeepStack); 0 where it takes none."""
+        taken = {tensor.name: tensor.shape for tensor in self.graphs["decoder_0"].inputs}
+        return int(taken["deepstack"][-1]) if "deepstack" in taken else 0
 
     def weight_bytes(self, graph: str) -> int:
         """The bytes of a graph's weights; 0 for the graphs of pruning plans, which have none."""

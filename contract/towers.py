@@ -67,5 +67,16 @@ class QwenTower:
         return self.merge_size**2
 
 
-Tower = ViTTower | QwenTower
+@dataclass(frozen=True)
+class Qwen3Tower(QwenTower):
+    """The vision tower of Qwen3-VL: Qwen2-VL's with learned positions, and with features of blocks in between."""
+
+    position_side: Side
+    """Learned positions along each side of their square table, which is stretched over every picture."""
+    deepstack_blocks: tuple[Count, ...]
+    """0-based, ascending: the blocks whose merged output is added to the visual rows behind the decoder's first
+    layers (DeepStack), the first block's behind layer 0."""
+
+
+Tower = ViTTower | QwenTower | Qwen3Tower
 """The facts of any tower; their fields tell which it is."""

@@ -244,4 +244,6 @@ def _facts(source: Source, precision: Precision, dialect: Dialect, images: int) 
     family, groups = source.family, source.family.groups_of(source.processor)
     tokens, width = family.tokens_of(source.processor), family.visual_width
     joined = family.groups_are_frames and groups > 1
-    return PlanFacts(family.language_model, tokens, width, precision, dialect, groups, images, joined)
+    return PlanFacts(
+        family.language_model, tokens, width, precision, dialect, groups, images, joined, family.deepstack
+    )

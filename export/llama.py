@@ -24,6 +24,10 @@ class Llama:
     output_bias: bool
     """Whether the projection behind attention has a bias."""
     mlp_bias: bool
+    head_norms: bool = False
+    """Whether each head's query and key is normed before it is turned."""
+    deepstack: int = 0
+    """How many sets of vision features are added to the rows, one behind each of the first layers."""
 
 
 def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
@@ -39,9 +43,10 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
         layer: Past(graph.input(f"past_key_{layer}", buffer), graph.input(f"past_value_{layer}", buffer), length)
         for layer in layers
     }
-    caches, mask = [], None
+    caches, mask, added = [], None, _deepstack(graph, llama) if layers.start == 0 else []
     for layer, past in pasts.items():
         hidden, query, key, attended = _layer(graph, llama, layer, hidden, cos, sin, past, mask)
+        hidden = graph.op.Add(hidden, added[layer]) if layer < len(added) else hidden
         mask = attended.mask
         caches.append(attended)
     graph.output("hidden_out", hidden, [1, "S", facts.hidden_size])
@@ -67,6 +72,16 @@ def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
     graph.output("logits", logits, [1, facts.vocab_size])
 
 
+def _deepstack(graph: WeightedGraph, llama: Llama) -> list[ir.Value]:
+    """What is added behind each of the first layers [1,S,d], zero where a row is text: side by side in one input."""
+    if not llama.deepstack:
+        return []
+    sets, width = llama.deepstack, llama.facts.hidden_size
+    beside = graph.input("deepstack", [1, "S", sets * width])
+    given = graph.op.Split(beside, axis=-1, num_outputs=sets, _outputs=sets)
+    return [given] if sets == 1 else list(given)
+
+
 def _layer(
     graph: WeightedGraph,
     llama: Llama,
@@ -88,9 +103,15 @@ def _layer(
         y = graph.linear(x, f"{name}.self_attn.{which}", d, count * facts.head_dim, bias=llama.qkv_bias)
         return op.Transpose(op.Reshape(y, [0, 0, count, facts.head_dim]), perm=[0, 2, 1, 3])
 
+    def turned(x: ir.Value, which: str, count: int) -> ir.Value:
+        y = heads(x, f"{which}_proj", count)
+        if llama.head_norms:
+            weight = graph.parameter(f"{name}.self_attn.{which}_norm.weight", [facts.head_dim])
+            y = dialect.rms_norm(op, y, weight, llama.rms_norm_eps)
+        return dialect.rotary(op, y, cos, sin)
+
     x = norm(hidden, "input_layernorm")
-    query = dialect.rotary(op, heads(x, "q_proj", facts.num_heads), cos, sin)
-    key = dialect.rotary(op, heads(x, "k_proj", facts.num_kv_heads), cos, sin)
+    query, key = turned(x, "q", facts.num_heads), turned(x, "k", facts.num_kv_heads)
     value = heads(x, "v_proj", facts.num_kv_heads)
     attended = dialect.cached_attention(op, query, key, value, past, mask)
     mixed = op.Reshape(op.Transpose(attended.mixed, perm=[0, 2, 1, 3]), [0, 0, width])

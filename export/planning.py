@@ -51,6 +51,8 @@ def plan_graphs(
             planned[method][name] = build(facts, budget)
         except UnreachableMean as error:
             unreachable.append(Unreachable(method, name, str(error)))
+            continue
+        _check_first_cut(facts, method, planned[method][name])
     for missed in unreachable:
         if not planned[missed.method]:
             raise BudgetError(
@@ -60,3 +62,15 @@ def plan_graphs(
     for missed in unreachable:
         left_out(missed)
     return planned
+
+
+def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
+    """Refuse a plan that drops rows before the model has added all its features to them; raises `BudgetError`."""
+    first, last = min(plan.select_after, default=facts.language_model.num_layers), facts.deepstack - 1
+    if first < last:
+        raise BudgetError(
+            f"method '{method}' drops tokens after layer {first} of this decoder, which has "
+            f"{facts.language_model.num_layers}, and the model adds vision features to its visual rows after layers "
+            f"0 to {last} (DeepStack), all within the first segment. No stage may come before layer {last}: leave "
+            "the method out of --methods, or export a deeper decoder."
+        )

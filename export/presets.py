@@ -15,6 +15,20 @@ _CLIP_L_336 = {
     "projection_dim": 768,
 }
 _QWEN_VISION = {"depth": 32, "num_heads": 16, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN3_VISION = {
+    **_QWEN_VISION,
+    "depth": 24,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "patch_size": 16,
+    "deepstack_visual_indexes": [5, 11, 17],
+}
+_QWEN3_LARGE_VISION = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "deepstack_visual_indexes": [8, 16, 24],
+}
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None}
 # What the rows of the table below give
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -90,6 +104,42 @@ def _qwen2(*shape: int, **text: Any) -> dict[str, Any]:
     }
 
 
+def _qwen3(*shape: int, tied: bool, **vision: Any) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "tie_word_embeddings": tied,
+        "vision_config": {
+            **_QWEN3_VISION,
+            "model_type": "qwen3_vl_vision",
+            "hidden_act": "gelu_pytorch_tanh",
+            "out_hidden_size": shape[0],
+            "num_position_embeddings": 2304,
+            **vision,
+        },
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "vocab_size": 151936,
+            "max_position_embeddings": 262144,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "eos_token_id": 151645,
+            "tie_word_embeddings": tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "mrope_section": [24, 20, 20],
+                "mrope_interleaved": True,
+            },
+            **dict(zip(_SHAPE, shape, strict=True)),
+        },
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": _llava(4096, 11008, 32, 32, 32),
     "llava-1.5-13b": _llava(5120, 13824, 40, 40, 40),
@@ -99,5 +149,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2-vl-7b": _qwen2(3584, 18944, 28, 28, 4, vocab_size=152064),
     "qwen2.5-vl-3b": _qwen(2048, 11008, 36, 16, 2, vocab_size=151936),
     "qwen2.5-vl-7b": _qwen(3584, 18944, 28, 28, 4, vocab_size=152064),
+    "qwen3-vl-2b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-vl-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-vl-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False, **_QWEN3_LARGE_VISION),
 }
 """Configurations in the words of config.json. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""

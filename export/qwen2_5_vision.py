@@ -42,6 +42,21 @@ class QwenVision(QwenTower):
         """A block's gated layers on the rows `x` [...,D], with the weights `name`."""
         return gated_mlp(graph, x, name, self.hidden_size, self.intermediate_size, bias=True)
 
+    def embed(self, graph: WeightedGraph) -> ir.Value:
+        """[G,patches,D]: the input `pixel_values`, embedded."""
+        return embedded_patches(graph, self)
+
+    def behind(self, graph: WeightedGraph, block: int, x: ir.Value) -> list[ir.Value]:
+        """[G,N,d], if the tower gives features of the rows `x` [G,patches,D] behind that block beside its tokens."""
+        return []
+
+    def merged(self, graph: WeightedGraph, x: ir.Value) -> ir.Value:
+        """[G,N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
+        op, joined = graph.op, self.hidden_size * self.merge_size**2
+        x = self.norm(graph, x, "visual.merger.ln_q", self.hidden_size)
+        x = graph.linear(op.Reshape(x, [0, -1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
+        return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, self.out_size, bias=True)
+
 
 class _Attending(NamedTuple):
     """B sequences of T slots that attend within themselves: the frames, or the windows."""
@@ -66,11 +81,8 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
     over heads, over all patches that ask and over its own patches; patches of other windows and frames, which do not
     see it, count as zeros.
     """
-    op, d, h = graph.op, vision.hidden_size, vision.head_dim
-    # Colours, frames, rows, columns of a patch
-    kernel = [d, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
-    pixels = graph.input("pixel_values", ["G", "patches", prod(kernel[1:])])
-    table: list[Dim] = ["G", "patches", h // 2]
+    op, x = graph.op, vision.embed(graph)
+    table: list[Dim] = ["G", "patches", vision.head_dim // 2]
     cos, sin = graph.input("cos", table), graph.input("sin", table)
     full = windowed = _Attending(cos, sin, None, None, lambda x: x, lambda x: x)
     if len(vision.full_attention_blocks) < vision.num_blocks:
@@ -78,21 +90,32 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
         index = graph.input("window_index", ["windows", slots], _INT64)
         slot = graph.input("patch_slot", ["G", "patches"], _INT64)
         windowed = _windows(graph, cos, sin, index, slot)
-    x = op.MatMul(pixels, graph.parameter("visual.patch_embed.proj.weight", kernel, transposed=True, flat=True))
-    salience = None
+    salience, beside = None, []
     for block in range(vision.num_blocks):
         attending = full if block in vision.full_attention_blocks else windowed
         x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
         if block == vision.salience_block:
             salience = _received(graph, vision, query, key, attending)
+        beside += vision.behind(graph, block, x)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
 
     def by_unit(y: ir.Value | None) -> ir.Value:
         return op.Reshape(y, [0, -1, vision.merge_size**2])
 
-    graph.output("tokens", _merged(graph, vision, x), ["G", "N", vision.out_size])
+    graph.output("tokens", vision.merged(graph, x), ["G", "N", vision.out_size])
     graph.output("norms", op.ReduceMax(by_unit(norms), [-1], keepdims=0), ["G", "N"], _FLOAT)
     graph.output("salience", op.ReduceMean(by_unit(salience), [-1], keepdims=0), ["G", "N"], _FLOAT)
+    if beside:
+        graph.output("deepstack", op.Concat(*beside, axis=-1), ["G", "N", len(beside) * vision.out_size])
+
+
+def embedded_patches(graph: WeightedGraph, vision: QwenVision) -> ir.Value:
+    """[G,patches,D] of the input `pixel_values`, without a bias."""
+    # Colours, frames, rows, columns of a patch
+    kernel = [vision.hidden_size, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
+    pixels = graph.input("pixel_values", ["G", "patches", prod(kernel[1:])])
+    weight = graph.parameter("visual.patch_embed.proj.weight", kernel, transposed=True, flat=True)
+    return graph.op.MatMul(pixels, weight)
 
 
 def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value, slot: ir.Value) -> _Attending:
@@ -158,11 +181,3 @@ def _received(
     total = op.Squeeze(attending.scatter(op.Transpose(op.Squeeze(received, [1]), perm=[0, 2, 1])), [2])
     patches = op.Cast(op.Size(total), to=_FLOAT)
     return op.Div(total, op.Mul(patches, float(vision.num_heads)))
-
-
-def _merged(graph: WeightedGraph, vision: QwenVision, x: ir.Value) -> ir.Value:
-    """[G,N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
-    op, joined = graph.op, vision.hidden_size * vision.merge_size**2
-    x = vision.norm(graph, x, "visual.merger.ln_q", vision.hidden_size)
-    x = graph.linear(op.Reshape(x, [0, -1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
-    return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, vision.out_size, bias=True)

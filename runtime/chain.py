@@ -13,7 +13,7 @@ import numpy as np
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import DTYPES
-from sinkprune.runtime.backends import Backend, Decoder, Engine
+from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
 from sinkprune.runtime.rotary import Rotary
 
 
@@ -39,6 +39,14 @@ class Chain:
         self.projector = load(manifest.projector) if manifest.projector else None
         self.decoders = [load_decoder(f"decoder_{segment}") for segment in range(len(self.segments))]
         self.head = load("head")
+        self._deepstack = manifest.deepstack_width
+        self.beside_token = self.beside_text(1)
+
+    def beside_text(self, rows: int) -> dict[str, Tensor]:
+        """What `decoder_0` is given of so many text rows beside the inputs of all segments, by name."""
+        if not self._deepstack:
+            return {}
+        return {"deepstack": self.backend.tensor(np.zeros((1, rows, self._deepstack), self.dtype))}
 
     def plan_engine(self, graph: str) -> Engine:
         """A weightless engine of a plan, loaded when first used."""

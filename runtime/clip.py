@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
@@ -83,6 +83,8 @@ class Shown:
 
     frames: list[Image.Image]
     size: ClipSize
+    seconds: tuple[float, ...] = ()
+    """When each of them comes in the video, from its first frame on."""
 
 
 Picture = Image.Image | Shown
@@ -104,19 +106,27 @@ def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
     return taken
 
 
-def shown(video: Video, settings: Mapping[str, Any], together: int) -> Shown:
-    """The frames of `video` by a processor's settings, so many `together` to a token; raises `VideoError`."""
+Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
+"""Which of so many frames, at so many a second, are shown by a processor's settings, so many together to a token."""
+
+
+def shown(video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling | None = None) -> Shown:
+    """The frames of `video` by a processor's settings, so many `together` to a token; raises `VideoError`.
+
+    `sampling` is `sampled` unless given.
+    """
     if video.count < 1:
         raise VideoError("the video has no frames. Give one with a picture in it.")
     if not (math.isfinite(video.fps) and video.fps > 0):
         raise VideoError(f"the video has {video.fps} frames a second, expected a positive number.")
-    indices = sampled(video.count, video.fps, settings, together)
+    indices = (sampling or sampled)(video.count, video.fps, settings, together)
     frames = video.read(indices)
     sizes = {frame.size for frame in frames}
     if len(sizes) > 1:
         raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
-    return Shown(frames, ClipSize(width, height, len(indices), fps))
+    seconds = tuple(index / video.fps for index in indices)
+    return Shown(frames, ClipSize(width, height, len(indices), fps), seconds)
 
 
 def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
@@ -133,3 +143,12 @@ def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) 
     # One more would come where the step's rounding lets it, and lie behind the last frame.
     steps = np.arange(number) * (count / number)
     return [int(step) for step in steps.astype(np.float32)]
+
+
+def sampled_to_the_end(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Which of `count` frames are shown: evenly spaced from the first to the last, as many as by `settings`.
+
+    Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
+    """
+    wanted = min(max(int(count / fps * settings["fps"]), settings["min_frames"]), settings["max_frames"], count)
+    return [int(index) for index in np.linspace(0, count - 1, wanted).round()]

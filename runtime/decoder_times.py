@@ -52,10 +52,13 @@ class DecoderTimes:
     def _run(self, count: int, *, counted: bool) -> None:
         chain, backend = self._chain, self._chain.backend
         cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(count)))
-        hidden, caches, spans = backend.tensor(self._rows[None, :count]), [], []
+        hidden, added = backend.tensor(self._rows[None, :count]), chain.beside_text(count)
+        caches, spans = [], []
         for decoder in chain.decoders:
             cache, start = decoder.new_cache(), backend.mark()
-            hidden = decoder({"hidden": hidden, "cos": cos, "sin": sin}, cache)["hidden_out"]
+            hidden = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, cache)["hidden_out"]
+            # Of the first segment alone
+            added = {}
             spans.append((start, backend.mark()))
             caches.append(cache)
         backend.numpy(chain.head({"hidden": hidden})["logits"])

@@ -63,13 +63,16 @@ def prefill(
             "text_index": backend.tensor(rows.text.astype(np.int64)),
         }
         told = {} if norms is None else {"norms": norms}
+        added = rows.beside
         result = Prefill(None, KVCache([], []))
         picture = rows.picture
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
             # Known from the schedule: asking the device for a shape would wait for it.
             length = text + schedule.reaching(layers.start)
             cache = decoder.new_cache()
-            outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"]}, cache)
+            outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **added}, cache)
+            # Of the first segment alone
+            added = {}
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)
             result.tokens_per_layer += [length] * len(layers)
@@ -122,7 +125,8 @@ def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
         if position not in tables:
             cos, sin = chain.rotary.tables(np.array([position]))
             tables[position] = {"cos": backend.tensor(cos), "sin": backend.tensor(sin)}
-        outputs = decoder({"hidden": hidden, **tables[position]}, cache.segments[segment])
+        added = {} if segment else chain.beside_token
+        outputs = decoder({"hidden": hidden, **tables[position], **added}, cache.segments[segment])
         cache.next_positions[segment] += 1
         hidden = outputs["hidden_out"]
     return chain.head({"hidden": hidden})["logits"]

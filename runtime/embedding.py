@@ -37,7 +37,7 @@ class Embedding:
         """Raises `BundleError` for a file without such a table for the manifest's model."""
         lm = manifest.language_model
         self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
-        self._dtype = DTYPES[manifest.precision]
+        self._dtype, self._beside = DTYPES[manifest.precision], manifest.deepstack_width
         self._tensors = _read_header(file, manifest.precision)
         self._table = self._tensor(_TABLE, (self._vocab, self._width))
 
@@ -53,6 +53,10 @@ class Embedding:
                 )
             rows[place] = np.frombuffer(self._file.read_at(self._table + token * row_bytes, row_bytes), self._dtype)
         return rows
+
+    def beside(self, rows: int) -> dict[str, Array]:
+        """[rows,E] of zeros for each input that `decoder_0` takes beside its rows, by name: text has none of that."""
+        return {"deepstack": np.zeros((rows, self._beside), self._dtype)} if self._beside else {}
 
     def named(self, name: str) -> Array:
         """[d] in the table's type: the learned row that bears a name of its own, such as `image_newline`.

@@ -29,6 +29,8 @@ class Encoded:
     """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array
     """[G',N'] fp32: the attention each token receives in the vision tower."""
+    deepstack: Tensor | None = None
+    """[G',n0,E] float on the device: what the decoder's first layers add to each row, where the model has that."""
 
     @property
     def source_tokens(self) -> Array:
@@ -50,6 +52,8 @@ class Tower:
     norms: Array
     """[G,N] fp32 on the host."""
     salience: Array
+    deepstack: Tensor | None = None
+    """[G,N,E] float on the device: what the decoder's first layers add to each token, where the model has that."""
 
 
 def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
@@ -62,7 +66,8 @@ def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
         features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
     # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
-    tower = Tower(tokens, norms, salience, backend.numpy(norms), backend.numpy(salience))
+    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
+    tower = Tower(tokens, norms, salience, host_norms, host_salience, features.get("deepstack"))
     _check_finite("norms or salience", tower.norms, tower.salience)
     if chain.projector is None:
         # Elsewhere norms are the tokens' own; here layers follow that may still overflow.
@@ -72,12 +77,15 @@ def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
 
 def encode(chain: Chain, plan: Plan | None, tower: Tower, clock: Stopwatch) -> Encoded:
     """The plan's sanitizer, and the projector where there is one, on what the `tower` gave."""
-    backend, tokens, sanitized = chain.backend, tower.tokens, None
+    backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
         with clock.measure("sanitizer"):
-            sanitized = sanitizer({"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience})
-        tokens = sanitized["kept_tokens"]
+            given = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+            sanitized = sanitizer(given if deepstack is None else {**given, "deepstack": deepstack})
+        tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
+    if deepstack is not None:
+        _check_finite("features beside its tokens", backend.numpy(deepstack))
     if chain.projector is not None:
         with clock.measure("projector"):
             tokens = chain.projector({"tokens": tokens})["embeddings"]
@@ -88,7 +96,7 @@ def encode(chain: Chain, plan: Plan | None, tower: Tower, clock: Stopwatch) -> E
     # Frames that were sanitised as one are one group from here on.
     groups = len(kept_index)
     norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
-    return Encoded(tokens, tower.device_norms, kept_index, norms, salience)
+    return Encoded(tokens, tower.device_norms, kept_index, norms, salience, deepstack)
 
 
 def _check_finite(what: str, *arrays: Array) -> None:

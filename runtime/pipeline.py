@@ -274,9 +274,9 @@ class Pipeline:
             with clock.measure("preprocess"):
                 pairs = zip(request.pictures, pictures, strict=True)
                 seen = [see(source, picture, self.family, manifest) for source, picture in pairs]
-                prompt = self.prompts.encode(request.texts)
+                layouts = [layout for _, layout in seen]
+                prompt = self.prompts.encode(request.texts, [layout.texts for layout in layouts])
             observer.seen(seen)
-            layouts = [layout for _, layout in seen]
             budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
             possible = choices(manifest, self.limits, request, budgets, text, layouts)
             towers = [look(self.chain, inputs, clock) for inputs, _ in seen]
@@ -311,8 +311,9 @@ class Pipeline:
     ) -> tuple[Kept, ...]:
         survivors, kept = surviving_rows(self.chain, planned, result), []
         for number, (layout, own, picture) in enumerate(zip(layouts, encoded, planned.pictures, strict=True)):
-            visual = rows.visual[rows.picture == number]
-            after_stage = {layer: np.intersect1d(left, visual) - visual[0] for layer, left in survivors.items()}
+            own_rows = rows.picture == number
+            visual, source = rows.visual[own_rows], rows.source[own_rows]
+            after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
             kept.append(Kept(layout, picture, own.kept_index, own.norms, own.salience, after_stage))
         return tuple(kept)
 

@@ -74,14 +74,17 @@ class PromptEncoder:
             if special.identity == tokens.image
         )
 
-    def encode(self, texts: Sequence[str]) -> Prompt:
+    def encode(self, texts: Sequence[str], within: Sequence[Sequence[str]] = ()) -> Prompt:
         """The conversation of one user turn: `texts`, with an image between each two of them.
 
-        `sinkprune.runtime.request.check_texts` has refused those that say nothing. Raises `BundleError` where the
+        `within` has for each image the texts that its groups stand between, in the template's words, or none where
+        it is in one piece (`VisualLayout.texts`); such an image stands at several places of the prompt.
+        `sinkprune.runtime.request.check_texts` has refused texts that say nothing. Raises `BundleError` where the
         template does not write every image.
         """
-        images = len(texts) - 1
-        rendered = self._render(self._content(texts))
+        pieces = [own or ("", "") for own in within] or [("", "")] * (len(texts) - 1)
+        images = sum(len(own) - 1 for own in pieces)
+        rendered = self._taken_apart(self._render(self._content(texts)), pieces)
         with _refused("cannot encode the prompt"):
             encoded = self._encoder.encode(rendered).ids
         found = [place for place, token in enumerate(encoded) if token == self._image]
@@ -95,6 +98,22 @@ class PromptEncoder:
         doubled = len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._identities.values()
         starts = [int(doubled), *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
+
+    def _taken_apart(self, rendered: str, pieces: Sequence[Sequence[str]]) -> str:
+        """`rendered` with each image at as many places as the texts of its piece stand around."""
+        image = next(special.stand_in for special in self._specials if special.identity == self._tokens.image)
+        before, *behind = rendered.split(image)
+        if len(behind) != len(pieces):
+            return rendered
+        for own, text in zip(pieces, behind, strict=True):
+            before += self._written(image.join(own)) + text
+        return before
+
+    def _written(self, text: str) -> str:
+        """`text` of the template's own, with stand-ins for the special tokens it writes."""
+        for special in self._specials:
+            text = text.replace(special.token.content, special.stand_in)
+        return text
 
     def _content(self, pieces: Sequence[str]) -> list[dict[str, str]]:
         """A user turn's content: an image between each two of `pieces`."""
@@ -130,8 +149,7 @@ class PromptEncoder:
                 f"the bundle's chat template makes {len(rendered)} characters of {given}, expected at most {most}. "
                 "Mend the checkpoint's template and export it again."
             )
-        for special in self._specials:
-            rendered = rendered.replace(special.token.content, special.stand_in)
+        rendered = self._written(rendered)
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from itertools import chain as joined
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,9 +28,13 @@ class PromptRows:
     """[V] int64: the rows that are visual tokens, ascending."""
     picture: Array
     """[V] int64: the number of the picture each of them belongs to."""
+    source: Array
+    """[V] int64: which of its picture's rows each of them is."""
     text: Array
     """[L] int64: the text rows behind the last picture."""
     positions: Positions
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
+    """[1,S,E] float on the device, by name: what `decoder_0` takes of the rows beside the inputs of all segments."""
 
     @property
     def length(self) -> int:
@@ -46,36 +51,68 @@ def lay_out(
     *,
     pruned: bool,
 ) -> PromptRows:
-    """`texts` (token ids) with `pictures` between them: one text before each picture and one behind the last.
+    """`texts` (token ids) with `pictures` between them: one text before each part of a picture, one behind the last.
 
     Unpruned, a picture's rows stand in the order of the model's own prompt, and `between_rows` names the learned row
-    at the end of a line. Rows are joined on the device.
+    at the end of a line. Rows are joined on the device. Of a picture in several parts, each row stands in that of its
+    token's group.
     """
     table = embedding([*joined.from_iterable(texts)])
     if between_rows is not None:
         table = np.concatenate([table, embedding.named(between_rows)[None]])
-    line_end, behind, starts = len(table) - 1, len(table), [0, *accumulate(map(len, texts))]
-    order, visual, picture_of, shown, place = [], [], [], [], 0
+    line_end, starts = len(table) - 1, [0, *accumulate(map(len, texts))]
+    shown = [*_parts(pictures, len(table), pruned=pruned)]
+    order, visual, place = [], [], 0
     for number, ids in enumerate(texts):
         order.append(np.arange(starts[number], starts[number + 1]))
         place += len(ids)
-        if number < len(pictures):
-            layout, encoded = pictures[number]
-            count = encoded.kept_index.size
-            rows = np.arange(count) if pruned else layout.unpruned_rows
-            order.append(np.where(rows < 0, line_end, behind + rows))
+        if number < len(shown):
+            rows = shown[number].rows
+            order.append(np.where(rows < 0, line_end, shown[number].behind + rows))
             visual.append(np.arange(place, place + len(rows)))
-            picture_of.append(np.full(len(rows), number))
-            shown.append((layout, encoded.source_tokens if pruned else rows))
-            behind, place = behind + count, place + len(rows)
-    parts = [backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)]
+            place += len(rows)
+    whole = np.concatenate(order)
+    beside = {
+        name: backend.join([backend.tensor(zeros), *(encoded.deepstack for _, encoded in pictures)], whole)
+        for name, zeros in embedding.beside(len(table)).items()
+    }
     return PromptRows(
-        hidden=backend.join(parts, np.concatenate(order)),
+        hidden=backend.join([backend.tensor(table), *(encoded.embeddings for _, encoded in pictures)], whole),
         visual=np.concatenate(visual),
-        picture=np.concatenate(picture_of),
+        picture=np.concatenate([np.full(len(part.rows), part.picture) for part in shown]),
+        source=np.concatenate([part.rows for part in shown]),
         text=np.arange(place - len(texts[-1]), place),
-        positions=positions([len(ids) for ids in texts], shown),
+        positions=positions([len(ids) for ids in texts], [(part.layout, part.tokens) for part in shown]),
+        beside=beside,
     )
+
+
+class _Part(NamedTuple):
+    """Rows of a picture that stand in a prompt one behind the other."""
+
+    layout: VisualLayout
+    picture: int
+    """The picture's number."""
+    behind: int
+    """How many rows stand before the picture's, where all that there are stand one behind the other."""
+    rows: Array
+    """Which of the picture's rows they are; -1 is the end of a line."""
+    tokens: Array
+    """The token each stands for, counted through all groups."""
+
+
+def _parts(pictures: Sequence[tuple[VisualLayout, Encoded]], behind: int, *, pruned: bool) -> Iterator[_Part]:
+    """The parts of all pictures, whose rows stand behind `behind` others."""
+    for number, (layout, encoded) in enumerate(pictures):
+        rows = np.arange(encoded.kept_index.size) if pruned else layout.unpruned_rows
+        tokens = encoded.source_tokens if pruned else rows
+        if layout.parts == 1:
+            yield _Part(layout, number, behind, rows, tokens)
+        else:
+            for group in range(layout.parts):
+                own = tokens // layout.tokens == group
+                yield _Part(layout, number, behind, rows[own], tokens[own])
+        behind += encoded.kept_index.size
 
 
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:

@@ -69,11 +69,16 @@ class QwenProcessor:
         aspect ratio kept as far as that goes (smart_resize).
         """
         if isinstance(size, ClipSize):
-            image = self._image_grid((size.width, size.height), self._settings["video"])
-            return image._replace(t=-(-size.frames // self._settings["temporal_patch_size"]))
-        return self._image_grid(size, self._settings)
+            return self._clip_grid(size, self._settings["video"])
+        return self._resized(size, self._settings["min_pixels"], self._settings["max_pixels"])
 
-    def _image_grid(self, size: Size, limits: Mapping[str, Any]) -> Grid:
+    def _clip_grid(self, size: ClipSize, limits: Mapping[str, Any]) -> Grid:
+        """That of a clip, whose `limits` are of each of its frames."""
+        frame = self._resized((size.width, size.height), limits["min_pixels"], limits["max_pixels"])
+        return frame._replace(t=-(-size.frames // self._settings["temporal_patch_size"]))
+
+    def _resized(self, size: Size, least: int, most: int, frames: int = 1, counted: int = 1) -> Grid:
+        """The grid of one of several `frames`, which have `least` to `most` pixels together, so many `counted`."""
         width, height = size
         if 0 in size:
             raise ImageError(f"the image has {width}x{height} pixels, expected at least 1x1.")
@@ -85,12 +90,34 @@ class QwenProcessor:
         settings, patch = self._settings, self._settings["patch_size"]
         unit = patch * settings["merge_size"]
         rows, columns = round(height / unit), round(width / unit)
-        if rows * columns * unit**2 > limits["max_pixels"]:
-            shrink = math.sqrt((height * width) / limits["max_pixels"])
+        if counted * rows * columns * unit**2 > most:
+            shrink = math.sqrt((frames * height * width) / most)
             rows = max(1, math.floor(height / shrink / unit))
             columns = max(1, math.floor(width / shrink / unit))
-        elif rows * columns * unit**2 < limits["min_pixels"]:
-            grow = math.sqrt(limits["min_pixels"] / (height * width))
+        elif counted * rows * columns * unit**2 < least:
+            grow = math.sqrt(least / (frames * height * width))
             rows, columns = math.ceil(height * grow / unit), math.ceil(width * grow / unit)
         merge = settings["merge_size"]
         return Grid(1, rows * merge, columns * merge)
+
+
+class Qwen3Processor(QwenProcessor):
+    """Qwen2VLImageProcessor for images, and Qwen3VLVideoProcessor for clips.
+
+    Of the settings `video`, `min_pixels` is of all frames of a clip together, `max_pixels` of each.
+    """
+
+    def _clip_grid(self, size: ClipSize, limits: Mapping[str, Any]) -> Grid:
+        together, unit = (
+            self._settings["temporal_patch_size"],
+            self._settings["patch_size"] * self._settings["merge_size"],
+        )
+        width, height, frames = size.width, size.height, max(size.frames, together)
+        if 0 < min(width, height) < unit:
+            scale = max(unit / height, unit / width)
+            width, height = int(width * scale), int(height * scale)
+        # Whole temporal patches. The model's own processor rounds their number to the nearest even one, and lets the
+        # frames of some odd clips be a quarter larger: no graph is made for that.
+        counted = max(frames, round(frames / together) * together)
+        frame = self._resized((width, height), limits["min_pixels"], frames * limits["max_pixels"], frames, counted)
+        return frame._replace(t=-(-size.frames // together))

@@ -32,7 +32,11 @@ QWEN_SHAPES = {
     "qwen": QwenShape(),
     "qwen-tied": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True),
     "qwen2-vl": QwenShape(kind="qwen2_vl", num_layers=7),
+    "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
 }
+
+CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
+"""Those that have no text between the frames of a clip."""
 
 NEXT_SHAPES = {
     "next": NextShape(),

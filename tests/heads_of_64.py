@@ -68,6 +68,31 @@ QWEN2_CONFIG: dict[str, Any] = {
     "model_type": "qwen2_vl",
     "vision_config": {"depth": 3, "embed_dim": 160, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 256},
 }
+# Deep enough that the decoder is cut behind the layers that DeepStack adds to; 72 is the head of the 8B's tower.
+QWEN3_CONFIG: dict[str, Any] = {
+    **QWEN_CONFIG,
+    "model_type": "qwen3_vl",
+    "vision_config": {
+        "depth": 4,
+        "hidden_size": 144,
+        "intermediate_size": 160,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1, 2],
+    },
+    "text_config": {
+        "hidden_size": 128,
+        "intermediate_size": 160,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "vocab_size": 320,
+        "eos_token_id": 305,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10]},
+    },
+}
 
 
 def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any) -> Bundle:

@@ -29,6 +29,8 @@ class Sequence:
     family: str = "llava"
     images: list[list[int]] | None = None
     """The visual rows of each image; all are of one where None."""
+    deepstack: Array | None = None
+    """[sets,V,d]: what each of the first layers adds to the visual rows."""
 
 
 @dataclass
@@ -71,6 +73,8 @@ def masked_forward(
         tables = llama.rotary_emb(hidden, position_ids=positions[..., None, :])
         before = hidden
         hidden = layer(hidden, attention_mask=mask[None, None], position_embeddings=tables)
+        if sequence.deepstack is not None and number < len(sequence.deepstack):
+            hidden[0, sequence.visual] += torch.from_numpy(sequence.deepstack[number])
         if number in stages:
             query, key = queries_and_keys(layer, before, tables)
             alive = np.flatnonzero(visible[:prefilled]).tolist()
@@ -111,10 +115,12 @@ def queries_and_keys(layer: Any, hidden: torch.Tensor, tables: Any) -> tuple[Arr
     """A layer's queries [H,S,h] and keys [Hkv,S,h] after rotary embedding."""
     normed, attention = layer.input_layernorm(hidden), layer.self_attn
 
-    def heads(x: torch.Tensor) -> torch.Tensor:
-        return x.view(1, x.shape[1], -1, attention.head_dim).transpose(1, 2)
+    def heads(which: str) -> torch.Tensor:
+        x = getattr(attention, f"{which}_proj")(normed)
+        x = x.view(1, x.shape[1], -1, attention.head_dim)
+        return getattr(attention, f"{which}_norm", torch.nn.Identity())(x).transpose(1, 2)
 
-    query, key = apply_rotary_pos_emb(heads(attention.q_proj(normed)), heads(attention.k_proj(normed)), *tables)
+    query, key = apply_rotary_pos_emb(heads("q"), heads("k"), *tables)
     return query[0].numpy(), key[0].numpy()
 
 

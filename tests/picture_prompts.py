@@ -26,6 +26,7 @@ SIZES: dict[str, list[Size]] = {
     "qwen": [(224, 200), (280, 336)],
     "qwen-tied": [(280, 336), (56, 28)],
     "qwen2-vl": [(224, 200), (280, 336)],
+    "qwen3-vl": [(224, 200), (280, 336)],
 }
 BUDGETS = {
     "gqa-112": ("retain-64", "retain-192", "retain-64+compact", "retain-32+no-sanitizer+visual-keys"),
@@ -33,6 +34,7 @@ BUDGETS = {
     "qwen": ("prune-66.7", "prune-88.9", "prune-77.8+no-sanitizer"),
     "qwen-tied": ("prune-66.7", "prune-88.9"),
     "qwen2-vl": ("prune-77.8", "prune-88.9"),
+    "qwen3-vl": ("prune-77.8",),
 }
 
 

@@ -1,7 +1,8 @@
-"""Small random Qwen2.5-VL and Qwen2-VL checkpoints in Hugging Face format, as `save_pretrained` writes them."""
+"""Small random checkpoints of Qwen2-VL, 2.5-VL and 3-VL in Hugging Face format, as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,9 +52,25 @@ class QwenShape:
     num_layers: int = 6
     num_kv_heads: int = 2
     tied: bool = False
-    min_pixels: int = 28 * 28
-    max_pixels: int = 376320
-    """480 merged tokens, as in the paper's runs."""
+    most_tokens: int = 480
+    """Of an image; 480 as in the paper's runs."""
+    deepstack_blocks: tuple[int, ...] = (0, 1, 2)
+    """Of Qwen3-VL alone, whose decoder needs 24 layers to be cut behind the third."""
+
+    @property
+    def token_side(self) -> int:
+        """Pixels along a side of a merged token."""
+        return 32 if self.kind == "qwen3_vl" else 28
+
+    @property
+    def min_pixels(self) -> int:
+        """One token."""
+        return self.token_side**2
+
+    @property
+    def max_pixels(self) -> int:
+        """Those of the most tokens."""
+        return self.most_tokens * self.token_side**2
 
 
 def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
@@ -67,7 +84,18 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             "fullatt_block_indexes": list(shape.full_attention_blocks),
         },
         "qwen2_vl": {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 64},
+        "qwen3_vl": {
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "out_hidden_size": 64,
+            # A table of 5 x 5, smaller than some pictures and larger than others
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": list(shape.deepstack_blocks),
+        },
     }
+    sections = {"mrope_section": [2, 3, 3]}
+    if shape.kind == "qwen3_vl":
+        sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = AutoConfig.for_model(
         shape.kind,
         vision_config={"depth": shape.depth, "num_heads": 4, "initializer_range": 0.1, **towers[shape.kind]},
@@ -81,7 +109,8 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             "max_position_embeddings": 1024,
             # Large enough that attention is far from uniform and logits far from tied.
             "initializer_range": 0.2,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections},
+            **({"head_dim": 32, "tie_word_embeddings": shape.tied} if shape.kind == "qwen3_vl" else {}),
             "bos_token_id": 370,
             "eos_token_id": 372,
         },
@@ -100,7 +129,11 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     qwen_tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    Qwen2VLImageProcessorPil(min_pixels=shape.min_pixels, max_pixels=shape.max_pixels).save_pretrained(folder)
+    own = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}
+    Qwen2VLImageProcessorPil(min_pixels=shape.min_pixels, max_pixels=shape.max_pixels, **own).save_pretrained(folder)
+    if shape.kind == "qwen3_vl":
+        settings = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 22}}
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
 

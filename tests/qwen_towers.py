@@ -16,6 +16,8 @@ class Features(NamedTuple):
     tokens: torch.Tensor
     norms: torch.Tensor
     salience: torch.Tensor
+    deepstack: torch.Tensor | None
+    """[N,E], one set beside the other."""
 
 
 @torch.no_grad()
@@ -43,4 +45,7 @@ def features(visual: Any, pixels: torch.Tensor, grid: torch.Tensor, block: int) 
         raster = torch.argsort(order)
     salience = torch.cat(received).view(-1, 4).mean(dim=1) / len(pixels)
     norms = out.last_hidden_state.norm(dim=1).view(-1, 4).amax(dim=1)
-    return Features(out.pooler_output, norms[raster], salience[raster])
+    beside = getattr(out, "deepstack_features", None)
+    return Features(
+        out.pooler_output, norms[raster], salience[raster], None if beside is None else torch.cat(beside, dim=1)
+    )

@@ -66,6 +66,16 @@ def sanitize(
     return kept, index
 
 
+def beside_kept(beside: Array, norms: Array, index: list[int], *, sink: bool, per_mille: int = 10) -> Array:
+    """[sets,n0,d]: what of `beside` [sets,N,d] goes with the kept tokens `index`, whose first may be a sink."""
+    kept = beside[:, index].copy()
+    if sink:
+        outliers = largest(norms, max(1, -(-len(norms) * per_mille // 1000)))
+        for number, own in enumerate(beside):
+            kept[number, 0] = own[outliers].astype(np.float64).mean(axis=0)
+    return kept
+
+
 def text_attention(
     query: Array, key: Array, visual: list[int], text: list[int], *, visual_keys: bool = False
 ) -> Array:

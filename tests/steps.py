@@ -82,6 +82,17 @@ def tower_output(pipeline: Pipeline, picture: Picture) -> tuple[Array, Array, Ar
     return tokens, norms, salience
 
 
+def deepstack_output(pipeline: Pipeline, picture: Picture) -> Array | None:
+    """[sets,G,N,d]: the features beside its tokens that the graph `vision` gives of a picture; None where it has
+    none."""
+    backend, inputs = pipeline.backend, pipeline.family.see(picture).inputs
+    given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
+    if "deepstack" not in given:
+        return None
+    sets: Array = np.stack(np.split(backend.numpy(given["deepstack"]), 3, axis=-1))
+    return sets
+
+
 def layout_of(family: Family, size: tuple[int, int]) -> VisualLayout:
     """The layout of an image of `size` (width, height)."""
     return family.see(Image.new("RGB", size)).layout

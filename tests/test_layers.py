@@ -17,7 +17,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "weight_forms",
         "graph",
         "rewriting",
-        "vit qwen2_5_vision qwen2_vision llama",
+        "vit qwen2_5_vision qwen2_vision qwen3_vision llama",
         "pruning",
         "methods plan_files planning",
         "checkpoint text tokenizer",
@@ -57,7 +57,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """The modules and packages of a folder, lowest first: none imports one of a layer above."""
-APART = {"export": ("pruning methods plan_files planning", "vit qwen2_5_vision qwen2_vision llama")}
+APART = {"export": ("pruning methods plan_files planning", "vit qwen2_5_vision qwen2_vision qwen3_vision llama")}
 """Modules and packages of a folder that stand side by side: neither imports the other."""
 
 

@@ -17,7 +17,7 @@ from sinkprune.export.rounding import Rounding
 from sinkprune.export.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 
-_WANTED = ("tokens", "norms", "salience", "embeddings", "hidden_out", "logits")
+_WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out", "logits")
 """What weight graphs give that the next one is given, or the answer is made of."""
 
 

@@ -31,5 +31,5 @@ def show(bundle: Bundle, items: Iterable[Item]) -> list[Shown]:
     for item in items:
         picture = item.load_image()
         seen = see(picture, decoded(picture, family), family, manifest)
-        shown.append(Shown(seen, prompts.encode(["", item.question.prompt]).texts))
+        shown.append(Shown(seen, prompts.encode(["", item.question.prompt], [seen.layout.texts]).texts))
     return shown

@@ -63,16 +63,18 @@ def _steps(
         tokens = (yield {"tokens": tokens})["embeddings"]
     groups, count = seen["norms"].shape
     every = np.broadcast_to(np.arange(count), (groups, count))
-    encoded = Encoded(backend.tensor(tokens), None, every, seen["norms"], seen["salience"])
+    beside = backend.tensor(seen["deepstack"]) if "deepstack" in seen else None
+    encoded = Encoded(backend.tensor(tokens), None, every, seen["norms"], seen["salience"], beside)
     shown = [(prompt.seen.layout, encoded)]
     rows = lay_out(backend, embedding, between_rows, prompt.texts, shown, pruned=False)
-    hidden = backend.numpy(rows.hidden)
+    hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.beside.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections)
     cos, sin = rotary.tables(rows.positions.rows)
     for segment in range(len(manifest.segments)):
         past = _no_past(manifest, segment, rows.length)
-        hidden = (yield {"hidden": hidden, "cos": cos, "sin": sin, **past})["hidden_out"]
+        own = added if segment == 0 else {}
+        hidden = (yield {"hidden": hidden, "cos": cos, "sin": sin, **own, **past})["hidden_out"]
     # It takes the last row. The others are rows it may be given too.
     return (yield {"hidden": hidden[:, rows.text]})["logits"][0]
 

@@ -41,7 +41,7 @@ def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Se
     kept = []
     for name in sanitizers:
         kept.append(encode(chain, manifest.plans[TRIAL][name], tower, clock).source_tokens)
-    texts = pipeline.prompts.encode(["", question]).texts
+    texts = pipeline.prompts.encode(["", question], [layout.texts]).texts
     shown, between = [(layout, encode(chain, None, tower, clock))], pipeline.family.between_rows
     rows = lay_out(backend, pipeline.embedding, between, texts, shown, pruned=False)
     # A line's end stands for no token.
@@ -60,10 +60,11 @@ def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:
     chain, backend = pipeline.chain, pipeline.backend
     asking = rows.text if len(rows.text) else np.array([rows.length - 1])
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(rows.positions.rows))
-    hidden, found = rows.hidden, []
+    hidden, added, found = rows.hidden, rows.beside, []
     for decoder in chain.decoders[:-1]:
-        outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin}, decoder.new_cache())
-        hidden = outputs["hidden_out"]
+        outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
+        # Of the first segment alone
+        hidden, added = outputs["hidden_out"], {}
         query, key = (backend.numpy(outputs[name])[0].astype(np.float32) for name in ("query", "key"))
         found.append(_attention(query[:, asking], key, asking)[rows.visual])
     return found

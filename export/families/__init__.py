@@ -44,6 +44,8 @@ class Family(Protocol):
     """Learned rows [d] of the LLM's input that stand in no table: their names in the bundle and in the checkpoint."""
     groups_are_frames: bool
     """Whether the groups of a picture are the frames of a clip."""
+    deepstack: int
+    """How many sets of features beside its tokens the tower gives, each in the decoder's width; 0 where none."""
     processor_fields: Mapping[str, Kind]
     """What is read of preprocessor_config.json, or of processor_config.json in its place."""
     video_fields: Mapping[str, Kind] = {}

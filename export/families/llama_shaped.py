@@ -47,16 +47,16 @@ EPSILON = Number(1e-20, 0.1)
 THETA = Number(1, 1e12)
 """The base of rotary positions; the largest published is 5e8."""
 
-_ROPE = Section(
-    {
-        "rope_type": Word(),
-        "type": Word(),
-        "rope_theta": THETA,
-        "mrope_section": Listed(Whole(1, 1 << 12), 3, 3),
-        "factor": Number(1, 1e6),
-        "partial_rotary_factor": Number(1, 1),
-    }
-)
+ROPE_FIELDS: dict[str, Kind] = {
+    "rope_type": Word(),
+    "type": Word(),
+    "rope_theta": THETA,
+    "mrope_section": Listed(Whole(1, 1 << 12), 3, 3),
+    "factor": Number(1, 1e6),
+    "partial_rotary_factor": Number(1, 1),
+}
+"""What is read of a decoder's rotary positions."""
+_ROPE = Section(ROPE_FIELDS)
 TEXT_FIELDS: dict[str, Kind] = {
     "model_type": Word(),
     "vocab_size": Whole(1, TOKEN.most + 1),
@@ -116,6 +116,9 @@ class LlamaShaped(Family):
     embedding = "language_model.embed_tokens.weight"
     projector: str | None = None
     extra_rows: Mapping[str, str] = {}
+    deepstack = 0
+    text_fields: Mapping[str, Kind] = TEXT_FIELDS
+    """What is read of the decoder's section."""
     vision_fields: Mapping[str, Kind]
     """What is read of the tower's configuration."""
     own_fields: Mapping[str, Kind]
@@ -128,7 +131,7 @@ class LlamaShaped(Family):
             "tie_word_embeddings": Flag(),
             **self.own_fields,
             "vision_config": or_null(Section(self.vision_fields)),
-            "text_config": or_null(Section(TEXT_FIELDS)),
+            "text_config": or_null(Section(self.text_fields)),
         }
         known = read_fields(config, fields, f"checkpoint '{source}': config.json: ")
         kind = self._config_class()

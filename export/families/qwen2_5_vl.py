@@ -30,9 +30,9 @@ from sinkprune.export.pruning.plan import UpTo
 from sinkprune.export.qwen2_5_vision import QwenVision, build_vision
 from sinkprune.export.text import SpecialTokens
 
-_PATCHES = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
-# The settings of Qwen2VLImageProcessor: what a checkpoint leaves out
-_PROCESSOR = {
+_PATCHES = ("patch_size", "temporal_patch_size", "merge_size")
+# The settings of Qwen2VLImageProcessor
+IMAGE_DEFAULTS: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "do_convert_rgb": True,
     "do_resize": True,
@@ -40,8 +40,11 @@ _PROCESSOR = {
     "min_pixels": 56 * 56,
     "max_pixels": 28 * 28 * 1280,
     **CLIP_PIXELS,
-    **_PATCHES,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
 }
+"""What a checkpoint leaves out of its image processor's settings."""
 # 16384 x 16384, and what smaller pictures are enlarged to: 4096 x 4096
 _PIXELS = Whole(0, 1 << 28)
 _LEAST_PIXELS = Whole(0, 1 << 24)
@@ -83,6 +86,9 @@ class Qwen25VL(LlamaShaped):
     tower: type[QwenVision] = QwenVision
     groups_are_frames = True
     activation = "silu"
+    image_defaults: Mapping[str, Any] = IMAGE_DEFAULTS
+    image_processors: Sequence[str] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
+    """The names of those that are read, each also with Fast behind it."""
     own_fields: Mapping[str, Kind] = {
         # Published checkpoints have the decoder's settings at the top.
         **{name: kind for name, kind in TEXT_FIELDS.items() if name != "model_type"},
@@ -158,14 +164,13 @@ class Qwen25VL(LlamaShaped):
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         settings = {**settings.get("image_processor", {}), **settings}
         size = {key: pixels for key, pixels in (settings.get("size") or {}).items() if pixels is not None}
-        known = dict(_PROCESSOR)
+        known = dict(self.image_defaults)
         known["min_pixels"] = size.get("shortest_edge", known["min_pixels"])
         known["max_pixels"] = size.get("longest_edge", known["max_pixels"])
         known |= {key: settings[key] for key in known if settings.get(key) is not None}
         vision, kind = self.vision, str(known["image_processor_type"])
-        kinds = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
         expectations = [
-            ("image_processor_type", kind.removesuffix("Fast"), kinds),
+            ("image_processor_type", kind.removesuffix("Fast"), self.image_processors),
             ("do_resize", known["do_resize"], (True,)),
             ("patch_size", known["patch_size"], (vision.patch_size,)),
             ("temporal_patch_size", known["temporal_patch_size"], (vision.temporal_patch_size,)),
@@ -209,6 +214,19 @@ class Qwen25VL(LlamaShaped):
 
         transformers reads them from preprocessor_config.json too, where a checkpoint has no file of their own.
         """
+        given, size, frames = self._video_settings(settings, image)
+        each = self._pixels_each
+        most = min(given.get("max_pixels") or size.get("longest_edge") or 768 * each, image["max_pixels"])
+        least = min(given.get("min_pixels") or size.get("shortest_edge") or 128 * each, most)
+        self._check_frame(most)
+        limits = {"min_pixels": least, "max_pixels": most}
+        return {**limits, "most_tokens": self._most_tokens(limits), **frames}
+
+    def _video_settings(
+        self, settings: Mapping[str, Any], image: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """What is given of a video processor, its `size`, and how many frames are shown; raises `UsageError` and
+        `CheckpointError`."""
         given = settings.get("video_processor") or settings
         given = {key: value for key, value in given.items() if value is not None}
         fixed = {"do_resize": True, "resample": 3, "cap_pixels_per_frame": False}
@@ -220,18 +238,17 @@ class Qwen25VL(LlamaShaped):
             raise UsageError(
                 f"--max-frames is {frames}, expected at least {together}: the model sees so many frames at once."
             )
-        size, each = given.get("size") or {}, self._pixels_each
-        most = min(given.get("max_pixels") or size.get("longest_edge") or 768 * each, image["max_pixels"])
-        least = min(given.get("min_pixels") or size.get("shortest_edge") or 128 * each, most)
-        self._check([(f"a frame of a clip may have the {each} pixels of a token", each <= most, most)])
-        limits = {"min_pixels": least, "max_pixels": most}
-        return {
-            **limits,
-            "most_tokens": self._most_tokens(limits),
+        shown = {
             "fps": float(given.get("fps") or 2),
             "min_frames": given.get("min_frames") or 4,
             "max_frames": min(frames, given.get("max_frames") or 768),
         }
+        return given, given.get("size") or {}, shown
+
+    def _check_frame(self, most: int) -> None:
+        """Refuse frames of at most so many pixels, if no token has as few; raises `CheckpointError`."""
+        each = self._pixels_each
+        self._check([(f"a frame of a clip may have the {each} pixels of a token", each <= most, most)])
 
     @property
     def _pixels_each(self) -> int:
@@ -242,7 +259,7 @@ class Qwen25VL(LlamaShaped):
         width = self.width_behind_merger
         return [
             ("text_config.model_type", text.model_type, (f"{kind}_text",)),
-            ("text_config.use_sliding_window", bool(text.use_sliding_window), (False,)),
+            ("text_config.use_sliding_window", bool(getattr(text, "use_sliding_window", None)), (False,)),
             ("vision_config.in_channels", vision.in_channels, (3,)),
             ("vision_config.model_type", vision.model_type, (f"{kind}_vision",)),
             ("vision_config.hidden_act", vision.hidden_act, (self.activation,)),

@@ -70,14 +70,14 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
         return None
     graph, features = new_sanitizer(facts)
     as_one = facts.joined and budget.frames == "together"
-    tokens, norms, salience = joined(graph, facts, features) if as_one else features
+    tokens, norms, salience, rows = joined(graph, facts, features) if as_one else features
     op = graph.op
     reserve, diverse = counts.of(op, norms)
 
     # 1, 2: outliers and their mean
     sink = outlier = None
     if counts.outliers:
-        sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, tokens, per_mille=budget.outlier_per_mille)
+        sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, rows, per_mille=budget.outlier_per_mille)
         salience = op.Where(outlier, float("-inf"), salience)
 
     # 3: RES, the most salient of LOW
@@ -98,7 +98,7 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
     # 5: Z = [sink ; RES ; DIV]
     if budget.order == "raster":
         index = ascending(graph, index, op.Shape(index, start=1, end=2))
-    kept = gather_rows(graph, tokens, index)
+    kept = gather_rows(graph, rows, index)
     if counts.sink:
         first = largest(graph, norms, 1)
         kept = op.Concat(sink, kept, axis=1)

@@ -43,6 +43,13 @@ class PlanFacts:
     """The most images a prompt has."""
     joined: bool = False
     """Whether groups are the frames of a clip, sanitised as one unless a budget says otherwise."""
+    deepstack: int = 0
+    """How many sets of features, each as wide as a token, go with each token to the decoder's first layers."""
+
+    @property
+    def deepstack_width(self) -> int:
+        """How wide all those sets are, side by side."""
+        return self.deepstack * self.visual_width
 
     @property
     def visual_tokens(self) -> int:

@@ -27,40 +27,54 @@ class Features(NamedTuple):
     """[G,N] fp32."""
     salience: ir.Value
     """[G,N] fp32."""
+    rows: ir.Value
+    """[G,N,D'] float: `tokens`, and beside each what goes with it and nothing is chosen by."""
 
 
 def new_sanitizer(facts: PlanFacts) -> tuple[Graph, Features]:
-    """An empty `sanitizer` and its three inputs."""
+    """An empty `sanitizer` and its inputs."""
     graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
-    tokens = graph.input("tokens", ["G", n, facts.visual_width])
+    rows = tokens = graph.input("tokens", ["G", n, facts.visual_width])
     norms = graph.input("norms", ["G", n], _FLOAT)
-    return graph, Features(tokens, norms, graph.input("salience", ["G", n], _FLOAT))
+    salience = graph.input("salience", ["G", n], _FLOAT)
+    if facts.deepstack:
+        # Gathered and averaged as one row, so that they cannot come apart.
+        rows = graph.op.Concat(tokens, graph.input("deepstack", ["G", n, facts.deepstack_width]), axis=-1)
+    return graph, Features(tokens, norms, salience, rows)
 
 
 def give_tokens(graph: Graph, facts: PlanFacts, features: Features, index: ir.Value, count: int) -> None:
     """Output the tokens that `index` [G,count], or [1,count] for all groups alike, names, in its order."""
     index = in_every_group(graph, features, index)
-    give_rows(graph, facts, gather_rows(graph, features.tokens, index), index, count)
+    give_rows(graph, facts, gather_rows(graph, features.rows, index), index, count)
 
 
 def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: Dim, groups: Dim = "G") -> None:
-    """Output `rows` [G,count,D] and the token each stands for, `index` [G,count]."""
-    graph.output("kept_tokens", rows, [groups, count, facts.visual_width])
+    """Output `rows` [G,count,D'], of `Features.rows`, and the token each stands for, `index` [G,count]."""
+    width, beside = facts.visual_width, None
+    if facts.deepstack:
+        rows, beside = graph.op.Split(rows, [width, facts.deepstack_width], axis=-1, _outputs=2)
+    graph.output("kept_tokens", rows, [groups, count, width])
     graph.output("kept_index", index, [groups, count], _INT64)
+    if beside is not None:
+        graph.output("kept_deepstack", beside, [groups, count, facts.deepstack_width])
 
 
 def joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
     """All groups as one: [1,G*N,D] and [1,G*N]."""
     op = graph.op
     norms, salience = (op.Reshape(x, [1, -1]) for x in (features.norms, features.salience))
-    return Features(op.Reshape(features.tokens, [1, -1, facts.visual_width]), norms, salience)
+    rows = tokens = op.Reshape(features.tokens, [1, -1, facts.visual_width])
+    if facts.deepstack:
+        rows = op.Reshape(features.rows, [1, -1, facts.visual_width + facts.deepstack_width])
+    return Features(tokens, norms, salience, rows)
 
 
 def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
     """`index` [1,K] or [G,K] as [G,K]."""
     op = graph.op
     # G is read off every input, because TensorRT drops inputs that nobody reads.
-    groups = op.Max(*(op.Shape(feature, start=0, end=1) for feature in features))
+    groups = op.Max(*(op.Shape(feature, start=0, end=1) for feature in dict.fromkeys(features)))
     return op.Expand(index, op.Concat(groups, [1], axis=0))
 
 

@@ -63,7 +63,8 @@ def load_family(manifest: Manifest) -> Family:
         given = {name: list(array.shape) for name, array in inputs.items()}
         counts = {layout.tokens, len(layout.boxes) // layout.groups}
         axes = 0 if layout.places is None else len(layout.places)
-        if axes != len(manifest.language_model.rope_sections):
+        # Sections go on with the first axis behind the last.
+        if axes != min(len(manifest.language_model.rope_sections), 3):
             raise BundleError(
                 f"the bundle's rope_sections are {list(manifest.language_model.rope_sections)}, expected {axes} of "
                 f"them in family '{manifest.family}'. Export it again."

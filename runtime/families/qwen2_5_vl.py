@@ -24,12 +24,14 @@ class Qwen25VL:
 
     between_rows: str | None = None
     _mlp_matrices = 3
+    _mergers = 1
+    _processing: type[QwenProcessor] = QwenProcessor
 
     def __init__(self, manifest: Manifest) -> None:
         self._tower, self._width = manifest.tower(QwenTower), manifest.language_model.hidden_size
         self._most_tokens = manifest.most_visual_tokens
         check_settings(manifest.processor, DTYPES[manifest.precision])
-        self._processor = QwenProcessor(manifest.processor)
+        self._processor = self._processing(manifest.processor)
         for name in ("patch_size", "temporal_patch_size", "merge_size"):
             if manifest.processor[name] != getattr(self._tower, name):
                 raise BundleError(
@@ -129,7 +131,7 @@ class Qwen25VL:
             pairs += self._windowed_blocks * int((filled**2).sum())
         joined = d * tower.merge_size**2
         merger = n // tower.merge_size**2 * (joined**2 + joined * self._width)
-        return 2 * (patches + tower.num_blocks * linear + 2 * pairs * d + merger)
+        return 2 * (patches + tower.num_blocks * linear + 2 * pairs * d + self._mergers * merger)
 
     def _windows(self, grid: Grid) -> Windows | None:
         """The windows of a tower that has any."""

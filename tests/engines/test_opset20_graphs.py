@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 import pytest
 
-from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN_CONFIG, export_random
+from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, QWEN_CONFIG, export_random
 from sinkprune.engines.trt10_checker import check_trt10
 
 LLAVA = ("retain-64", "retain-32+visual-keys+compact")
@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2.5-vl, several images": (QWEN_CONFIG, {"budgets": QWEN, "max_images": 2, **PIXELS}),
     "qwen2.5-vl, video": (QWEN_CONFIG, {"budgets": CLIPS, "max_frames": 8, **PIXELS}),
     "qwen2-vl, video": (QWEN2_CONFIG, {"budgets": CLIPS, "max_frames": 8, **PIXELS}),
+    "qwen3-vl, video, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }
 
 

@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "llava-next": ("next-mistral", ("retain-320", "retain-160+raster+visual-keys+compact"), 1),
     "qwen2.5-vl": ("qwen", ("prune-66.7", "prune-88.9+raster+visual-keys"), 1),
     "qwen2-vl, several images": ("qwen2-vl", ("prune-80",), 2),
+    "qwen3-vl": ("qwen3-vl", ("prune-80",), 1),
 }
 Bundles = Callable[..., Path]
 Emit = Callable[[Any, Any, list[ir.Value]], ir.Value]
@@ -202,7 +203,9 @@ def test_every_graph_computes_the_same_in_both_dialects(
                 if wanted.dtype == np.int64:
                     np.testing.assert_array_equal(found, wanted, where)
                 else:
-                    atol = TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
+                    # Roundings add up from layer to layer; each has two caches.
+                    deep = max(1, len(caches) // 8)
+                    atol = deep * TOLERANCE[precision] * max(1.0, float(np.abs(wanted).max()))
                     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=where)
                     compared += 1
     assert compared > 50

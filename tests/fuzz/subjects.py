@@ -38,9 +38,15 @@ _EXPORT = "sinkprune.export.command:main"
 _COMPILE = "sinkprune.engines.command:main"
 _DOCTOR = "sinkprune.jetson.commands.doctor:main"
 _BUILD = ("--target", "onnxruntime", "--max-prompt", "128", "--max-new-tokens", "16")
-_BUDGETS = {"llava": "retain-64", "llava_next": "retain-160", "qwen2_vl": "prune-80", "qwen2_5_vl": "prune-80"}
+_BUDGETS = {
+    "llava": "retain-64",
+    "llava_next": "retain-160",
+    "qwen2_vl": "prune-80",
+    "qwen2_5_vl": "prune-80",
+    "qwen3_vl": "prune-80",
+}
 FAMILIES = tuple(_BUDGETS)
-_VIDEO = ("qwen2_vl", "qwen2_5_vl")
+_VIDEO = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,9 @@ def _make_checkpoint(checkpoint: Path, family: str) -> None:
     elif family == "llava_next":
         make_llava_next_checkpoint(checkpoint, NextShape(num_layers=4))
     else:
-        make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=4, max_pixels=28 * 28 * 64))
+        # The fewest layers that are cut behind the third, as DeepStack needs it.
+        layers = 24 if family == "qwen3_vl" else 4
+        make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=layers, most_tokens=64))
     if family == "qwen2_5_vl":
         floats = checkpoint.rename(checkpoint.with_name("floats"))
         quantised = make_quantised(floats, checkpoint.with_name("made"), Layout(sym=False, desc_act=True))
@@ -197,7 +205,7 @@ def _make_checkpoint(checkpoint: Path, family: str) -> None:
         (checkpoint / "chat_template.json").write_text(json.dumps(in_json), encoding="utf-8")
         settings.unlink()
         template.unlink()
-    if family in _VIDEO:
+    if family in _VIDEO and family != "qwen3_vl":
         shutil.copyfile(checkpoint / "preprocessor_config.json", checkpoint / "video_preprocessor_config.json")
     if family == "qwen2_vl":
         shard = checkpoint / "model-00001-of-00001.safetensors"

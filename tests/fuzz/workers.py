@@ -13,7 +13,7 @@ from typing import Any
 
 from fuzz.child import Call
 
-_CONFIGURATIONS = ("clip", "llama", "llava", "llava_next", "mistral", "qwen2", "qwen2_vl", "qwen2_5_vl")
+_CONFIGURATIONS = ("clip", "llama", "llava", "llava_next", "mistral", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 MODULES = (
     "PIL.Image",
     "av",

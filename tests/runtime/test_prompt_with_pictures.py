@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from clips import frames
-from conftest import QWEN_SHAPES
+from conftest import CLIPS_IN_ONE_PIECE
 from picture_prompts import PIECES, SIZES, images_of, reference_inputs, rendered
 from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune import Clip, Pipeline
@@ -57,7 +57,7 @@ def test_ids_with_images_equal_transformers(
     assert found(pipe, pictures, question, token) == expected
 
 
-@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("name", CLIPS_IN_ONE_PIECE)
 @pytest.mark.parametrize("question", [QUESTION, ["See ", "\n and\u00a0tell."]], ids=["in front", "within"])
 def test_ids_with_a_clip_equal_transformers(
     name: str,

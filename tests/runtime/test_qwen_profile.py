@@ -11,6 +11,8 @@ from PIL import Image
 
 from commands import run
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.towers import QwenTower
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 
@@ -18,7 +20,7 @@ TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-80": 20
 """Per cent of N."""
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
 def deep_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many layers as the 7B models."""
     folder = tmp_path_factory.mktemp("deep")
@@ -27,8 +29,17 @@ def deep_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return folder / "bundle"
 
 
-def test_the_profile_prints_the_targets_at_480_tokens(deep_bundle: Path, photo: Image.Image, tmp_path: Path) -> None:
-    photo.resize((672, 560)).save(tmp_path / "photo.png")
+@pytest.fixture
+def side(deep_bundle: Path) -> int:
+    """Pixels along a side of a token."""
+    tower = read_bundle(deep_bundle).manifest.tower(QwenTower)
+    return tower.patch_size * tower.merge_size
+
+
+def test_the_profile_prints_the_targets_at_480_tokens(
+    deep_bundle: Path, side: int, photo: Image.Image, tmp_path: Path
+) -> None:
+    photo.resize((24 * side, 20 * side)).save(tmp_path / "photo.png")
     outcome = run(
         *("sinkprune-profile", deep_bundle, "--image", tmp_path / "photo.png", "--prompt", "What?"),
         *("--repeat", 1, "--warmup", 0, "--new-tokens", 2, "--json", tmp_path / "profile.json"),
@@ -44,8 +55,10 @@ def test_the_profile_prints_the_targets_at_480_tokens(deep_bundle: Path, photo: 
         assert rows[name][2] == f"{mean:.1f}"
 
 
-def test_the_overlay_covers_the_whole_picture(deep_bundle: Path, photo: Image.Image, tmp_path: Path) -> None:
-    photo.resize((560, 300)).save(tmp_path / "photo.png")
+def test_the_overlay_covers_the_whole_picture(
+    deep_bundle: Path, side: int, photo: Image.Image, tmp_path: Path
+) -> None:
+    photo.resize((20 * side, 11 * side - 8)).save(tmp_path / "photo.png")
     outcome = run(
         *("sinkprune-run", deep_bundle, "--image", tmp_path / "photo.png", "--prompt", "What?", "--json"),
         *("--budget", "prune-77.8", "--max-new-tokens", 2, "--overlay", tmp_path / "kept.png"),

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen2.5-VL takes time in proportion to the pixels, and not much more than torch's own."""
+"""Qwen2.5-VL's tower takes time in proportion to the pixels; it and Qwen3-VL's not much more than torch's own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
@@ -103,3 +104,18 @@ def test_the_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Ima
     with torch.no_grad():
         seconds, torch_seconds = best_seconds([ours, lambda: torchs(pixels, grid_thw=grid)])
     assert seconds < 1.2 * torch_seconds
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_qwen3s_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Image.Image, tmp_path: Path) -> None:
+    config = copy.deepcopy(PRESETS["qwen3-vl-2b"])
+    config["vision_config"] |= {"depth": 8, "deepstack_visual_indexes": [2, 4, 6], "out_hidden_size": 256}
+    config["text_config"] |= {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 24}
+    config["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    pipeline, image = load(tmp_path, config), photo.resize(size)
+    torchs = Qwen3VLVisionModel._from_config(Qwen3VLConfig.from_dict(config).vision_config).eval()
+    pixels = torch.from_numpy(pipeline.family.see(image).inputs["pixel_values"][0])
+    grid = torch.tensor([patch_grid(pipeline, image)])
+    with torch.no_grad():
+        seconds, torch_seconds = best_seconds([tower(pipeline, image), lambda: torchs(pixels, grid_thw=grid)])
+    assert seconds < 1.2 * torch_seconds, (seconds, torch_seconds)

@@ -14,12 +14,12 @@ from PIL import Image
 from masking import Sequence as Rows
 from masking import embedded, masked_forward
 from picture_prompts import BUDGETS, PIECES, SIZES, images_of, reference_inputs
-from reference import sanitize
+from reference import beside_kept, sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import ImageError, PromptError
 from sinkprune.contract.families import parse_budget
-from steps import QUESTION, ask, patch_grid, tower_output
+from steps import QUESTION, ask, deepstack_output, patch_grid, tower_output
 
 Array = np.ndarray[Any, Any]
 Size = tuple[int, int]
@@ -85,11 +85,15 @@ def masked_by_hand(
     """Logits from the last prompt row on, and what survives of each image, by the slow and obvious rules."""
     family, token = pipe.bundle.manifest.family, model.config.image_token_id
     texts = pipe.prompts.encode(PIECES).texts
-    parts, groups, kept = [embedded(model, texts[0])], [], []
+    parts, groups, kept, added = [embedded(model, texts[0])], [], [], []
     # Every row of the unpruned prompt, and which of them the pruned one holds
     every, taken = list(texts[0]), list(range(len(texts[0])))
     for image, text in zip(images, texts[1:], strict=True):
         tokens, sources, n = sanitized(pipe, image, budget)
+        beside = deepstack_output(pipe, image)
+        if beside is not None:
+            norms, sink = tower_output(pipe, image)[1][0], "no-sanitizer" not in budget
+            added.append(beside_kept(beside[:, 0], norms, sources, sink=sink))
         if pipe.chain.projector is not None:
             tokens = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0].numpy()
         start = sum(map(len, parts))
@@ -108,7 +112,8 @@ def masked_by_hand(
     cuts = prune_layers(pipe.bundle.manifest.language_model.num_layers)
     stages = {cut: [count[stage] for count in counts] for stage, cut in enumerate(cuts)}
     visual, text_rows = [row for group in groups for row in group], list(range(groups[-1][-1] + 1, len(rows)))
-    sequence = Rows(rows, visual, text_rows, positions, family, groups)
+    deepstack = np.concatenate(added, axis=1) if added else None
+    sequence = Rows(rows, visual, text_rows, positions, family, groups, deepstack)
     masked = masked_forward(model, sequence, budget, stages, later=embedded(model, ids))
     survivors = [
         {cut: [row - group[0] for row in kept if row in group] for cut, kept in masked.survivors.items()}

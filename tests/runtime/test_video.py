@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from clips import VIDEO_BUDGETS, frames
 from commands import assert_refused, run
-from conftest import QWEN_SHAPES
+from conftest import CLIPS_IN_ONE_PIECE, QWEN_SHAPES
 from masking import Sequence, embedded, masked_forward
 from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
@@ -61,7 +61,7 @@ def seconds(name: str, fps: float) -> dict[str, torch.Tensor]:
     return {} if counts_frames else {"second_per_grid_ts": torch.tensor([2 / fps])}
 
 
-@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("name", CLIPS_IN_ONE_PIECE)
 @pytest.mark.parametrize("fps", [2, 1.3])
 def test_greedy_text_and_logits_equal_transformers(
     name: str,
@@ -103,7 +103,7 @@ def test_greedy_text_and_logits_equal_transformers(
     assert answer.token_ids == expected.sequences[0, length:].tolist()
 
 
-@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("name", CLIPS_IN_ONE_PIECE)
 @pytest.mark.parametrize("block", [-2, -1])
 @torch.no_grad()
 def test_salience_is_eager_attention_over_all_patches_of_the_clip(
@@ -160,7 +160,7 @@ def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tu
     return Sequence(hidden, visual, text, places, "qwen2.5-vl"), indices
 
 
-@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("name", CLIPS_IN_ONE_PIECE)
 @pytest.mark.parametrize("budget", VIDEO_BUDGETS)
 def test_pruned_equals_the_masked_full_sequence(
     name: str, budget: str, model: Callable[[str], Any], pipe: Callable[[str], Pipeline], clip: Clip

@@ -1,0 +1,129 @@
+"""Qwen3-VL: a tower that gives four sets of features (DeepStack), and a Qwen3 decoder with interleaved mRoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from math import isqrt
+from typing import Any
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.export.config_fields import Flag, Kind, Listed, Section, Whole, or_null
+from sinkprune.export.families.llama_shaped import (
+    COUNT,
+    INNER_SIZE,
+    ROPE_FIELDS,
+    SIZE,
+    TEXT_FIELDS,
+    TOKEN,
+    Setting,
+    read_language_model,
+)
+from sinkprune.export.families.qwen2_5_vl import IMAGE_DEFAULTS, VISION_FIELDS, Qwen25VL
+from sinkprune.export.llama import Llama
+from sinkprune.export.qwen3_vision import Qwen3Vision
+
+_DEEPSTACK = 3
+"""As many sets as the first segment of a decoder has layers: (2, 6, 15) is where the method cuts."""
+_ROPE = or_null(Section({**ROPE_FIELDS, "mrope_interleaved": Flag()}))
+_AXES = 3
+
+
+class Qwen3VL(Qwen25VL):
+    """A `Qwen3VLForConditionalGeneration` configuration, which has no mixture of experts."""
+
+    name = "qwen3-vl"
+    tower = Qwen3Vision
+    activation = "gelu_pytorch_tanh"
+    deepstack = _DEEPSTACK
+    text_fields: Mapping[str, Kind] = {**TEXT_FIELDS, "rope_scaling": _ROPE, "rope_parameters": _ROPE}
+    own_fields: Mapping[str, Kind] = {
+        "image_token_id": TOKEN,
+        "video_token_id": TOKEN,
+        "vision_start_token_id": TOKEN,
+        "vision_end_token_id": TOKEN,
+    }
+    vision_fields: Mapping[str, Kind] = {
+        **VISION_FIELDS,
+        "intermediate_size": INNER_SIZE,
+        "out_hidden_size": SIZE,
+        "num_position_embeddings": Whole(1, 1 << 20),
+        "deepstack_visual_indexes": Listed(Whole(0, COUNT.most), 0, COUNT.most),
+    }
+    image_defaults: Mapping[str, Any] = {**IMAGE_DEFAULTS, "patch_size": 16}
+    image_processors = ("Qwen2VLImageProcessor",)
+    chat_template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
+        "{% for content in message['content'] %}"
+        "{% if content['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+        "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}"
+        "{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+    def _settings(self) -> list[Setting]:
+        vision, rope = self._config.vision_config, self._config.text_config.rope_parameters or {}
+        return [
+            *super()._settings(),
+            ("vision_config.rope_parameters.rope_type", vision.rope_parameters.get("rope_type"), ("axial",)),
+            ("text_config.rope_parameters.mrope_interleaved", rope.get("mrope_interleaved", True), (True,)),
+        ]
+
+    def _read_llama(self, text: Any) -> Llama:
+        facts, bias = read_language_model(text, self._rope_sections(text)), text.attention_bias
+        return Llama(
+            facts,
+            text.rms_norm_eps,
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=False,
+            head_norms=True,
+            deepstack=self.deepstack,
+        )
+
+    def _rope_sections(self, text: Any) -> list[int]:
+        """How many frequencies in a row turn with each axis: one with each in turn, and time has what is left."""
+        time, height, width = given = text.rope_parameters.get("mrope_section", [24, 20, 20])
+        fits = height == width <= time
+        self._check(
+            [("mrope_section has the same number for height and width, and no smaller for time", fits, given)]
+        )
+        return [*[1] * (_AXES * height), *([time - height] if time > height else [])]
+
+    def _own_facts(self, vision: Any) -> dict[str, Any]:
+        blocks, table = tuple(vision.deepstack_visual_indexes), vision.num_position_embeddings
+        ascending = all(before < after for before, after in pairwise((*blocks, vision.depth)))
+        if len(blocks) != _DEEPSTACK or not ascending:
+            raise CheckpointError(
+                f"checkpoint '{self._source}': vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
+                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind the "
+                f"decoder's first {_DEEPSTACK} layers, and only its first segment, which ends there, takes any."
+            )
+        self._check([("num_position_embeddings is a square", isqrt(table) ** 2 == table, table)])
+        return {
+            "hidden_size": vision.hidden_size,
+            "intermediate_size": vision.intermediate_size,
+            "full_attention_blocks": tuple(range(vision.depth)),
+            "window_side": 0,
+            "tokens_per_second": None,
+            "position_side": isqrt(table),
+            "deepstack_blocks": blocks,
+        }
+
+    def _video(self, settings: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
+        """Qwen3VLVideoProcessor's settings, and how clips are sampled.
+
+        Its limits are of all frames together, and so is `min_pixels` here. `max_pixels` is of one frame, of the
+        longest clip, so that graphs need not take shorter ones in larger frames.
+        """
+        _, size, frames = self._video_settings(settings, image)
+        together = self.vision.temporal_patch_size
+        longest = size.get("longest_edge") or 768 * 32 * 32
+        most = min(longest // max(together, frames["max_frames"]), image["max_pixels"])
+        self._check_frame(most)
+        least = min(size.get("shortest_edge") or 128 * 32 * 32, together * most)
+        of_a_frame = {"min_pixels": -(-least // together), "max_pixels": most}
+        return {"min_pixels": least, "max_pixels": most, "most_tokens": self._most_tokens(of_a_frame), **frames}
+
+
+FAMILY = Qwen3VL

@@ -1,0 +1,74 @@
+"""Qwen3-VL: Qwen2-VL's image side with learned positions, and clips with the time written in front of each frame."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from sinkprune.contract.errors import VideoError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
+from sinkprune.contract.towers import Qwen3Tower
+from sinkprune.runtime.clip import Picture, Shown, Video, sampled_to_the_end, shown
+from sinkprune.runtime.families import Seen
+from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
+from sinkprune.runtime.qwen_processor import Grid, Qwen3Processor
+
+_START, _END = "<|vision_start|>", "<|vision_end|>"
+
+
+class Qwen3VL(Qwen25VL):
+    """The image side of a Qwen3-VL bundle."""
+
+    _mlp_matrices = 2
+    _processing = Qwen3Processor
+
+    def __init__(self, manifest: Manifest) -> None:
+        super().__init__(manifest)
+        tower = manifest.tower(Qwen3Tower)
+        self._side, self._mergers = tower.position_side, 1 + len(tower.deepstack_blocks)
+
+    def see(self, picture: Picture) -> Seen:
+        """Pixel patches, rotary tables and learned positions of their grid, and the layout; raises `ImageError`."""
+        inputs, layout = super().see(picture)
+        index, weight = self._corners(self._processor.grid(picture.size))
+        inputs |= {"position_index": index, "position_weight": weight}
+        return Seen(inputs, replace(layout, texts=self._texts(picture)) if isinstance(picture, Shown) else layout)
+
+    def shown(self, video: Video) -> Shown:
+        """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
+        if self._video is None:
+            raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
+        return shown(video, self._video, self._tower.temporal_patch_size, sampled_to_the_end)
+
+    def _times(self, frames: int, fps: float) -> Array:
+        """[T] zeros: the time is a text, and positions are those of a picture for each temporal patch."""
+        return np.zeros(frames, np.int64)
+
+    def _texts(self, clip: Shown) -> tuple[str, ...]:
+        """Before each temporal patch the middle of the time it shows, to a tenth of a second (Qwen3VLProcessor)."""
+        together = self._tower.temporal_patch_size
+        # The last frame stands in for those that are missing.
+        seconds = [*clip.seconds, *clip.seconds[-1:] * (-len(clip.seconds) % together)]
+        times = [(seconds[i] + seconds[i + together - 1]) / 2 for i in range(0, len(seconds), together)]
+        stamps = [f"<{time:.1f} seconds>{_START}" for time in times]
+        return (stamps[0], *(f"{_END}{stamp}" for stamp in stamps[1:]), _END)
+
+    def _corners(self, grid: Grid) -> tuple[Array, Array]:
+        """[patches,4] int64 and fp32: the places in the table that each patch of a frame lies between, and the share
+        of each (bilinear; the table's corners are the picture's)."""
+        positions, sides = self._patch_positions(grid), (grid.h, grid.w)
+        low, high, share = [], [], []
+        for place, size in zip(positions, sides, strict=True):
+            at = place.astype(np.float32) * np.float32(self._side - 1) / np.float32(max(size - 1, 1))
+            low.append(np.floor(at).astype(np.int64))
+            high.append(np.minimum(low[-1] + 1, self._side - 1))
+            share.append(at - np.floor(at))
+        rows, columns = (np.stack(ends, axis=1) for ends in zip(low, high, strict=True))
+        down, right = (np.stack([1 - part, part], axis=1) for part in share)
+        index = rows[:, :, None] * self._side + columns[:, None, :]
+        return index.reshape(-1, 4), (down[:, :, None] * right[:, None, :]).reshape(-1, 4)
+
+
+FAMILY = Qwen3VL

@@ -1,0 +1,48 @@
+"""Qwen3-VL graphs pass TensorRT's compiler; every resolution and clip has an optimisation profile."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from commands import run
+from heads_of_64 import QWEN3_CONFIG, export_random
+from shapes_sent import shapes_outside_optimisation_profiles
+from sinkprune import Clip
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Range, read_engines
+
+BUDGETS = ("prune-80", "prune-80+per-frame")
+OPTIONS: dict[str, Any] = {"budgets": BUDGETS[:1], "max_pixels": 491520, "max_frames": 8}
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
+    bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **OPTIONS)
+    target = ("--target", "tensorrt-rtx", "--sm", "89")
+    outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
+    assert outcome.code == 0, outcome.stderr
+    built = read_engines(tmp_path / "engines").manifest.engines
+    assert set(built) == set(bundle.manifest.graphs)
+    profiles = built["decoder_0"].optimisation_profiles
+    assert (profiles["prefill"]["deepstack"].max[2], profiles["decode"]["deepstack"]) == (
+        384,
+        Range((1, 1, 384), (1, 1, 384), (1, 2, 384)),
+    )
+    assert all("deepstack" not in built[f"decoder_{number}"].optimisation_profiles["decode"] for number in (1, 2, 3))
+
+
+def test_every_shape_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:
+    opened = read_bundle(bundle("qwen3-vl", "fp32", BUDGETS, max_frames=8))
+    clips = [
+        Clip([Image.new("RGB", size, (90, 60, 30))] * count, fps=2)
+        for size, count in (((170, 140), 8), ((6400, 32), 2), ((384, 320), 7))
+    ]
+    images = [(64, 32), (768, 640), (6400, 32)]
+    assert not shapes_outside_optimisation_profiles(opened, [[picture] for picture in (*clips, *images)])
