@@ -29,15 +29,19 @@ from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
 from sinkprune.contract.signature import Sign
 from sinkprune.contract.staging import named
 from sinkprune.contract.untrusted import MANIFEST_BYTES, read_bytes
+from sinkprune.engines.gate.checking import OPEN, Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
 from sinkprune.engines.unfinished import Unfinished, unfinished
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
 
 # What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
 _CODE_BYTES = 16 << 20
+# In the folder of an unfinished build: what the gate keeps.
+_RECORDING = "recording"
 # Other programs write too, and file systems keep some for themselves.
 _FULL_BYTES = 4 << 20
 _WAY_OUT = "build a bundle with fewer methods and budgets"
@@ -52,13 +56,15 @@ def build_engines(
     force: bool = False,
     move: bool = False,
     sign: Sign | None = None,
+    gate: Gate = OPEN,
     progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`, which then runs without the bundle.
 
     With `force`, engines that are there are replaced. With `move`, a graph and its weights are removed from the
     bundle as soon as the disk holds its engine, and in the end the bundle. `sign` signs the engines' manifest
-    (`sinkprune.contract.signature.read_private_key`).
+    (`sinkprune.contract.signature.read_private_key`). Each engine must pass `gate` before its graph may go, and all
+    together before they are put in their place.
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
     as it was, and engines that are whole are taken up by the next build of the same (`sinkprune.engines.unfinished`).
     Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
@@ -75,7 +81,7 @@ def build_engines(
         bundle_sha256=bundle.sha256,
         checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
         plugins={},
-        flags=builder.flags,
+        flags={**builder.flags, **gate.flags(bundle)},
         limits=limits,
         engines={},
         files={},
@@ -86,8 +92,9 @@ def build_engines(
         models = {graph: _model(bundle, graph, work) for graph in left}
         work.start_anew()
         _check_room(bundle, left, builder, work.place, move=move, progress=progress)
+        gate.prepare(bundle, builder.target, work.place / _RECORDING, progress)
         try:
-            _build(bundle, models, left, work, builder, move=move, progress=progress)
+            _build(bundle, models, left, work, builder, gate, move=move, progress=progress)
         except (SinkpruneError, KeyboardInterrupt) as error:
             done = len(work.manifest.engines)
             kept = (
@@ -105,6 +112,7 @@ def build_engines(
             files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
             manifest = replace(work.manifest, files=files)
             ENGINES.write(root, manifest, sign)
+            gate.whole(root)
         if move and (strangers := remove_listed(bundle.path, BUNDLE)):
             progress.tell(f"'{bundle.path}' holds what is not of the bundle, and stays: {named(strangers)}.")
     return manifest
@@ -155,6 +163,7 @@ def _build(
     profiles: Mapping[str, OptimisationProfiles],
     work: Unfinished,
     builder: Builder,
+    gate: Gate,
     *,
     move: bool,
     progress: BuildProgress,
@@ -164,7 +173,9 @@ def _build(
     users = Counter(name for model in models.values() for name in model.names)
     for number, (graph, model) in enumerate(models.items(), start=done):
         progress.graph(graph, number, done + len(models))
-        work.add(graph, _engine(bundle, model, profiles[graph], work.root, builder, progress), builder.plugins)
+        engine = _engine(bundle, model, profiles[graph], work.root, builder, progress)
+        gate.engine(graph, BuiltEngines(work.held(graph, engine, builder.plugins), bundle))
+        work.add(graph, engine, builder.plugins)
         users.subtract(model.names)
         # The graph's own file first: without it everybody knows that the graph is gone.
         for name in model.names if move else ():

@@ -25,6 +25,7 @@ examples:
   sinkprune-build llava-7b -o engines --target tensorrt --max-prompt 128 --max-new-tokens 64
   sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
   sinkprune-build pocket -o engines --target openvino
+  sinkprune-build pocket -o engines --target openvino --check photo.jpg     # refuses engines that compute otherwise
 
 ENGINES runs by itself, as in `sinkprune-run ENGINES --image ...`; copy it where you want. A build that was killed
 goes on with the same command. TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be
@@ -47,6 +48,8 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.folders import check_outside, check_replaceable
     from sinkprune.contract.signature import read_private_key
     from sinkprune.engines.build import build_engines
+    from sinkprune.engines.gate.checking import OPEN, PictureGate
+    from sinkprune.engines.gate.recording import read_question
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
@@ -67,6 +70,9 @@ def _build(arguments: Sequence[str] | None) -> None:
     timing_cache = place.with_name(f"{place.name}.timing-cache")
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
+    gate = (
+        OPEN if options.check is None else PictureGate(read_question([options.check], options.check_prompt, bundle))
+    )
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
@@ -77,6 +83,7 @@ def _build(arguments: Sequence[str] | None) -> None:
             force=options.force,
             move=options.move,
             sign=sign,
+            gate=gate,
             progress=progress,
         )
     summary = _summary(options.output, manifest)
@@ -85,6 +92,7 @@ def _build(arguments: Sequence[str] | None) -> None:
 
 def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
     from sinkprune.contract.engines_manifest import ENGINES
+    from sinkprune.engines.gate.checking import CHECKED
 
     return {
         "engines": str(output),
@@ -96,6 +104,7 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
         "limits": vars(manifest.limits),
         "build_seconds": {graph: engine.build_seconds for graph, engine in manifest.engines.items()},
         "nodes": {graph: engine.nodes for graph, engine in manifest.engines.items() if engine.nodes},
+        "checked": CHECKED in manifest.flags,
     }
 
 
@@ -126,6 +135,7 @@ def _compute_capabilities(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy, like all that `_build` imports.
+    from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS
 
@@ -157,6 +167,13 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens of an answer (default: 512, or what the model takes)",
     )
     add("--max-images", type=MAX_IMAGES, metavar="N", help="images of a prompt (default: 1)")
+    add(
+        "--check",
+        type=Path,
+        metavar="PICTURE",
+        help="run each engine beside its graph on this picture, and refuse what differs: see sinkprune-check",
+    )
+    add("--check-prompt", default=PROMPT, metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
     add("--force", action="store_true", help="replace existing engines")
     add(
         "--move",

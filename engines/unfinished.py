@@ -16,11 +16,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from sinkprune.contract.durable import sync_folder, sync_tree
-from sinkprune.contract.engines_manifest import ENGINES, EnginesManifest, EngineSpec
+from sinkprune.contract.engines_manifest import ENGINES, Engines, EnginesManifest, EngineSpec
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.folder_lock import hold, open_lock
 from sinkprune.contract.listed_files import listed_files, unlisted
-from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.manifest_file import FileSpec, file_specs
 from sinkprune.contract.staging import is_ours
 from sinkprune.contract.trust import ANY
 from sinkprune.contract.untrusted import UnreadableError
@@ -92,6 +92,18 @@ class Unfinished:
         (beside / ENGINES.name).replace(self.root / ENGINES.name)
         sync_folder(self.root)
         self.manifest = manifest
+
+    def held(self, graph: str, engine: EngineSpec, plugins: dict[str, str]) -> Engines:
+        """The engines that are done, and that of `graph`, which is written and not added yet; without its sums."""
+        there = (path for path in self.root.rglob("*") if path.is_file() and path.name != ENGINES.name)
+        files = {str(path.relative_to(self.root)): FileSpec(path.stat().st_size, "") for path in there}
+        manifest = replace(
+            self.manifest,
+            engines={**self.manifest.engines, graph: engine},
+            plugins={**self.manifest.plugins, **plugins},
+            files=files,
+        )
+        return Engines(self.root, manifest, ENGINES.sha256(manifest), ENGINES.hold(self.root, files), ANY)
 
     def give(self, folder: Path) -> None:
         """Have all files of the engines in `folder` too: under a second name, or copied where there can be none."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from sinkprune.calibration.commands.calibrate import main as calibrate
 from sinkprune.calibration.commands.evaluate import main as evaluate
 from sinkprune.engines.command import main as build
+from sinkprune.engines.gate.command import main as check
 from sinkprune.export.command import main as export
 from sinkprune.jetson.commands.doctor import main as doctor
 from sinkprune.runtime.commands.profile import main as profile
@@ -22,6 +23,7 @@ BIN = Path(sys.executable).parent
 _ENTRY_POINTS = {
     "sinkprune-export": export,
     "sinkprune-build": build,
+    "sinkprune-check": check,
     "sinkprune-run": run_,
     "sinkprune-profile": profile,
     "sinkprune-evaluate": evaluate,

@@ -220,7 +220,7 @@ def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
 
 def test_every_command_starts_there() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert len(scripts) == 7
+    assert len(scripts) == 8
     for name, place in scripts.items():
         assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
         assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))

@@ -173,6 +173,9 @@ def own_engines(bundle: Bundle) -> BuiltEngines | None:
 
 def usual_backend(bundle: Bundle) -> str:
     """The backend that runs `bundle` where none is named: what its engines are for, or the one that runs anywhere."""
-    if bundle.engines is None:
-        return next(iter(TARGETS))
-    return next(backend for backend, target in TARGETS.items() if target == bundle.engines.manifest.target)
+    return next(iter(TARGETS)) if bundle.engines is None else backend_of(bundle.engines.manifest.target)
+
+
+def backend_of(target: Target) -> str:
+    """The backend that runs engines built for `target` where none is named."""
+    return next(backend for backend, taken in TARGETS.items() if taken == target)

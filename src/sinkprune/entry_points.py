@@ -15,6 +15,11 @@ def build() -> int:
     return start("sinkprune.engines.command")
 
 
+def check() -> int:
+    """`sinkprune-check`: engines beside the graphs they were built of; returns the exit code."""
+    return start("sinkprune.engines.gate.command")
+
+
 def run() -> int:
     """`sinkprune-run`: ask a bundle about an image; returns the exit code."""
     return start("sinkprune.runtime.commands.run")

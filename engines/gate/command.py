@@ -1,0 +1,86 @@
+"""`sinkprune-check`: engines beside the graphs they were built of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sinkprune.contract.command import run_command
+from sinkprune.contract.trust import add_trust_options, trusted_bundle
+
+_EXAMPLES = """\
+examples:
+  sinkprune-check llava-7b engines --image photo.jpg
+  sinkprune-check llava-7b engines --image photo.jpg --prompt "What is on the table?" --json > checked.json
+
+Each engine of ENGINES is given what its ONNX graph in BUNDLE was given, and must give the same but for rounding; in
+the end all together answer, unpruned and at every budget. Exit code 0: all passed. 2: some were refused.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune-check` with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_check, arguments)
+
+
+def _check(arguments: Sequence[str] | None) -> None:
+    options = _parser().parse_args(arguments)
+    # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
+    from tempfile import TemporaryDirectory
+
+    from sinkprune.contract.bundle import read_bundle
+    from sinkprune.contract.errors import EnginesError
+    from sinkprune.contract.schema import to_json
+    from sinkprune.contract.trust import Trust
+    from sinkprune.engines.gate.advice import first_refusal
+    from sinkprune.engines.gate.checking import check_engines, engines_alone
+    from sinkprune.engines.gate.recording import read_question, record
+    from sinkprune.engines.gate.table import print_report
+    from sinkprune.engines.progress import TerminalProgress
+    from sinkprune.runtime.backends import load_backend
+    from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+
+    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    trust = Trust(options.engines_sha256, options.signed_by)
+    built = open_engines(options.engines, bundle, trust)
+    question = read_question(options.image, options.prompt, bundle)
+    backend = load_backend(backend_of(built.engines.manifest.target), None, built, options.compute)
+    with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:
+        bundle.verify()
+        built.engines.verify()
+        recording = record(bundle, question, Path(folder) / "recording", progress)
+        own = engines_alone(options.engines, trust)
+        report = check_engines(built, own, backend, question, recording, progress)
+    if options.json:
+        sys.stdout.write(json.dumps(to_json(report)) + "\n")
+    else:
+        print_report(report)
+    refused = first_refusal(report, built.engines.manifest)
+    if refused is not None:
+        raise EnginesError(refused)
+
+
+def _parser() -> argparse.ArgumentParser:
+    # Brings numpy, like all that `_check` imports.
+    from sinkprune.engines.gate import PROMPT
+    from sinkprune.runtime.backends import COMPUTES
+
+    parser = argparse.ArgumentParser(
+        prog="sinkprune-check",
+        description="Run every engine beside the ONNX graph that it was built of, and refuse those that differ.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("bundle", type=Path, metavar="BUNDLE", help="the folder that the engines were built from")
+    add("engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build")
+    add("--image", type=Path, action="append", required=True, help="an image file to ask about; may be repeated")
+    add("--prompt", default=PROMPT, help=f"the question (default: {PROMPT})")
+    add("--compute", choices=COMPUTES, help="openvino: what its engines compute in (default: fastest)")
+    add_trust_options(parser)
+    add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
+    add("--json", action="store_true", help="print the report as JSON, every output of every engine")
+    return parser

@@ -1,0 +1,192 @@
+"""Faults planted into a folder of engines: one engine is built of an altered graph, and the manifest fits it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import ENGINES, read_engines
+from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.manifest import TensorSpec
+from sinkprune.contract.manifest_file import file_specs
+from sinkprune.engines.progress import SILENT
+from sinkprune.engines.targets import Job, new_builder
+from sinkprune.runtime.backends.models import Model
+
+Alter = Callable[[onnx.ModelProto], None]
+
+
+def plant(bundle: Bundle, engines: Path, graph: str, alter: Alter, folder: Path) -> Path:
+    """A copy of `engines` in `folder` whose engine of `graph` is built of an altered copy of the graph."""
+    root = Path(shutil.copytree(engines, folder / "planted"))
+    manifest = read_engines(root).manifest
+    file = root / manifest.engines[graph].file
+    for old in (file, file.with_name(f"{file.name}.data"), file.with_suffix(".bin")):
+        old.unlink(missing_ok=True)
+    model = altered(Model.of_bundle(bundle, graph), alter, folder / "altered")
+    builder = new_builder(manifest.target, None, folder / "timing-cache")
+    builder.build(Job(model, {}), file, SILENT)
+    (root / ENGINES.name).unlink()
+    ENGINES.write(root, replace(manifest, files=file_specs(root)))
+    return root
+
+
+def altered(model: Model, alter: Alter, folder: Path) -> Model:
+    """An altered copy of an ONNX model, with its weights, in the new folder `folder`."""
+    folder.mkdir()
+    proto = onnx.load(model.file.path)
+    alter(proto)
+    onnx.save(proto, folder / "graph.onnx", save_as_external_data=True, location="graph.bin", size_threshold=1024)
+    files = {path.name: HeldFile(path, EnginesError) for path in folder.iterdir()}
+    return replace(model, name="graph.onnx", folder=files)
+
+
+def one_weight(model: onnx.ModelProto) -> None:
+    """The largest weight of the largest matrix of floats is negated."""
+    matrix = _largest(model)
+    values = numpy_helper.to_array(matrix).copy()
+    place = np.unravel_index(np.abs(values.astype(np.float32)).argmax(), values.shape)
+    values[place] = -values[place]
+    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
+
+
+def scaled_weights(model: onnx.ModelProto) -> None:
+    """Half of the largest matrix of floats, or of the scales of one, is twice as large.
+
+    All of it would not do: behind it there may be a norm.
+    """
+    matrix = _largest(model)
+    values = numpy_helper.to_array(matrix).copy()
+    values[: max(1, len(values) // 2)] *= 2
+    matrix.CopyFrom(numpy_helper.from_array(values, matrix.name))
+
+
+def swapped(one: str, other: str) -> Alter:
+    """Two outputs have each other's values."""
+
+    def alter(model: onnx.ModelProto) -> None:
+        _replaced(model, one, lambda name: [helper.make_node("Identity", [f"{other}_was"], [name])])
+        _replaced(model, other, lambda name: [helper.make_node("Identity", [f"{one}_was"], [name])])
+
+    return alter
+
+
+def negated(output: str) -> Alter:
+    """An output has the other sign."""
+
+    def alter(model: onnx.ModelProto) -> None:
+        _replaced(model, output, lambda name: [helper.make_node("Neg", [f"{name}_was"], [name])])
+
+    return alter
+
+
+def overflowing(output: str, *, saturating: bool) -> Alter:
+    """An output goes through fp16 as if it were far larger: infinite there, or cut off at the largest number."""
+
+    def alter(model: onnx.ModelProto) -> None:
+        kind = next(value for value in model.graph.output if value.name == output).type.tensor_type.elem_type
+        numbers = {"large": 1e6, "small": 1e-6, "least": -65504.0, "most": 65504.0}
+        for name, number in numbers.items():
+            model.graph.initializer.append(numpy_helper.from_array(np.float32(number), f"{output}_{name}"))
+
+        def through(name: str) -> list[onnx.NodeProto]:
+            at = f"{name}_at"
+            cut = "Clip" if saturating else "Identity"
+            limits = [f"{name}_least", f"{name}_most"] if saturating else []
+            return [
+                helper.make_node("Cast", [f"{name}_was"], [f"{at}_0"], to=TensorProto.FLOAT),
+                helper.make_node("Mul", [f"{at}_0", f"{name}_large"], [f"{at}_1"]),
+                helper.make_node(cut, [f"{at}_1", *limits], [f"{at}_2"]),
+                helper.make_node("Cast", [f"{at}_2"], [f"{at}_3"], to=TensorProto.FLOAT16),
+                helper.make_node("Cast", [f"{at}_3"], [f"{at}_4"], to=TensorProto.FLOAT),
+                helper.make_node("Mul", [f"{at}_4", f"{name}_small"], [f"{at}_5"]),
+                helper.make_node("Cast", [f"{at}_5"], [name], to=kind),
+            ]
+
+        _replaced(model, output, through)
+
+    return alter
+
+
+def other_index(output: str, change: Sequence[int]) -> Alter:
+    """`change` is added to the first of the indices along the last axis."""
+
+    def alter(model: onnx.ModelProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(change, np.int64), f"{output}_change"))
+        model.graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), f"{output}_zero"))
+        model.graph.initializer.append(numpy_helper.from_array(np.array([len(change)], np.int64), f"{output}_many"))
+        model.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{output}_axis"))
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40], np.int64), f"{output}_end"))
+
+        def moved(name: str) -> list[onnx.NodeProto]:
+            first = [f"{name}_zero", f"{name}_many", f"{name}_axis"]
+            rest = [f"{name}_many", f"{name}_end", f"{name}_axis"]
+            return [
+                helper.make_node("Slice", [f"{name}_was", *first], [f"{name}_first"]),
+                helper.make_node("Slice", [f"{name}_was", *rest], [f"{name}_rest"]),
+                helper.make_node("Add", [f"{name}_first", f"{name}_change"], [f"{name}_moved"]),
+                helper.make_node("Concat", [f"{name}_moved", f"{name}_rest"], [name], axis=-1),
+            ]
+
+        _replaced(model, output, moved)
+
+    return alter
+
+
+def swapped_indices(output: str) -> Alter:
+    """The last two indices along the last axis have each other's places."""
+
+    def alter(model: onnx.ModelProto) -> None:
+        for name, value in (("cut", [-2]), ("zero", [0]), ("axis", [-1])):
+            model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), f"{output}_{name}"))
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1, 0], np.int64), f"{output}_turned"))
+        model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40], np.int64), f"{output}_end"))
+
+        def turned(name: str) -> list[onnx.NodeProto]:
+            head = [f"{name}_zero", f"{name}_cut", f"{name}_axis"]
+            tail = [f"{name}_cut", f"{name}_end", f"{name}_axis"]
+            return [
+                helper.make_node("Slice", [f"{name}_was", *head], [f"{name}_head"]),
+                helper.make_node("Slice", [f"{name}_was", *tail], [f"{name}_tail"]),
+                helper.make_node("Gather", [f"{name}_tail", f"{name}_turned"], [f"{name}_back"], axis=-1),
+                helper.make_node("Concat", [f"{name}_head", f"{name}_back"], [name], axis=-1),
+            ]
+
+        _replaced(model, output, turned)
+
+    return alter
+
+
+def like_outputs(outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
+    """Two outputs of one type and shape, which nothing but their values tells apart; the last such of a graph."""
+    pairs = [
+        (one.name, other.name)
+        for place, one in enumerate(outputs)
+        for other in outputs[place + 1 :]
+        if (one.dtype, one.shape) == (other.dtype, other.shape)
+    ]
+    return pairs[-1] if pairs else None
+
+
+def _replaced(model: onnx.ModelProto, output: str, nodes: Callable[[str], list[onnx.NodeProto]]) -> None:
+    """What made `output` makes `output`_was, and `nodes` make `output` of it."""
+    for node in model.graph.node:
+        for names in (node.input, node.output):
+            for place, name in enumerate(names):
+                if name == output:
+                    names[place] = f"{output}_was"
+    model.graph.node.extend(nodes(output))
+
+
+def _largest(model: onnx.ModelProto) -> TensorProto:
+    kinds = (TensorProto.FLOAT, TensorProto.FLOAT16)
+    floats = [tensor for tensor in model.graph.initializer if tensor.data_type in kinds and len(tensor.dims) > 0]
+    return max(floats, key=lambda tensor: np.prod(tensor.dims))
