@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.machinery import ExtensionFileLoader
+from types import FrameType
 
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.terminal import escaped
@@ -127,6 +129,15 @@ def _last_line(error: BaseException) -> str:
     return lines[-1].rstrip(".")[-_SHOWN:] if lines else type(error).__name__
 
 
+def _loads_extension(frame: FrameType | None) -> bool:
+    """Whether a compiled module is being imported where `frame` is."""
+    while frame is not None:
+        if frame.f_code.co_name == "exec_module" and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+            return True
+        frame = frame.f_back
+    return False
+
+
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
     """SIGTERM unwinds the stack like Ctrl-C, so that what is half-written gets removed.
@@ -139,8 +150,12 @@ def _signals_as_interrupts() -> Iterator[None]:
         return
     came = False
 
-    def interrupt(number: int, frame: object) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal came
+        if _loads_extension(frame):
+            # Where C++ calls Python as it is loaded, an exception may end the process.
+            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+            return
         came = True
         raise KeyboardInterrupt
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,25 @@ def asked(bundle: Bundles, photo_file: Path) -> list[str]:
     """`sinkprune-run` with a question, to be run in a process of its own."""
     small, question = bundle("gqa-112"), ("--prompt", "What?", "--max-new-tokens", 2)
     return own_process("sinkprune-run", small, "--image", photo_file, *question)
+
+
+def test_an_interrupt_waits_while_a_compiled_module_is_loaded() -> None:
+    """C++ that calls Python as it is loaded ends the process where that raises."""
+    done = []
+
+    class Loader(ExtensionFileLoader):
+        def exec_module(self, module: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.05)
+            done.append("loaded")
+
+    def body(arguments: object) -> None:
+        Loader("name", "path").exec_module(None)
+        time.sleep(5)
+        done.append("not interrupted")
+
+    assert run_command(body, None) == INTERRUPTED
+    assert done == ["loaded"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"budgets": BUDGETS, "max_pixels": 376320, "max_frames
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     bundle = export_random(tmp_path, QWEN2_CONFIG, precision="fp16", dialect=dialect, **OPTIONS)
     target = ("--target", "tensorrt-rtx", "--sm", "86,89,120")

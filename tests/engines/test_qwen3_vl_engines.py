@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {"budgets": BUDGETS[:1], "max_pixels": 491520, "max_fr
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+@pytest.mark.parametrize("dialect", ["opset24", pytest.param("opset20", marks=pytest.mark.slow)])
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **OPTIONS)
     target = ("--target", "tensorrt-rtx", "--sm", "89")

@@ -44,7 +44,9 @@ def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
     assert levels == {4}
     question = (root, "--image", photo_file, "--prompt", QUESTION, "--engines", engines)
     assert run("sinkprune-run", *question, "--max-new-tokens", 1).code == 0
-    assert_refused(run("sinkprune-run", *question, "--compute", "fp32"), "engines are built to be fastest")
+    assert_refused(
+        run("sinkprune-run", *question, "--compute", "fp32"), "engines for onnxruntime are built to be fastest"
+    )
 
 
 def test_a_gpu_has_no_choice(bundle: Callable[..., Path]) -> None:
