@@ -16,8 +16,8 @@ def stored_as(manifest: Manifest, precision: PrecisionName, form: WeightsName) -
     """`manifest` as an export with `--precision` and `--weights` would have it, but for the files' sums.
 
     The tower is int8 beside quantised weights, as the export has it, and blocks are of 128. All weights of a graph
-    count as matrices of linear layers: what else there is, is below two per cent of a tower of true shape, and less of a
-    decoder.
+    count as matrices of linear layers: what else there is, is below two per cent of a tower of true shape, and less
+    of a decoder.
     """
     quantised = form in ("int8", *_IN_BLOCKS)
     block = max(BLOCK_SIZES) if form in _IN_BLOCKS else None
