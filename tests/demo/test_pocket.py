@@ -73,12 +73,14 @@ def test_blind_it_is_near_chance(pocket: Pocket) -> None:
     assert result.by_kind["existence-adversarial"].accuracy < 0.75
 
 
+@pytest.mark.slow
 def test_precisions_agree(pocket: Pocket, replies: list[Reply]) -> None:
     half = ask(pocket("fp16"), QUESTIONS[:200], [])
     agree = [a.text == b.text for a, b in zip(replies[:200], half, strict=True)]
     assert sum(agree) >= 0.99 * len(agree)
 
 
+@pytest.mark.slow
 def test_dropping_tokens_at_random_costs_answers(pocket: Pocket) -> None:
     """At few tokens a method must know what it drops, or the test would say nothing about methods."""
     own, drawn = Combination("sinkpruner", "retain-32"), Combination("random", "retain-32")

@@ -18,7 +18,7 @@ BUDGETS = ("retain-320", "retain-160+raster+visual-keys+compact")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     bundle = export_random(tmp_path, NEXT_CONFIG, budgets=BUDGETS, precision="fp16", dialect=dialect)
     outcome = run(

@@ -31,7 +31,7 @@ NAMES = {"gqa-112": "llava", "next": "llava-next", "qwen": "qwen"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tensorrt_rtx_builds_every_graph(name: str, dialect: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "fp16", "dialect": dialect, "max_images": 3}

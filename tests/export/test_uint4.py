@@ -37,7 +37,7 @@ def slowly_rounded(weight: Array, most: int, block: int, dtype: Any) -> tuple[Ar
             step = np.float32(scales[o, b])
             zeros[o, b] = min(max(round(float(np.float32(-low / step))), 0), most)
             for i, value in enumerate(values):
-                code = round(float(np.float32(value / step))) + zeros[o, b]
+                code = round(float(np.float32(value / step))) + int(zeros[o, b])
                 codes[o, b * block + i] = min(max(code, 0), most)
     return codes, scales, zeros
 
