@@ -59,6 +59,7 @@ _TENSORRT = _Copies(1.0, 1.0)
 which is in memory too while it is loaded. An assumption as well."""
 _BACKENDS = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
 """Backends that compute in the machine's own memory."""
+_PACKED_ENGINES = ("ort-cpu",)
 
 
 class TooLittleMemoryError(SinkpruneError):
@@ -114,13 +115,14 @@ def running_need(
 ) -> MemoryNeed | None:
     """What an answer about pictures of these `layouts` takes on `backend`; None for one that computes on a GPU.
 
-    `built` says whether engines are loaded in the bundle's place, which map what is packed already; `rows` what a
-    budget keeps of the pictures; `tokens` how many there are of text, prompt and answer together.
+    `built` says whether engines are loaded in the bundle's place: onnxruntime's map what is packed already, and
+    openvino's are packed when they are loaded, as a bundle is. `rows` is what a budget keeps of the pictures;
+    `tokens` is how many there are of text, prompt and answer together.
     """
     if backend not in _BACKENDS:
         return None
     copies = {graph: _BACKENDS[backend][_form(manifest, graph)] for graph in manifest.graphs}
-    if built:
+    if built and backend in _PACKED_ENGINES:
         copies = {graph: each._replace(loading=0) for graph, each in copies.items()}
     return _need(manifest, copies, _FIXED_BYTES, layouts, rows, tokens)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
@@ -48,6 +49,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.folders import check_outside, check_replaceable
     from sinkprune.contract.signature import read_private_key
     from sinkprune.engines.build import build_engines
+    from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.gate.checking import OPEN, PictureGate
     from sinkprune.engines.gate.recording import read_question
     from sinkprune.engines.limits import resolve_limits
@@ -66,13 +68,14 @@ def _build(arguments: Sequence[str] | None) -> None:
         new_tokens=options.max_new_tokens,
         images=options.max_images,
     )
+    if options.check is None and options.check_prompt is not None:
+        raise UsageError("--check-prompt is what --check asks about its picture. Add --check, or leave it out.")
     place = options.output.absolute()
     timing_cache = place.with_name(f"{place.name}.timing-cache")
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
-    gate = (
-        OPEN if options.check is None else PictureGate(read_question([options.check], options.check_prompt, bundle))
-    )
+    question = PROMPT if options.check_prompt is None else options.check_prompt
+    gate = OPEN if options.check is None else PictureGate(read_question([options.check], question, bundle))
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
@@ -173,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PICTURE",
         help="run each engine beside its graph on this picture, and refuse what differs: see sinkprune-check",
     )
-    add("--check-prompt", default=PROMPT, metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
+    add("--check-prompt", metavar="TEXT", help=f"the question that --check asks (default: {PROMPT})")
     add("--force", action="store_true", help="replace existing engines")
     add(
         "--move",

@@ -141,7 +141,7 @@ def load_backend(
         from sinkprune.runtime.backends.ort import OrtBackend
 
         if built is not None:
-            built.check_processor(provider=_PROVIDERS[name])
+            built.check_processor(_PROVIDERS[name])
         backend = OrtBackend(name, _PROVIDERS[name], threads, compute or "fastest")
         if built is not None:
             built.check_library("onnxruntime", backend.versions["onnxruntime"])

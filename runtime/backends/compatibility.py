@@ -81,14 +81,13 @@ class BuiltEngines:
                 f"version that built them. {self.rebuild}"
             )
 
-    def check_processor(self, **chosen: str) -> None:
-        """Refuse models optimised for another kind of processor than here, or for something else that was `chosen`.
+    def check_processor(self, provider: str) -> None:
+        """Refuse models optimised for another `provider` of onnxruntime, or for another kind of processor than here.
 
-        That is what engines' flags say by the same names, e.g. onnxruntime's `provider`. Matrices are packed for the
-        instructions that the processor has. Raises `EnginesError`.
+        Matrices are packed for the instructions that the processor has. Raises `EnginesError`.
         """
         flags = self.engines.manifest.flags
-        here = {**chosen, "machine": machine(), "instructions": instructions()}
+        here = {"provider": provider, "machine": machine(), "instructions": instructions()}
         for what, found in here.items():
             built = flags.get(what)
             if built != found:

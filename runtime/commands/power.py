@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.energy import IDLE_SECONDS, PartEnergy, PowerReport
-from sinkprune.contract.errors import PowerError
+from sinkprune.contract.errors import PowerError, UsageError
 from sinkprune.runtime.backends import ON_GPU
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import status
@@ -26,12 +26,14 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
         help="measure joules, with the first sensor that is there or the one that is named",
     )
     told = f"seconds before the first request, for the power that is subtracted (default: {IDLE_SECONDS:g})"
-    parser.add_argument("--idle", type=IDLE, default=IDLE_SECONDS, help=told)
+    parser.add_argument("--idle", type=IDLE, metavar="SECONDS", help=told)
 
 
 def wanted_sensor(options: argparse.Namespace, bundle: Bundle) -> Sensor | None:
-    """The sensor that was asked for, found to be there and readable; raises `PowerError`."""
+    """The sensor that was asked for, found to be there and readable; raises `PowerError`, and `UsageError`."""
     if options.power is None:
+        if options.idle is not None:
+            raise UsageError("--idle is for the power that --power subtracts. Add --power, or leave it out.")
         return None
     return open_sensor(options.power, on_gpu=(options.backend or usual_backend(bundle)) in ON_GPU)
 
@@ -43,8 +45,9 @@ def maybe_measuring(options: argparse.Namespace, sensor: Sensor | None) -> Itera
         yield None
         return
     with ExitStack() as held:
-        with status(f"measuring idle power for {options.idle:g} s"):
-            meter = held.enter_context(measuring(sensor, options.idle))
+        seconds = IDLE_SECONDS if options.idle is None else options.idle
+        with status(f"measuring idle power for {seconds:g} s"):
+            meter = held.enter_context(measuring(sensor, seconds))
         yield meter
 
 

@@ -137,6 +137,11 @@ def test_a_prompt_that_says_nothing(source: Path, photo_file: Path, tmp_path: Pa
     assert_refused(run("sinkprune-build", *command, "--check-prompt", " "), "the prompt is empty")
 
 
+def test_a_question_and_no_picture(source: Path, tmp_path: Path) -> None:
+    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check-prompt", "What?")
+    assert_refused(run("sinkprune-build", *command), "Add --check")
+
+
 def test_too_little_memory_for_the_graphs(
     source: Path, gate: PictureGate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,8 @@ def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Pat
         mapped = need_of(manifest, built=True)
         assert mapped is not None
         assert mapped.loading == 0
+        # OpenVINO packs what it loads, of engines too.
+        assert need_of(manifest, backend="openvino", built=True) == need_of(manifest, backend="openvino")
 
 
 def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:

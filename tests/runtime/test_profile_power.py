@@ -138,3 +138,8 @@ def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.Monkey
     assert "rapl: does not see the GPU; nvml: " in told("tensorrt")
     # What a machine has that this runs on is not known.
     assert "does not see" not in told("onnxruntime")
+
+
+def test_idle_power_of_no_sensor_is_refused(bundle: Callable[..., Path], photo_file: Path) -> None:
+    outcome = run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, "--idle", 1)
+    assert_refused(outcome, "--idle is for the power that --power subtracts")
