@@ -85,11 +85,12 @@ def test_budgets_follow_each_other_at_the_rate(
 
 
 def test_frames_that_come_too_fast_are_missed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    report = at_rate(pipeline("gqa-112"), [photo], "What?", ["none"], camera(200, 0.5), new_tokens=8, warmup=0)
+    report = at_rate(pipeline("gqa-112"), [photo], "What?", ["none"], camera(1000, 0.3), new_tokens=16, warmup=0)
     budget = report.rates["none"]
-    assert budget.frames == 100 and budget.missed > 20
+    # However fast the machine is: no request of sixteen tokens takes less than a millisecond and a quarter.
+    assert budget.frames == 300 and budget.missed > 60
     # Half a frame's time old on average.
-    assert budget.latency_ms.mean - budget.busy_ms.mean > 0.5
+    assert budget.latency_ms.mean - budget.busy_ms.mean > 0.1
 
 
 def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
