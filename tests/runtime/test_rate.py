@@ -167,7 +167,8 @@ def test_the_command_writes_and_draws_a_rate(
         assert abs(budget["energy"]["joules_per_frame"]) < 0.2 * budget["energy"]["joules_per_frame_with_idle"]
     conditions = report["conditions"]
     assert conditions["temperatures_c"]["tj"][0] in (39.906, 51.218)
-    assert conditions["clocks_mhz"]["gpu"] and len(conditions["watts"]) == len(conditions["seconds"])
+    # Which line is the newest is chance, and not all of them tell the GPU's clock.
+    assert conditions["clocks_mhz"]["cpu"] and len(conditions["watts"]) == len(conditions["seconds"])
     with Image.open(plot) as drawn:
         assert drawn.width > 800 and drawn.height > 800
 
