@@ -7,7 +7,7 @@ after the other: no export ever holds more than a few tensors in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
-from sinkprune.export.weight_forms import WeightForm
+from sinkprune.export.weight_forms import Matrix, WeightForm, below
 
 # A tensor of a page or more starts on one, so that a runtime can map it.
 _PAGE = 4096
@@ -152,8 +152,34 @@ class WeightedGraph(Graph):
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
         """`x @ weight.T + bias`, with the matrix in this graph's form."""
-        y = self.form.product(self, x, f"{name}.weight", inputs, outputs)
-        return self.op.Add(y, self.parameter(f"{name}.bias", [outputs])) if bias else y
+        return self._linear(x, name, {name: outputs}, inputs, bias=bias)
+
+    def linears(
+        self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool
+    ) -> Sequence[ir.Value]:
+        """`linear` of the same `x` for each of `parts`, names and their outputs.
+
+        They are one product with the matrix `name`, and then split, where this graph's form can join them: small
+        products take longer than their bytes.
+        """
+        if not self.form.joins(_matrix(name, parts, inputs)):
+            return [self.linear(x, part, inputs, outputs, bias=bias) for part, outputs in parts.items()]
+        y = self._linear(x, name, parts, inputs, bias=bias)
+        split: Sequence[ir.Value] = self.op.Split(y, list(parts.values()), axis=-1, _outputs=len(parts))
+        return split
+
+    def _linear(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
+        y = self.form.product(self, x, _matrix(name, parts, inputs))
+        return self.op.Add(y, self._bias(name, parts)) if bias else y
+
+    def _bias(self, name: str, parts: Mapping[str, int]) -> ir.Value:
+        def read() -> ir.Tensor[Any]:
+            names = {f"{part}.bias": outputs for part, outputs in parts.items()}
+            return ir.Tensor(
+                below([self.precision.converted(part, self.read(part, [outputs])) for part, outputs in names.items()])
+            )
+
+        return self.stored(f"{name}.bias", self.precision.onnx, [sum(parts.values())], read)
 
     def save(self, root: Path, file: str) -> GraphSpec:
         """Write the weights, then the graph; raises `CheckpointError` where a weight is not as it must be."""
@@ -164,6 +190,11 @@ class WeightedGraph(Graph):
         for value, tensor in zip(self._weights, written, strict=True):
             value.const_value = tensor
         return super().save(root, file)
+
+
+def _matrix(name: str, parts: Mapping[str, int], inputs: int) -> Matrix:
+    """The matrix of the linear layers `parts`, names and their outputs, as that of the layer `name`."""
+    return Matrix(f"{name}.weight", {f"{part}.weight": outputs for part, outputs in parts.items()}, inputs)
 
 
 def _spec(value: ir.Value) -> TensorSpec:

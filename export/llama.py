@@ -94,25 +94,26 @@ def _layer(
 ) -> tuple[ir.Value, ir.Value, ir.Value, Attended]:
     """One decoder layer; returns hidden, the rotated query and key, and what became of its cache."""
     op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
-    d, width = facts.hidden_size, facts.num_heads * facts.head_dim
+    d, width, kv_width = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
 
     def norm(x: ir.Value, which: str) -> ir.Value:
         return dialect.rms_norm(op, x, graph.parameter(f"{name}.{which}.weight", [d]), llama.rms_norm_eps)
 
-    def heads(x: ir.Value, which: str, count: int) -> ir.Value:
-        y = graph.linear(x, f"{name}.self_attn.{which}", d, count * facts.head_dim, bias=llama.qkv_bias)
+    def heads(y: ir.Value, count: int) -> ir.Value:
         return op.Transpose(op.Reshape(y, [0, 0, count, facts.head_dim]), perm=[0, 2, 1, 3])
 
-    def turned(x: ir.Value, which: str, count: int) -> ir.Value:
-        y = heads(x, f"{which}_proj", count)
+    def turned(y: ir.Value, which: str) -> ir.Value:
         if llama.head_norms:
             weight = graph.parameter(f"{name}.self_attn.{which}_norm.weight", [facts.head_dim])
             y = dialect.rms_norm(op, y, weight, llama.rms_norm_eps)
         return dialect.rotary(op, y, cos, sin)
 
     x = norm(hidden, "input_layernorm")
-    query, key = turned(x, "q", facts.num_heads), turned(x, "k", facts.num_kv_heads)
-    value = heads(x, "v_proj", facts.num_kv_heads)
+    own = f"{name}.self_attn"
+    widths = {f"{own}.q_proj": width, f"{own}.k_proj": kv_width, f"{own}.v_proj": kv_width}
+    q, k, v = graph.linears(x, f"{own}.qkv_proj", widths, d, bias=llama.qkv_bias)
+    query, key = turned(heads(q, facts.num_heads), "q"), turned(heads(k, facts.num_kv_heads), "k")
+    value = heads(v, facts.num_kv_heads)
     attended = dialect.cached_attention(op, query, key, value, past, mask)
     mixed = op.Reshape(op.Transpose(attended.mixed, perm=[0, 2, 1, 3]), [0, 0, width])
     hidden = op.Add(hidden, graph.linear(mixed, f"{name}.self_attn.o_proj", width, d, bias=llama.output_bias))

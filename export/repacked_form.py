@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.precision import Array
 from sinkprune.export.quantised_weights import QuantisedLayer, QuantisedWeights
-from sinkprune.export.weight_forms import Matrices, WeightForm, block_of, stored_4_bits, typed
+from sinkprune.export.weight_forms import Matrices, Matrix, WeightForm, block_of, stored_4_bits, typed
 
 
 class CheckpointForm(WeightForm):
@@ -20,14 +20,20 @@ class CheckpointForm(WeightForm):
         self._weights, self._quantised, self._floats = weights, quantised, floats
         self.least_opset = max(quantised.least_opset, floats.least_opset)
 
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        return self._form(name).matrix(graph, name, inputs, outputs)
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+        return self._form(matrix).matrix(graph, matrix)
 
-    def product(self, graph: Matrices, x: ir.Value, name: str, inputs: int, outputs: int) -> ir.Value:
-        return self._form(name).product(graph, x, name, inputs, outputs)
+    def joins(self, matrix: Matrix) -> bool:
+        """Where the checkpoint has quantised all parts, or none."""
+        same = len({self._weights.quantised(name) for name in matrix.parts}) == 1
+        return same and self._form(matrix).joins(matrix)
 
-    def _form(self, name: str) -> WeightForm:
-        return self._quantised if self._weights.quantised(name) else self._floats
+    def product(self, graph: Matrices, x: ir.Value, matrix: Matrix) -> ir.Value:
+        return self._form(matrix).product(graph, x, matrix)
+
+    def _form(self, matrix: Matrix) -> WeightForm:
+        """That of its parts, which is the same for all."""
+        return self._quantised if self._weights.quantised(next(iter(matrix.parts))) else self._floats
 
 
 class RepackedForm(WeightForm):
@@ -42,45 +48,60 @@ class RepackedForm(WeightForm):
         self._weights, self._most_in_block, self._on_read = weights, most_in_block, on_read
         self.least_opset = 19 if most_in_block is None else 21
 
-    def product(self, graph: Matrices, x: ir.Value, name: str, inputs: int, outputs: int) -> ir.Value:
+    def joins(self, matrix: Matrix) -> bool:
+        """Where all parts take their inputs in the same order."""
+        orders = {None if layer.order is None else layer.order.tobytes() for layer in self._layers(matrix)}
+        return len(orders) == 1
+
+    def product(self, graph: Matrices, x: ir.Value, matrix: Matrix) -> ir.Value:
         """`x` [...,inputs] times the matrix, its inputs in the order of the matrix's groups."""
-        layer = self._weights.layer(name, inputs, outputs)
-        if layer.order is not None:
-            order = layer.order
-            x = graph.op.Gather(
-                x, graph.stored(f"{name}.order", ir.DataType.INT64, [inputs], lambda: ir.Tensor(order)), axis=-1
+        layers = self._layers(matrix)
+        order = layers[0].order
+        if order is not None:
+            stored = graph.stored(
+                f"{matrix.name}.order", ir.DataType.INT64, [matrix.inputs], lambda: ir.Tensor(order)
             )
-        product: ir.Value = graph.op.MatMul(x, self._matrix(graph, layer, name, inputs, outputs))
+            x = graph.op.Gather(x, stored, axis=-1)
+        product: ir.Value = graph.op.MatMul(x, self._matrix(graph, layers, matrix))
         return product
 
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
         """Of a matrix whose groups are in order; raises `ValueError` for others."""
-        layer = self._weights.layer(name, inputs, outputs)
-        if layer.order is not None:
-            raise ValueError(f"'{name}' takes its inputs in an order of its own: ask for the product")
-        return self._matrix(graph, layer, name, inputs, outputs)
+        layers = self._layers(matrix)
+        if layers[0].order is not None:
+            raise ValueError(f"'{matrix.name}' takes its inputs in an order of its own: ask for the product")
+        return self._matrix(graph, layers, matrix)
 
-    def _matrix(self, graph: Matrices, layer: QuantisedLayer, name: str, inputs: int, outputs: int) -> ir.Value:
-        quantisation, op = self._weights.quantisation, graph.op
+    def _layers(self, matrix: Matrix) -> Sequence[QuantisedLayer]:
+        return [self._weights.layer(name, matrix.inputs, outputs) for name, outputs in matrix.parts.items()]
+
+    def _matrix(self, graph: Matrices, layers: Sequence[QuantisedLayer], matrix: Matrix) -> ir.Value:
+        quantisation, op, name = self._weights.quantisation, graph.op, matrix.name
+        inputs, outputs, group = matrix.inputs, matrix.outputs, layers[0].group
         if self._most_in_block is None:
             block, shape, place = inputs, [outputs], {"axis": 1}
         else:
-            block = block_of(name, layer.group, self._most_in_block)
+            block = block_of(name, group, self._most_in_block)
             shape, place = [inputs // block, outputs], {"axis": 0, "block_size": block}
 
-        def by_block(by_group: Array) -> Array:
-            return np.repeat(by_group, layer.group // block, axis=0).reshape(shape)
+        def by_block(by_group: Sequence[Array]) -> Array:
+            return np.repeat(_beside(by_group), group // block, axis=0).reshape(shape)
 
         def codes() -> Array:
-            found = layer.codes()
+            found = _beside([layer.codes() for layer in layers])
             self._on_read(found.size)
             return found if form == "uint4" else (found - np.uint8(1 << (quantisation.bits - 1))).view(np.int8)
 
         def scales() -> ir.Tensor[Array]:
-            # Whether it is symmetric is known by its zero points alone.
-            layer.zeros()
-            scale = f"{name}.scale"
-            return ir.Tensor(by_block(graph.precision.converted(scale, layer.scales())))
+            scales = []
+            for part, layer in zip(matrix.parts, layers, strict=True):
+                # Whether it is symmetric is known by its zero points alone.
+                layer.zeros()
+                scales.append(graph.precision.converted(f"{part}.scale", layer.scales()))
+            return ir.Tensor(by_block(scales))
+
+        def zeros() -> Array:
+            return by_block([layer.zeros() for layer in layers])
 
         form = quantisation.form
         four_bits = partial(stored_4_bits, graph)
@@ -90,5 +111,10 @@ class RepackedForm(WeightForm):
             stored = four_bits(name, ir.DataType[form.upper()], [inputs, outputs], codes)
         operands = [stored, graph.stored(f"{name}.scale", graph.precision.onnx, shape, scales)]
         if form == "uint4":
-            operands.append(four_bits(f"{name}.zero", ir.DataType.UINT4, shape, lambda: by_block(layer.zeros())))
+            operands.append(four_bits(f"{name}.zero", ir.DataType.UINT4, shape, zeros))
         return typed(graph, op.DequantizeLinear(*operands, **place), stored)
+
+
+def _beside(parts: Sequence[Array]) -> Array:
+    """`parts` [n,outputs], one beside the other."""
+    return np.concatenate(parts, axis=1)

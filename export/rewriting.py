@@ -13,7 +13,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.precision import Precision
-from sinkprune.export.weight_forms import WeightForm
+from sinkprune.export.weight_forms import Matrix, WeightForm
 
 _PIXELS = "pixel_values"
 """What is multiplied with pixels is an embedding of them and no linear layer: exports store it as floats."""
@@ -45,7 +45,7 @@ class RewrittenGraph(WeightedGraph):
                 inputs, outputs = self.shapes[weight] = shape_of(tensor)
                 casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
                 del graph.initializers[weight]
-                multiplied[weight].replace_input_with(1, form.matrix(self, weight, inputs, outputs))
+                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix.of_one(weight, inputs, outputs)))
             else:
                 self.kept(value, tensor, partial(read_weight, weight))
         graph.remove(casts, safe=True)

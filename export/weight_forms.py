@@ -7,7 +7,8 @@ fuse it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,6 +35,32 @@ OnRounded = Callable[[str, Array, Rounded | RoundedFromZero], None]
 """Told of a matrix that was rounded: the tensor's name, its values [outputs,inputs], and what became of them."""
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """The matrix [outputs,inputs] of a linear layer, or of several layers on the same inputs, one below the other."""
+
+    name: str
+    """The weight's, in the graph."""
+    parts: Mapping[str, int]
+    """The checkpoint's tensors, and how many outputs each has."""
+    inputs: int
+
+    @property
+    def outputs(self) -> int:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+    @classmethod
+    def of_one(cls, name: str, inputs: int, outputs: int) -> Matrix:
+        """A tensor of the checkpoint, under its own name."""
+        return cls(name, {name: outputs}, inputs)
+
+    def read(self, graph: Matrices) -> Iterator[tuple[str, Array]]:
+        """Each part's name and values [outputs,inputs], one after the other."""
+        for name, outputs in self.parts.items():
+            yield name, graph.read(name, [outputs, self.inputs])
+
+
 class Matrices(Protocol):
     """The graph that a matrix is written into, as forms need it."""
 
@@ -56,12 +83,16 @@ class WeightForm(Protocol):
     """The first opset in which the nodes of this form are what they are meant to be."""
 
     @abstractmethod
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        """[inputs,outputs] in the graph's float type, of the checkpoint's tensor `name` [outputs,inputs]."""
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+        """[inputs,outputs] in the graph's float type."""
 
-    def product(self, graph: Matrices, x: ir.Value, name: str, inputs: int, outputs: int) -> ir.Value:
+    def joins(self, matrix: Matrix) -> bool:
+        """Whether the parts of `matrix` can be stored as one, with the values that each has alone."""
+        return True
+
+    def product(self, graph: Matrices, x: ir.Value, matrix: Matrix) -> ir.Value:
         """`x` [...,inputs] times that matrix."""
-        product: ir.Value = graph.op.MatMul(x, self.matrix(graph, name, inputs, outputs))
+        product: ir.Value = graph.op.MatMul(x, self.matrix(graph, matrix))
         return product
 
 
@@ -74,15 +105,18 @@ class FloatForm(WeightForm):
         self._name: str = name
         self._dtype = _FLOAT_TYPES[name]
 
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        def read() -> ir.Tensor[Any]:
-            array = graph.precision.converted(name, graph.read(name, [outputs, inputs]))
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+        def part(name: str, values: Array) -> Array:
+            array = graph.precision.converted(name, values)
             # bf16 holds whatever the graph's type does.
             own = PRECISIONS.get(self._name)
-            return ir.Tensor((own.converted(name, array) if own else array.astype(self._dtype)).T)
+            return own.converted(name, array) if own else array.astype(self._dtype)
+
+        def read() -> ir.Tensor[Any]:
+            return ir.Tensor(below([part(name, values) for name, values in matrix.read(graph)]).T)
 
         onnx_type = ir.DataType.from_numpy(self._dtype)
-        value = graph.stored(name, onnx_type, [inputs, outputs], read)
+        value = graph.stored(matrix.name, onnx_type, [matrix.inputs, matrix.outputs], read)
         return value if self._dtype == graph.precision.numpy else graph.op.Cast(value, to=graph.precision.onnx)
 
 
@@ -94,11 +128,14 @@ class Int8Form(WeightForm):
     def __init__(self, on_rounded: OnRounded, rounding: Rounding) -> None:
         self._on_rounded, self._rounding = on_rounded, rounding
 
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
-        round_ = partial(self._rounding, name, most=127, block=inputs, dtype=graph.precision.numpy)
-        parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
-        codes = graph.stored(name, ir.DataType.INT8, [inputs, outputs], lambda: ir.Tensor(parts.codes().T))
-        scales = graph.stored(f"{name}.scale", graph.precision.onnx, [outputs], lambda: ir.Tensor(parts.next()[:, 0]))
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+        name, shape = matrix.name, [matrix.inputs, matrix.outputs]
+        round_ = partial(self._rounding, most=127, block=matrix.inputs, dtype=graph.precision.numpy)
+        found = _RoundedMatrix(graph, matrix, round_, self._on_rounded)
+        codes = graph.stored(name, ir.DataType.INT8, shape, lambda: ir.Tensor(found.codes().T))
+        scales = graph.stored(
+            f"{name}.scale", graph.precision.onnx, [matrix.outputs], lambda: ir.Tensor(found.next()[:, 0])
+        )
         return typed(graph, graph.op.DequantizeLinear(codes, scales, axis=1), codes)
 
 
@@ -111,13 +148,14 @@ class Int4Form(WeightForm):
     def __init__(self, most_in_block: int, on_rounded: OnRounded, rounding: Rounding) -> None:
         self._most_in_block, self._on_rounded, self._rounding = most_in_block, on_rounded, rounding
 
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+        name, inputs, outputs = matrix.name, matrix.inputs, matrix.outputs
         block = block_of(name, inputs, self._most_in_block)
-        round_ = partial(self._rounding, name, most=7, block=block, dtype=graph.precision.numpy)
-        parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
-        codes = stored_4_bits(graph, name, ir.DataType.INT4, [inputs, outputs], lambda: parts.codes().T)
+        round_ = partial(self._rounding, most=7, block=block, dtype=graph.precision.numpy)
+        found = _RoundedMatrix(graph, matrix, round_, self._on_rounded)
+        codes = stored_4_bits(graph, name, ir.DataType.INT4, [inputs, outputs], lambda: found.codes().T)
         scales = graph.stored(
-            f"{name}.scale", graph.precision.onnx, [inputs // block, outputs], lambda: ir.Tensor(parts.next().T)
+            f"{name}.scale", graph.precision.onnx, [inputs // block, outputs], lambda: ir.Tensor(found.next().T)
         )
         return typed(graph, graph.op.DequantizeLinear(codes, scales, axis=0, block_size=block), codes)
 
@@ -131,14 +169,18 @@ class Uint4Form(WeightForm):
     def __init__(self, most_in_block: int, on_rounded: OnRounded) -> None:
         self._most_in_block, self._on_rounded = most_in_block, on_rounded
 
-    def matrix(self, graph: Matrices, name: str, inputs: int, outputs: int) -> ir.Value:
+    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
+        name, inputs, outputs = matrix.name, matrix.inputs, matrix.outputs
         block = block_of(name, inputs, self._most_in_block)
-        round_ = partial(rounded_from_zero, most=15, block=block, dtype=graph.precision.numpy)
-        parts = _Parts(graph, name, [outputs, inputs], round_, self._on_rounded)
+
+        def round_(part: str, weight: Array) -> RoundedFromZero:
+            return rounded_from_zero(weight, 15, block, graph.precision.numpy)
+
+        found = _RoundedMatrix(graph, matrix, round_, self._on_rounded)
         shape = [inputs // block, outputs]
-        codes = stored_4_bits(graph, name, ir.DataType.UINT4, [inputs, outputs], lambda: parts.codes().T)
-        scales = graph.stored(f"{name}.scale", graph.precision.onnx, shape, lambda: ir.Tensor(parts.next().T))
-        zeros = stored_4_bits(graph, f"{name}.zero", ir.DataType.UINT4, shape, lambda: parts.next().T)
+        codes = stored_4_bits(graph, name, ir.DataType.UINT4, [inputs, outputs], lambda: found.codes().T)
+        scales = graph.stored(f"{name}.scale", graph.precision.onnx, shape, lambda: ir.Tensor(found.next().T))
+        zeros = stored_4_bits(graph, f"{name}.zero", ir.DataType.UINT4, shape, lambda: found.next().T)
         return typed(graph, graph.op.DequantizeLinear(codes, scales, zeros, axis=0, block_size=block), codes)
 
 
@@ -155,36 +197,43 @@ def typed(graph: Matrices, matrix: ir.Value, codes: ir.Value) -> ir.Value:
     return matrix
 
 
-class _Parts:
-    """A matrix that is read and rounded once, when its codes are asked for; what else there is of it is asked for
-    next."""
+def below(parts: Sequence[Array]) -> Array:
+    """`parts` [n,...], one below the other; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class _RoundedMatrix:
+    """A matrix that is read and rounded once, part by part, when its codes are asked for; what else there is of it is
+    asked for next."""
 
     def __init__(
         self,
         graph: Matrices,
-        name: str,
-        shape: Sequence[int],
-        round_: Callable[[Array], Rounded | RoundedFromZero],
+        matrix: Matrix,
+        round_: Callable[[str, Array], Rounded | RoundedFromZero],
         on_rounded: OnRounded,
     ) -> None:
-        self._graph, self._name, self._shape = graph, name, shape
+        self._graph, self._matrix = graph, matrix
         self._round, self._on_rounded = round_, on_rounded
         self._others: list[Array] = []
 
     def codes(self) -> Array:
-        weight = self._graph.read(self._name, self._shape)
-        # Refused where the graph's type cannot hold it, rounded from what was read.
-        self._graph.precision.converted(self._name, weight)
-        found = self._round(weight)
-        self._on_rounded(self._name, weight, found)
-        codes, *self._others = found
+        parts = [self._rounded(name, weight) for name, weight in self._matrix.read(self._graph)]
+        codes, *self._others = (below(same) for same in zip(*parts, strict=True))
         return codes
 
     def next(self) -> Array:
         """Scales, then zero points, each once."""
         if not self._others:
-            raise RuntimeError(f"the codes of '{self._name}' are written before what belongs to them")
+            raise RuntimeError(f"the codes of '{self._matrix.name}' are written before what belongs to them")
         return self._others.pop(0)
+
+    def _rounded(self, name: str, weight: Array) -> Rounded | RoundedFromZero:
+        # Refused where the graph's type cannot hold it, rounded from what was read.
+        self._graph.precision.converted(name, weight)
+        found = self._round(name, weight)
+        self._on_rounded(name, weight, found)
+        return found
 
 
 def largest_block(inputs: int, most: int) -> int | None:

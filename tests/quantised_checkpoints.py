@@ -33,6 +33,11 @@ class Layout:
     desc_act: bool = False
     version_2: bool = False
     """Whether GPTQ's zero points are stored as they are, not less one."""
+    one_order: bool = False
+    """With `desc_act`: whether all matrices of as many inputs have their groups in one order, as GPTQ gives those of
+    the same inputs."""
+    kept: str = ""
+    """Matrices with this in their name stay floats."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def quantise(weight: Array, layout: Layout, rng: np.random.Generator) -> Codes:
     size, most = inputs if layout.group_size == -1 else layout.group_size, (1 << layout.bits) - 1
     groups = np.arange(inputs) // size
     if layout.desc_act:
-        rng.shuffle(groups)
+        (np.random.default_rng(inputs) if layout.one_order else rng).shuffle(groups)
     count, middle = inputs // size, (most + 1) // 2
     scales, zeros = np.zeros((count, outputs), np.float16), np.full((count, outputs), middle)
     codes = np.zeros((inputs, outputs), int)
@@ -151,6 +156,7 @@ def make_quantised(original: Path, folder: Path, layout: Layout) -> Made:
     """The checkpoint `original` with its decoder's matrices quantised, below `folder`."""
     rng, tensors = np.random.default_rng(7), load_file(original / "model.safetensors")
     names = [name for name in tensors if QUANTISED.search(name) and not TOWER.search(name)]
+    names = [name for name in names if not layout.kept or layout.kept not in name]
     layers = {name: quantise(tensors[name], layout, rng) for name in names}
     floats = {name: layers[name].matrix if name in layers else tensor for name, tensor in tensors.items()}
     held = {name: tensor for name, tensor in tensors.items() if name not in layers}

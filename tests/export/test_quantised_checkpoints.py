@@ -31,12 +31,15 @@ NEW_TOKENS = 4
 GPTQ, AWQ = Layout(), Layout("awq")
 REORDERED, ASYMMETRIC = Layout(desc_act=True), Layout(sym=False, version_2=True)
 EIGHT, EIGHT_ASYMMETRIC = Layout(bits=8), Layout(bits=8, sym=False)
+ONE_ORDER, MIXED = Layout(desc_act=True, one_order=True), Layout("awq", kept="v_proj")
 ONE_GROUP, EIGHT_ONE_GROUP = Layout(group_size=-1), Layout(bits=8, group_size=-1)
 FORMS = {
     GPTQ: ("int4", 32),
     REORDERED: ("int4", 32),
+    ONE_ORDER: ("int4", 32),
     ONE_GROUP: ("int4", 128),
     AWQ: ("uint4", 32),
+    MIXED: ("uint4", 32),
     Layout(sym=False): ("uint4", 32),
     ASYMMETRIC: ("uint4", 32),
     Layout(sym=False, desc_act=True): ("uint4", 32),
@@ -136,14 +139,30 @@ def matrices(path: Path) -> dict[str, Array]:
     return found
 
 
+def decoder_matrices(root: Path, made: Made) -> dict[str, Array]:
+    """Those of a bundle's decoder by the names that its checkpoint gives them, joined ones cut apart."""
+    found: dict[str, Array] = {}
+    for path in (root / "graphs").glob("decoder_*.onnx"):
+        found |= matrices(path)
+    for joined in [name for name in found if "qkv_proj" in name]:
+        names = [joined.replace("qkv", which) for which in "qkv"]
+        widths = [len(made.layers[stored_name(made, name)].matrix) for name in names]
+        found |= zip(names, np.split(found.pop(joined), np.cumsum(widths)[:-1], axis=1), strict=True)
+    return found
+
+
+def stored_name(made: Made, canonical: str) -> str:
+    """The name in the checkpoint of a tensor that bundles know by another."""
+    end = canonical.removeprefix("language_model.")
+    return next(name for name in made.layers if name.endswith(end))
+
+
 @pytest.mark.parametrize("layout", FORMS)
 def test_every_matrix_is_exactly_the_checkpoints(
     layout: Layout, made: Callable[..., Made], repacked: Callable[..., Path]
 ) -> None:
     root, layers = repacked(layout), made(layout).layers
-    found: dict[str, Array] = {}
-    for path in (root / "graphs").glob("decoder_*.onnx"):
-        found |= matrices(path)
+    found = decoder_matrices(root, made(layout))
     assert len(found) == len(layers)
     for name, layer in layers.items():
         canonical = "language_model." + name[name.index("layers.") :]
@@ -153,6 +172,22 @@ def test_every_matrix_is_exactly_the_checkpoints(
     forms = read_bundle(root).manifest.weights
     assert (forms.decoder, forms.block_size) == FORMS[layout]
     assert forms.vision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("layout", "joined"),
+    [(GPTQ, True), (AWQ, True), (EIGHT, True), (ONE_ORDER, True), (REORDERED, False), (MIXED, False)],
+)
+def test_queries_keys_and_values_are_one_matrix_where_they_can_be(
+    layout: Layout, joined: bool, repacked: Callable[..., Path]
+) -> None:
+    graph = onnx.load(repacked(layout) / "graphs/decoder_0.onnx", load_external_data=False).graph
+    operators = [node.op_type for node in graph.node]
+    layers = 2
+    assert operators.count("MatMul") == (5 if joined else 7) * layers
+    assert operators.count("Split") == (layers if joined else 0)
+    # Each product whose inputs are not in order puts them there.
+    assert operators.count("Gather") == {ONE_ORDER: 5, REORDERED: 7}.get(layout, 0) * layers
 
 
 @pytest.mark.parametrize("layout", [GPTQ, REORDERED, AWQ, EIGHT])
@@ -195,9 +230,7 @@ def test_what_is_rounded_again_is_told(
     told, said = export(made(layout).folder, tmp_path / "out", *options)
     layers = made(layout).layers
     assert told["weights"] == form
-    found = {}
-    for path in (tmp_path / "out/graphs").glob("decoder_*.onnx"):
-        found |= matrices(path)
+    found = decoder_matrices(tmp_path / "out", made(layout))
     errors, norms = {}, {}
     for name, layer in layers.items():
         canonical = "language_model." + name[name.index("layers.") :]
@@ -235,7 +268,7 @@ def test_floats_take_the_forms_that_are_asked(
         assert {t.data_type for t in found} & {onnx.TensorProto.INT8, onnx.TensorProto.INT4} == types[form]
     name, layer = next(iter(made(GPTQ).layers.items()))
     canonical = "language_model." + name[name.index("layers.") :]
-    found = {k: v for path in (tmp_path / "out/graphs").glob("decoder_*.onnx") for k, v in matrices(path).items()}
+    found = decoder_matrices(tmp_path / "out", made(GPTQ))
     assert bool(found) == repacked_too
     if repacked_too:
         np.testing.assert_array_equal(found[canonical], layer.matrix.T)
@@ -244,11 +277,10 @@ def test_floats_take_the_forms_that_are_asked(
 def test_smaller_blocks_mean_the_same(made: Callable[..., Made], tmp_path: Path) -> None:
     told, _ = export(made(ONE_GROUP).folder, tmp_path / "out", "--block-size", "32")
     assert told["block_size"] == 32 and told["requantised"] is None
-    found = matrices(tmp_path / "out/graphs/decoder_0.onnx")
+    found = decoder_matrices(tmp_path / "out", made(ONE_GROUP))
     for name, layer in made(ONE_GROUP).layers.items():
         canonical = "language_model." + name[name.index("layers.") :]
-        if canonical in found:
-            np.testing.assert_array_equal(found[canonical], layer.matrix.T)
+        np.testing.assert_array_equal(found[canonical], layer.matrix.T)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_the_rule_is_given_each_matrix_by_its_name(bundle: Bundles, tmp_path: Pa
 
     graph = rewritten(bundle("gqa-112"), "decoder_0", "int4", tmp_path, rule)
     weights = content(graph)[2]
-    assert len(seen) == 7 * 2
+    assert len(seen) == 5 * 2
     for name, (shape, most, block, dtype) in seen.items():
         assert weights[name].shape == shape[::-1] and not weights[name].astype(np.int8).any()
         assert (most, dtype) == (7, np.float32)
