@@ -66,9 +66,10 @@ def test_every_weight_is_told_of(checkpoint: Callable[[str], Path], tmp_path: Pa
 
 EMBEDDING = "language_model.embed_tokens.weight"
 DOWN = "language_model.layers.3.mlp.down_proj.weight"
+KEYS = "language_model.layers.3.self_attn.k_proj.weight"
 
 
-@pytest.mark.parametrize("name", [EMBEDDING, DOWN])
+@pytest.mark.parametrize("name", [EMBEDDING, DOWN, KEYS])
 @pytest.mark.parametrize(
     ("value", "precision", "said"),
     [

@@ -1,0 +1,78 @@
+"""Linear layers of the same inputs as one product: the same weights, and what each gives alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import numpy_helper
+
+from sinkprune.contract.precision import Array, WeightsName
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.weight_forms import form_of
+
+INPUTS, WIDTHS = 64, {"q": 10, "k": 6, "v": 3}
+FORMS: list[WeightsName] = ["fp32", "bf16", "int8", "int4", "uint4"]
+
+
+def tensor(name: str, shape: Sequence[int]) -> Array:
+    """The checkpoint's tensor of that name; its values' size depends on the name."""
+    generator = np.random.default_rng(ord(name[0]))
+    return (generator.standard_normal(shape) * ord(name[0]) ** 2).astype(np.float32)
+
+
+def written(folder: Path, form: WeightsName, *, bias: bool, joined: bool) -> Path:
+    """A graph that gives `q`, `k` and `v` of `x`, from one product or from three."""
+    graph = WeightedGraph("layers", PRECISIONS["fp32"], DIALECTS["opset24"], form_of(form, 32), tensor)
+    x = graph.input("x", [1, "S", INPUTS])
+    if joined:
+        outputs = graph.linears(x, "qkv", WIDTHS, INPUTS, bias=bias)
+    else:
+        outputs = [graph.linear(x, name, INPUTS, width, bias=bias) for name, width in WIDTHS.items()]
+    for (name, width), value in zip(WIDTHS.items(), outputs, strict=True):
+        graph.output(f"{name}_out", value, [1, "S", width])
+    graph.save(folder, "layers.onnx")
+    return folder / "layers.onnx"
+
+
+def weights(path: Path) -> dict[str, Array]:
+    """What lies in the file beside the graph, by name."""
+    found = onnx.load(path).graph.initializer
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in found if tensor.name[0] in "qkv"}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_has_the_weights_that_it_has_alone(form: WeightsName, bias: bool, tmp_path: Path) -> None:
+    together = weights(written(tmp_path / "joined", form, bias=bias, joined=True))
+    alone = weights(written(tmp_path / "apart", form, bias=bias, joined=False))
+    assert len(together) * len(WIDTHS) == len(alone)
+    for name, array in together.items():
+        parts = [alone[name.replace("qkv", which)] for which in WIDTHS]
+        assert array.dtype == parts[0].dtype
+        np.testing.assert_array_equal(array, np.concatenate(parts, axis=-1), err_msg=name)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_each_gives_what_it_gives_alone(form: WeightsName, bias: bool, tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 5, INPUTS), np.float32)
+    found = []
+    for joined in (True, False):
+        path = written(tmp_path / str(joined), form, bias=bias, joined=joined)
+        operators = Counter(node.op_type for node in onnx.load(path).graph.node)
+        assert operators["MatMul"] == (1 if joined else 3)
+        options = onnxruntime.SessionOptions()
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        found.append(session.run([f"{name}_out" for name in WIDTHS], {"x": x}))
+    for together, alone, width in zip(*found, WIDTHS.values(), strict=True):
+        assert together.shape == (1, 5, width)
+        np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
