@@ -173,6 +173,7 @@ def test_killed_at_calls_of_the_system(own: Path) -> None:
         ("next", {}),
         ("qwen", {}),
         ("qwen2-vl", {"max_frames": 4}),
+        ("qwen3-vl", {"max_frames": 4}),
     ],
 )
 def test_the_facts_of_a_bundle_build_the_plans_it_has(
