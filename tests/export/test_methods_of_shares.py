@@ -100,11 +100,12 @@ def test_random_keeps_a_draw_of_its_own_for_every_number_of_tokens() -> None:
 @pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
 def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
     inputs = features(6, 4)
+    inputs["deepstack"] = np.random.default_rng(7).standard_normal((4, 6, 2 * D)).astype(np.float32)
     whole = {name: array.reshape(1, 24, *array.shape[2:]) for name, array in inputs.items()}
-    clip = facts(most=6, groups=4, joined=True)
+    clip = facts(most=6, groups=4, joined=True, deepstack=2)
     budget = parse_budget("qwen3-vl", "prune-77.8")
     alone, joined = (
-        sanitizer(load_method(method)(facts(most=24) if own is whole else clip, budget))(**own)
+        sanitizer(load_method(method)(facts(most=24, deepstack=2) if own is whole else clip, budget))(**own)
         for own in (whole, inputs)
     )
     assert joined["kept_tokens"].shape[0] == 1
@@ -112,7 +113,7 @@ def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
         np.testing.assert_array_equal(joined[name], array)
 
     frames = sanitizer(load_method(method)(clip, replace(budget, frames="apart")))(**inputs)
-    each = sanitizer(load_method(method)(facts(most=6), budget))
+    each = sanitizer(load_method(method)(facts(most=6, deepstack=2), budget))
     for group in range(4):
         one = each(**{name: array[group : group + 1] for name, array in inputs.items()})
         for name, array in one.items():
