@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,7 +25,7 @@ from sinkprune.export.checkpoint import read_json
 _FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}
 _TOWERS: dict[str, Any] = {"llava": gguf_clip_tower, "qwen3_vl": gguf_qwen3_tower}
 """The modules that write towers, by `model_type`."""
-_TOWER = "tower-BF16.gguf"
+_TOWER, _DECODER = "tower-BF16.gguf", "BF16.gguf"
 _ROWS = 256
 """Of the cache, beyond the picture's."""
 
@@ -40,21 +40,24 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
 
 
 def prepare(form: Form, place: Path) -> None:
-    """Write tower and decoder, and have llama.cpp round the decoder."""
-    folder = place / "llama-cpp"
+    """Write the tower, and the decoder or what llama.cpp makes of it."""
+    folder, checkpoint, kind = place / "llama-cpp", place / "checkpoint", _FORMS[form.name][1]
     folder.mkdir(exist_ok=True)
-    kind = _FORMS[form.name][1]
-    steps: list[tuple[str, Any]] = [
-        (_TOWER, lambda path: _tower_module(place / "checkpoint").write_tower(place / "checkpoint", path)),
-        ("BF16.gguf", lambda path: write_decoder(place / "checkpoint", path)),
-    ]
+    _make(folder / _TOWER, lambda path: _tower_module(checkpoint).write_tower(checkpoint, path))
+    decoder = folder / f"{form.name}.gguf"
+    if decoder.exists():
+        return
+    _make(folder / _DECODER, lambda path: write_decoder(checkpoint, path))
     if kind is not None:
-        steps.append((f"{form.name}.gguf", lambda path: _rounded(folder / "BF16.gguf", path, kind)))
-    for name, make in steps:
-        if not (folder / name).exists():
-            partial = folder / f"{name}.partial"
-            make(partial)
-            partial.rename(folder / name)
+        _make(decoder, lambda path: _rounded(folder / _DECODER, path, kind))
+
+
+def _make(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a file written whole, unless it is there."""
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.partial")
+        write(partial)
+        partial.rename(path)
 
 
 def _rounded(source: Path, target: Path, kind: int) -> None:
