@@ -11,6 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from peer_engines import gguf_clip_tower, gguf_qwen3_tower
 from peer_engines.checkpoint import make_checkpoint
@@ -20,6 +21,7 @@ from peer_shapes import LLAVA, QWEN3
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint import SafetensorsWeights
 
+BF16 = gguf.GGMLQuantizationType.BF16
 DECODER = {
     "token_embd": "language_model.embed_tokens",
     "output_norm": "language_model.norm",
@@ -69,13 +71,14 @@ class Written:
         self.path, self._weights, reader = path, SafetensorsWeights(checkpoint), gguf.GGUFReader(path)
         self.fields = {name: field.contents() for name, field in reader.fields.items()}
         self.tensors = {tensor.name: self._values(tensor) for tensor in reader.tensors}
+        self.halved = {tensor.name for tensor in reader.tensors if tensor.tensor_type == BF16}
 
     def source(self, name: str, shape: tuple[int, ...]) -> Array:
         return self._weights.tensor(name, shape)
 
     @staticmethod
     def _values(tensor: Any) -> Array:
-        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+        if tensor.tensor_type == BF16:
             return tensor.data.view(ml_dtypes.bfloat16).astype(np.float32)
         assert tensor.tensor_type == gguf.GGMLQuantizationType.F32
         return tensor.data
@@ -100,7 +103,16 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("gguf")
     for name, config in (("llava", LLAVA), ("qwen3", QWEN3)):
         make_checkpoint(folder / name, config)
+        for shard in (folder / name).glob("*.safetensors"):
+            save_file(told_apart(load_file(shard)), shard, metadata={"format": "pt"})
     return {name: folder / name for name in ("llava", "qwen3")}
+
+
+def told_apart(tensors: dict[str, Array]) -> dict[str, Array]:
+    """The tensors of a shard with other norms than 1 and other biases than 0, each its own."""
+    rng = np.random.default_rng(3)
+    vectors = {name: rng.normal(size=tensor.shape) for name, tensor in tensors.items() if tensor.ndim == 1}
+    return {**tensors, **{name: vector.astype(ml_dtypes.bfloat16) for name, vector in vectors.items()}}
 
 
 def numbered(names: set[str]) -> set[str]:
@@ -143,6 +155,8 @@ def test_qwen3s_tower_has_a_patch_embedding_for_each_frame_and_mergers_at_their_
     np.testing.assert_array_equal(tower.tensors["v.patch_embd.weight"], whole[:, :, 0])
     np.testing.assert_array_equal(tower.tensors["v.patch_embd.weight.1"], whole[:, :, 1])
     assert {int(name.split(".")[2]) for name in tower.tensors if "deepstack" in name} == {0, 2, 3}
+    # llama.cpp stretches the table of positions in fp32 alone.
+    assert "v.position_embd.weight" not in tower.halved and "v.blk.4.attn_qkv.weight" in tower.halved
     # 12 tensors in a block, 6 in a merger, and both weights, the bias and the table in front of them
     assert len(tower.tensors) == 5 * 12 + 4 * 6 + 4
     assert tower.fields["clip.projector_type"] == "qwen3vl_merger"
