@@ -41,6 +41,8 @@ from sinkprune.runtime.processor import processor_name
 REFERENCE = "openvino-genai bf16"
 # With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.
 PROMPT = "What is there on the old chair?"
+# 576 visual tokens in either; of these sides all engines make the same grid.
+_SIDE, _SIDES = 336, {"qwen3_vl": 768}
 _TABLE_WIDTH = 200
 # Where the system does not tell what is free
 _UNKNOWN = 1 << 34
@@ -56,10 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--folder", type=Path, required=True, help="for checkpoints and what engines make of them; gigabytes")
     add("--model", default="llava-1.1b", help="a preset, or a config.json of your own (default: llava-1.1b)")
-    add("--only", help="comma-separated: rows whose name holds one of these words (default: all)")
+    add("--only", help="comma-separated: rows whose name holds one of these words, or as FORM:WAY two (default: all)")
     add("--reference", default=REFERENCE, help=f"the form that others are compared with (default: {REFERENCE})")
     add("--prompt", default=PROMPT)
-    add("--side", type=int, default=336, help="pixels of the pictures' sides (default: 336)")
+    add(
+        "--side",
+        type=int,
+        help=f"pixels of the pictures' sides (default: {_SIDE}; {_SIDES['qwen3_vl']} for Qwen3-VL)",
+    )
     add("--new-tokens", type=int, default=16, help="length of every answer (default: 16)")
     add("--repeat", type=int, default=9, help="measured rounds (default: 9)")
     add("--warmup", type=int, default=1, help="rounds before them that do not count (default: 1)")
@@ -76,7 +82,7 @@ def _peers(arguments: Sequence[str] | None) -> None:
     least = {"--side": 28, "--new-tokens": 2, "--repeat": 1, "--warmup": 0, "--threads": 1}
     for name, least_count in least.items():
         found = getattr(options, name[2:].replace("-", "_"))
-        if found < least_count:
+        if found is not None and found < least_count:
             raise UsageError(f"{name} is {found}, expected at least {least_count}.")
     if options.json:
         check_writable(options.json, (".json",))
@@ -102,7 +108,8 @@ def _peers(arguments: Sequence[str] | None) -> None:
                 ready.append(form)
             except NotRunError as error:
                 not_run[form.label] = str(error)
-        plan = Plan(options.prompt, options.side, options.new_tokens, options.threads, options.repeat, options.warmup)
+        side = options.side or _SIDES.get(config["model_type"], _SIDE)
+        plan = Plan(options.prompt, side, options.new_tokens, options.threads, options.repeat, options.warmup)
         if options.prepare:
             ready = []
         free = int(options.memory_gb * 1e9) if options.memory_gb else int(0.9 * (available_bytes() or _UNKNOWN))
@@ -143,7 +150,7 @@ def model_config(model: str) -> tuple[str, Mapping[str, Any]]:
 def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) -> tuple[list[Form], dict[str, str]]:
     """The forms of all engines, less what `only` does not name; and engines that have none, with the reason.
 
-    A word of `only` may name an engine, a form or a way. The reference is always among them.
+    A word of `only` may name an engine, a form, a way, or as FORM:WAY both. The reference is always among them.
     """
     words = [word.strip() for word in (only or "").split(",") if word.strip()]
     forms: list[Form] = []
@@ -162,11 +169,17 @@ def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) ->
 
 
 def _kept(form: Form, words: Sequence[str], reference: str) -> Form | None:
-    """The form with those of its ways that the words name, or with all where they name the form."""
-    if form.label == reference or any(word in form.label for word in words):
-        return form
-    ways = tuple(way for way in form.ways if any(word in way for word in words))
-    return Form(form.engine, form.name, form.bits, ways) if ways else None
+    """The form with those of its ways that the words name; the reference has all unless they name some."""
+    named = [way for way in form.ways if any(_names(word, form.label, way) for word in words)]
+    if form.label == reference:
+        named = [way for way in form.ways if way == form.ways[0] or way in named or not named]
+    return Form(form.engine, form.name, form.bits, tuple(named)) if named else None
+
+
+def _names(word: str, label: str, way: str) -> bool:
+    """Whether a word of --only names a form, a way, or with a colon between them both."""
+    of_form, colon, of_way = word.partition(":")
+    return of_form in label and of_way in way if colon else word in label or word in way
 
 
 if __name__ == "__main__":

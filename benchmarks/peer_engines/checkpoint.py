@@ -33,6 +33,7 @@ _PROCESSORS = {
     "llava_next": ("LlavaNextProcessor", "LlavaNextImageProcessor"),
     "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLImageProcessor"),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor"),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor"),
 }
 """transformers' classes for whole prompts and for pictures, by `model_type`."""
 

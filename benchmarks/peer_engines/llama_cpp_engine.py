@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,13 +14,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from peer_engines import gguf_clip_tower, gguf_qwen3_tower
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
-from peer_engines.gguf_files import matrix_bytes, quantise, write_decoder, write_tower
+from peer_engines.gguf_decoder import write_decoder
+from peer_engines.gguf_files import matrix_bytes, quantise
+from sinkprune.export.checkpoint import read_json
 
 # Bits a weight, and the number of llama.cpp's `llama_ftype`; None is what is written first.
 _FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}
-_TOWER = "tower-BF16.gguf"
+_TOWERS: dict[str, Any] = {"llava": gguf_clip_tower, "qwen3_vl": gguf_qwen3_tower}
+"""The modules that write towers, by `model_type`."""
+_TOWER, _DECODER = "tower-BF16.gguf", "BF16.gguf"
 _ROWS = 256
 """Of the cache, beyond the picture's."""
 
@@ -30,32 +34,39 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """Three roundings of the decoder; the tower is bf16 in all."""
     need("llama_cpp", "llama-cpp-python")
     need("gguf", "gguf")
-    if config["model_type"] != "llava":
-        raise NotRunError("only LLaVA is written as GGUF here (gguf_files.py)")
+    if config["model_type"] not in _TOWERS:
+        raise NotRunError(f"only {' and '.join(_TOWERS)} are written as GGUF here (gguf_*_tower.py)")
     return [Form("llama_cpp", name, bits) for name, (bits, _) in _FORMS.items()]
 
 
 def prepare(form: Form, place: Path) -> None:
-    """Write tower and decoder, and have llama.cpp round the decoder."""
-    folder = place / "llama-cpp"
+    """Write the tower, and the decoder or what llama.cpp makes of it."""
+    folder, checkpoint, kind = place / "llama-cpp", place / "checkpoint", _FORMS[form.name][1]
     folder.mkdir(exist_ok=True)
-    kind = _FORMS[form.name][1]
-    steps: list[tuple[str, Any]] = [
-        (_TOWER, lambda path: write_tower(place / "checkpoint", path)),
-        ("BF16.gguf", lambda path: write_decoder(place / "checkpoint", path)),
-    ]
+    _make(folder / _TOWER, lambda path: _tower_module(checkpoint).write_tower(checkpoint, path))
+    decoder = folder / f"{form.name}.gguf"
+    if decoder.exists():
+        return
+    _make(folder / _DECODER, lambda path: write_decoder(checkpoint, path))
     if kind is not None:
-        steps.append((f"{form.name}.gguf", lambda path: _rounded(folder / "BF16.gguf", path, kind)))
-    for name, make in steps:
-        if not (folder / name).exists():
-            partial = folder / f"{name}.partial"
-            make(partial)
-            partial.rename(folder / name)
+        _make(decoder, lambda path: _rounded(folder / _DECODER, path, kind))
+
+
+def _make(path: Path, write: Callable[[Path], None]) -> None:
+    """Have a file written whole, unless it is there."""
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.partial")
+        write(partial)
+        partial.rename(path)
 
 
 def _rounded(source: Path, target: Path, kind: int) -> None:
     if quantise(source, target, kind, threads=2):
         raise NotRunError(f"llama.cpp could not make '{target.name}'")
+
+
+def _tower_module(checkpoint: Path) -> Any:
+    return _TOWERS[read_json(checkpoint, "config.json")["model_type"]]
 
 
 def load(form: Form, place: Path, threads: int) -> Loaded:
@@ -89,20 +100,23 @@ class _Model:
         llama_cpp.llama_backend_init()
         settings = llama_cpp.llama_model_default_params()
         self._model = _made(llama_cpp.llama_model_load_from_file(str(decoder).encode(), settings), decoder)
-        config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-        vision = config["vision_config"]
-        self._image = config["image_token_index"]
+        config = read_json(checkpoint, "config.json")
+        self._image = config["image_token_index" if "image_token_index" in config else "image_token_id"]
+        least, most = _tower_module(checkpoint).visual_tokens(checkpoint)
         own = llama_cpp.llama_context_default_params()
-        own.n_ctx = (vision["image_size"] // vision["patch_size"]) ** 2 + _ROWS
+        own.n_ctx = most + _ROWS
         own.n_batch = own.n_ctx
         own.n_threads = own.n_threads_batch = threads
         self._context = _made(llama_cpp.llama_init_from_model(self._model, own), decoder)
         tower_settings = mtmd_cpp.mtmd_context_params_default()
         tower_settings.use_gpu, tower_settings.n_threads = False, threads
         tower_settings.print_timings = False
+        # Its own limits are of all models of a kind; these are the checkpoint's.
+        tower_settings.image_min_tokens, tower_settings.image_max_tokens = least, most
         self._tower = _made(mtmd_cpp.mtmd_init_from_file(str(tower).encode(), self._model, tower_settings), tower)
         self._vocabulary = config["text_config"]["vocab_size"]
         self._batch = own.n_batch
+        self._ids = llama_cpp.llama_batch_init(own.n_batch, 0, 1)
         self._checkpoint = checkpoint
         self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
@@ -116,8 +130,7 @@ class _Model:
             chunk = self._chunk(picture, held)
             self._check(self._mtmd.mtmd_encode_chunk(self._tower, chunk))
             seen = time.perf_counter()
-            self._decode(words.before)
-            place = ctypes.c_int32(len(words.before))
+            place = ctypes.c_int32(self._decode(words.before, 0))
             states = self._mtmd.mtmd_get_output_embd(self._tower)
             self._check(
                 self._mtmd.mtmd_helper_decode_image_chunk(
@@ -126,11 +139,11 @@ class _Model:
                 )
             )  # fmt: skip
             rows = self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)
-        self._decode(words.behind)
+        position = self._decode(words.behind, place.value)
         tokens = [self._likeliest()]
         times = [time.perf_counter()]
         while len(tokens) < question.new_tokens:
-            self._decode(tokens[-1:])
+            position = self._decode(tokens[-1:], position)
             tokens.append(self._likeliest())
             times.append(time.perf_counter())
         ttft, vision = (times[0] - start) * 1e3, (seen - start) * 1e3
@@ -160,9 +173,15 @@ class _Model:
         kinds = [mtmd.mtmd_input_chunk_get_type(chunk) for chunk in found]
         return found[kinds.index(mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE)]
 
-    def _decode(self, ids: list[int]) -> None:
-        tokens = (ctypes.c_int32 * len(ids))(*ids)
-        self._check(self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(tokens, len(ids))))
+    def _decode(self, ids: list[int], position: int) -> int:
+        """Decode `ids` from a position on; returns the next. A picture may take fewer positions than rows."""
+        batch = self._ids
+        batch.n_tokens = len(ids)
+        for at, token in enumerate(ids):
+            batch.token[at], batch.pos[at] = token, position + at
+            batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, 0, at == len(ids) - 1
+        self._check(self._llama.llama_decode(self._context, batch))
+        return position + len(ids)
 
     def _likeliest(self) -> int:
         logits = self._llama.llama_get_logits_ith(self._context, -1)

@@ -1,6 +1,7 @@
 """onnxruntime-genai, which takes no model that is measured here.
 
-It knows no LLaVA. Of Qwen2.5-VL its builder makes the decoder alone; scripts for the tower are not in its wheel.
+It knows no LLaVA. Of Qwen2.5-VL and Qwen3-VL its builder makes the decoder alone, without DeepStack; scripts for the
+tower are not in its wheel.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     """None; the reason is said."""
     need("onnxruntime_genai", "onnxruntime-genai")
     kind, found = config["model_type"], f"onnxruntime-genai {version('onnxruntime-genai')}"
-    if kind == "qwen2_5_vl":
+    if kind in ("qwen2_5_vl", "qwen3_vl"):
         raise NotRunError(f"the builder of {found} makes the decoder of {kind} alone, no tower")
     raise NotRunError(f"{found} has no model of type {kind}")
 

@@ -10,7 +10,7 @@ import pytest
 import peers
 from peer_engines.engine import ENGINES, Form, NotRunError, need
 from peer_engines.process import Process
-from peer_shapes import LLAVA
+from peer_shapes import LLAVA, QWEN3
 
 OURS = "sinkprune ort-cpu fp32"
 
@@ -51,6 +51,17 @@ def test_words_choose_forms_and_ways_and_the_reference_stays() -> None:
     assert chosen[OURS] == ("retain-64",)
     assert {"transformers bf16", "transformers fp32"} <= chosen.keys()
     assert all(form.engine in ("sinkprune", "transformers") for form in forms)
+
+
+def test_a_form_and_a_way_in_one_word_are_one_row() -> None:
+    forms, _ = peers.wanted_forms(QWEN3, "openvino int8:prune-8, ort-cpu int4:none", OURS)
+    chosen = {form.label: form.ways for form in forms}
+    everything = ("none", "prune-66.7", "prune-77.8", "prune-80", "prune-88.9")
+    assert chosen[OURS] == everything
+    assert chosen["sinkprune openvino int8"] == ("prune-80", "prune-88.9")
+    assert chosen["sinkprune ort-cpu int4"] == ("none",) and len(chosen) == 3
+    forms, _ = peers.wanted_forms(QWEN3, f"{OURS}:prune-80", OURS)
+    assert [(form.label, form.ways) for form in forms] == [(OURS, ("none", "prune-80"))]
 
 
 def test_what_is_not_installed_is_named_with_its_package() -> None:
