@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sinkprune.contract.budgets import Budget
 from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, Engines, read_engines
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
@@ -120,23 +121,24 @@ def _check_consistent(path: Path, manifest: Manifest) -> None:
             raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
     cuts = {str(layer) for layer in manifest.cut_after}
     for name, plan in plans:
-        if plan.counts is None and (name not in manifest.budgets or not manifest.any_resolution):
+        kept, other = (plan.shares, plan.counts) if manifest.any_resolution else (plan.counts, plan.shares)
+        if kept is None or other is not None:
+            must = "shares and no counts" if manifest.any_resolution else "counts and no shares"
             raise BundleError(
-                f"'{path}' holds a plan at budget '{name}' without counts, and no shares to take instead. "
-                "Export the bundle again."
+                f"'{path}' holds a plan at budget '{name}' that must have {must}. Export the bundle again."
             )
         most = manifest.most_visual_tokens
-        chooses = plan.counts.kept != most if plan.counts else manifest.budgets[name].sanitizer
+        chooses = kept.sanitizer if isinstance(kept, Budget) else kept.kept != most
         if chooses and plan.sanitizer is None:
             raise BundleError(
                 f"'{path}' holds a plan at budget '{name}' that keeps some of the tokens, and no sanitizer to choose "
                 "them. Export the bundle again."
             )
-        stages = (plan.counts or manifest.budgets[name]).stages
-        if not cuts.issuperset(plan.select_after) or len(plan.select_after) != len(stages):
+        stages = len(kept.stages)
+        if not cuts.issuperset(plan.select_after) or len(plan.select_after) != stages:
             raise BundleError(
                 f"'{path}' holds a plan that selects after layers {', '.join(plan.select_after)} with "
-                f"{len(stages)} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
+                f"{stages} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
                 "Export the bundle again."
             )
     needed = [*BESIDE_GRAPHS, *(graph.file for graph in manifest.graphs.values())]

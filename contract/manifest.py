@@ -16,7 +16,7 @@ from sinkprune.contract.towers import Tower
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST = "bundle.json"
 EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from sinkprune.contract.budgets import UNPRUNED, Counts
+from sinkprune.contract.budgets import UNPRUNED, Budget, Counts
 from sinkprune.contract.errors import BudgetError
 
 
@@ -22,7 +22,23 @@ class Plan:
     """Whether survivors of a stage keep their position ids or are renumbered."""
     counts: Counts | None
     """The token counts its graphs realise on one group of this bundle's visual tokens; None where images differ in
-    theirs, and the graphs take the budget's shares of what they are given."""
+    theirs."""
+    shares: Budget | None
+    """The shares its graphs take of what they are given, where images differ in their number of visual tokens: the
+    budget's own, or those by which another method meets the budget's mean. None where `counts` says it."""
+
+    def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
+        """What its graphs keep of a picture of `groups` groups of `tokens` visual tokens each.
+
+        The counts, and of how many groups they are: a clip's frames may be sanitised as one.
+        """
+        if self.shares is not None:
+            if self.shares.frames == "together":
+                tokens, groups = tokens * groups, 1
+            return self.shares.resolve(tokens, groups), groups
+        if self.counts is None:
+            raise ValueError("a plan has counts or shares")
+        return self.counts.of_groups(groups), groups
 
     @property
     def graphs(self) -> list[str]:

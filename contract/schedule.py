@@ -78,16 +78,9 @@ def schedule(manifest: Manifest, method: str, budget: str, layouts: Sequence[Vis
     plan = manifest.plan(method, budget)
     if plan is None:
         return Schedule(None, tuple(PictureSchedule(len(layout.unpruned_rows), {}) for layout in layouts))
-    return Schedule(plan, tuple(_planned(manifest, plan, budget, layout) for layout in layouts))
+    return Schedule(plan, tuple(_planned(plan, layout) for layout in layouts))
 
 
-def _planned(manifest: Manifest, plan: Plan, budget: str, layout: VisualLayout) -> PictureSchedule:
-    tokens, groups = layout.tokens, layout.groups
-    if plan.counts is not None:
-        counts = plan.counts.of_groups(groups)
-    else:
-        shares = manifest.budgets[budget]
-        if shares.frames == "together":
-            tokens, groups = tokens * groups, 1
-        counts = shares.resolve(tokens, groups)
+def _planned(plan: Plan, layout: VisualLayout) -> PictureSchedule:
+    counts, groups = plan.keeps(layout.tokens, layout.groups)
     return PictureSchedule.of(counts, groups, plan.cuts)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sinkprune.contract.budgets import Budget
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.folders import check_replaceable, replacing
 from sinkprune.contract.manifest import (
@@ -93,7 +92,7 @@ def export_bundle(
             needs(memory, needed)
             built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
-            plans = _save_plans(root, planned, budgets, graphs)
+            plans = _save_plans(root, facts, planned, graphs)
             _save_embedding(root / EMBEDDING, family, precision, _reader(source, "embedding", progress))
             (root / TOKENIZER).write_text(source.text.tokenizer_json, encoding="utf-8")
             (root / CHAT_TEMPLATE).write_text(source.text.chat_template, encoding="utf-8")
@@ -211,15 +210,15 @@ def _reader(source: Source, what: str, progress: Progress) -> ReadTensor:
 
 def _save_plans(
     root: Path,
+    facts: PlanFacts,
     planned: Mapping[str, Mapping[str, PlanGraphs]],
-    budgets: Mapping[str, Budget],
     graphs: dict[str, GraphSpec],
 ) -> dict[str, dict[str, Plan]]:
     """Write the weightless graphs of every method and budget; their interfaces are added to `graphs`."""
     plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
     for method, by_budget in planned.items():
         for name, built in by_budget.items():
-            plans[method][name], own = save_plan(root, method, name, budgets[name], built)
+            plans[method][name], own = save_plan(root, facts, method, name, built)
             graphs |= own
     return plans
 

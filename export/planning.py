@@ -44,6 +44,11 @@ def plan_graphs(
             "option 'per-frame' is for clips of more than one group of frames. Leave it out, or export a family that "
             "takes video with a larger --max-frames."
         )
+    if facts.language_model.rope_sections and any(budget.positions == "compact" for budget in budgets.values()):
+        raise BudgetError(
+            "option 'compact' renumbers rows in line, and the positions of this family have several axes. "
+            "Leave the option out."
+        )
     planned: dict[str, dict[str, PlanGraphs]] = {method: {} for method in methods}
     unreachable: list[Unreachable] = []
     for (method, build), (name, budget) in product(builders.items(), budgets.items()):

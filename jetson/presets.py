@@ -85,6 +85,7 @@ def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Mani
             select_after={str(cut): f"select_after_{cut}" for cut in cuts},
             positions=shares.positions,
             counts=shares.resolve(facts.visual_tokens) if facts.visual_tokens else None,
+            shares=None if facts.visual_tokens else shares,
         )
         for budget, shares in budgets.items()
     }

@@ -53,13 +53,26 @@ def dart(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
     return tokens[index], index
 
 
-def visionzip(tokens: Array, norms: Array, salience: Array, k: int, *, filtered: bool = False) -> Kept:
-    """Dominant tokens by salience, then evenly spaced others, each with the mean of those most like it added."""
+def visionzip(
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    k: int,
+    *,
+    filtered: bool = False,
+    contextual: int | None = None,
+    beside: Array | None = None,
+) -> Kept:
+    """Dominant tokens by salience, then evenly spaced others, each with the mean of those most like it added.
+
+    `contextual` of the k are merged, 10/64 unless given. `beside` [N,E] is what goes with each token: it stands
+    behind its token in the rows that are given, and nothing is compared by it.
+    """
     n = len(tokens)
     outliers = largest(norms, max(1, -(-n // 100))) if filtered else []
     usable = [i for i in range(n) if i not in outliers]
     k = min(k, len(usable))
-    contextual = k * 10 // 64
+    contextual = k * 10 // 64 if contextual is None else contextual
     dominant = sorted(usable[i] for i in largest(salience[usable], k - contextual))
     rest = [i for i in usable if i not in dominant]
     targets = [rest[i * (len(rest) // contextual)] for i in range(contextual)]
@@ -69,10 +82,11 @@ def visionzip(tokens: Array, norms: Array, salience: Array, k: int, *, filtered:
         if targets and i not in targets:
             # max takes the first of equals
             members[max(targets, key=lambda target: similarity[i, target])].append(i)
-    rows = [tokens[i].astype(np.float64) for i in dominant]
+    whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
+    rows = [whole[i].astype(np.float64) for i in dominant]
     for target in targets:
-        mean = tokens[members[target]].astype(np.float64).mean(axis=0) if members[target] else 0.0
-        rows.append(tokens[target] + mean)
+        mean = whole[members[target]].astype(np.float64).mean(axis=0) if members[target] else 0.0
+        rows.append(whole[target] + mean)
     return np.array(rows).astype(tokens.dtype), [*dominant, *targets]
 
 

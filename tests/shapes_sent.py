@@ -48,13 +48,14 @@ class ShapesSent:
 def shapes_outside_optimisation_profiles(
     bundle: Bundle, prompts: Sequence[Sequence[tuple[int, int] | Clip]]
 ) -> list[tuple[str, Shapes]]:
-    """What no optimisation profile holds when prompts with images of those sizes, or clips, run at every budget."""
+    """What no optimisation profile holds when prompts with images of those sizes, or clips, run by every plan."""
     shapes_sent, options = ShapesSent(), {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     pipeline = Pipeline.load(bundle, wrap=shapes_sent)
     for sizes in prompts:
         images = [size if isinstance(size, Clip) else Image.new("RGB", size, (90, 60, 30)) for size in sizes]
-        for budget in ("none", *bundle.manifest.budgets):
-            pipeline.generate(images, "What?", budget=budget, **options)
+        plans = [(method, budget) for method, own in bundle.manifest.plans.items() for budget in own]
+        for method, budget in (("sinkpruner", "none"), *plans):
+            pipeline.generate(images, "What?", method=method, budget=budget, **options)
     return shapes_sent.outside_optimisation_profiles(bundle, Limits(64, NEW_TOKENS, bundle.manifest.max_images))
 
 

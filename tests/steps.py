@@ -67,9 +67,10 @@ def ask(
     budget: str,
     new_tokens: int,
     question: str | Sequence[str] = QUESTION,
+    method: str = "sinkpruner",
 ) -> tuple[Answer, Array]:
     """The answer, exactly `new_tokens` long, and the logits [new_tokens,vocab] of all its tokens."""
-    options = {"budget": budget, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    options = {"method": method, "budget": budget, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     steps = watched(pipeline, photo, question, **options)
     return steps.answer, np.stack(steps.logits)
 

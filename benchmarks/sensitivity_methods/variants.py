@@ -12,10 +12,9 @@ from itertools import pairwise
 
 from sinkprune.contract.budgets import Budget, Counts, prune_layers
 from sinkprune.contract.errors import BudgetError
-from sinkprune.export.methods.sinkpruner import build_counts
-from sinkprune.export.pruning.equal_mean import budget_mean, mean_tokens
+from sinkprune.export.methods.sinkpruner import build, build_after
+from sinkprune.export.pruning.equal_mean import budget_mean, mean_tokens, shares_of
 from sinkprune.export.pruning.plan import Method, PlanFacts, PlanGraphs
-from sinkprune.export.pruning.select import build_selects, every_text_row
 
 SHIFTS = {
     "all-earlier": (-1, -1, -1),
@@ -44,23 +43,22 @@ def _moved(shift: str, facts: PlanFacts, budget: Budget) -> PlanGraphs:
     cuts = moved_layers(shift, layers)
     if cuts is None:
         raise BudgetError(f"a decoder of {layers} layers cannot have its stages moved as '{shift}' says.")
-    counts, wanted = budget.resolve(facts.visual_tokens), budget_mean(facts, budget)
+    counts, wanted = budget.resolve(facts.nominal_tokens), budget_mean(facts, budget)
 
     def scaled(per_mille: int) -> Counts:
         stages = (max(1, (stage * per_mille + 500) // 1000) for stage in counts.stages)
         return replace(counts, stages=tuple(min(counts.kept, stage) for stage in stages))
 
     nearest = min(map(scaled, range(1, 4000)), key=lambda found: abs(mean_tokens(found, cuts, layers) - wanted))
-    sanitizer = build_counts(facts, budget, counts).sanitizer
-    return PlanGraphs(nearest, sanitizer, build_selects(facts, budget, cuts, nearest.stages, every_text_row))
+    return build_after(facts, shares_of(facts, budget, nearest), cuts)
 
 
 def _shared(percent: int, facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """As many places, `percent` of them for salient tokens and the others for diverse ones."""
-    counts = budget.resolve(facts.visual_tokens)
+    counts = budget.resolve(facts.nominal_tokens)
     places = counts.reserve + counts.diverse
     salient = places * percent // 100
-    return build_counts(facts, budget, replace(counts, reserve=salient, diverse=places - salient))
+    return build(facts, shares_of(facts, budget, replace(counts, reserve=salient, diverse=places - salient)))
 
 
 METHODS: dict[str, Method] = {

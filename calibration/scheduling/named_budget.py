@@ -83,7 +83,8 @@ def add_budget(
     with replacing(root, BUNDLE, _NEEDED_BYTES, "remove a budget", force=True) as new:
         for file in files:
             _link(root / file, new / file)
-        plan, own = save_plan(new, METHOD, name, budget, build_after(plan_facts(manifest), budget, cuts))
+        facts = plan_facts(manifest)
+        plan, own = save_plan(new, facts, METHOD, name, build_after(facts, budget, cuts))
         for spec in own.values():
             files[spec.file] = FileSpec((new / spec.file).stat().st_size, sha256(new / spec.file))
         added = replace(

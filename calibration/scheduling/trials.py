@@ -49,7 +49,7 @@ class Trials:
         Raises `BudgetError` for what cannot be built.
         """
         manifest = self.bundle.manifest
-        plan, graphs = save_plan(self._folder, TRIAL, name, budget, build_after(self.facts, budget, cuts))
+        plan, graphs = save_plan(self._folder, self.facts, TRIAL, name, build_after(self.facts, budget, cuts))
         for spec in graphs.values():
             path = self._folder / spec.file
             self._files[spec.file] = HeldFile(path, lambda reason: BundleError(f"a graph on trial {reason}"))
@@ -77,4 +77,5 @@ def plan_facts(manifest: Manifest) -> PlanFacts:
         groups=groups,
         images=manifest.max_images,
         joined=manifest.any_resolution and groups > 1,
+        deepstack=manifest.deepstack_width // outputs["tokens"][-1],
     )

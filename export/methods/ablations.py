@@ -7,31 +7,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sinkprune.contract.budgets import Budget, prune_layers
-from sinkprune.export.methods.sinkpruner import build_counts
-from sinkprune.export.pruning.equal_mean import scaled_stages, tokens_into_llm
+from sinkprune.export.methods.sinkpruner import build
+from sinkprune.export.pruning.equal_mean import scaled_stages, shares_of, tokens_into_llm
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 
 def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Every token goes to the LLM; the stages, scaled down alike, meet the mean."""
     cuts = prune_layers(facts.language_model.num_layers)
-    counts = scaled_stages(facts, budget, cuts, budget.resolve(facts.visual_tokens).stages)
-    return build_counts(facts, replace(budget, sanitizer=False), counts)
+    return build(facts, scaled_stages(facts, budget, cuts, budget.resolve(facts.nominal_tokens).stages))
 
 
 def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The sanitizer keeps the mean, salient and diverse tokens in the budget's proportion; no stage drops any."""
     sanitizing = replace(budget, sanitizer=True)
-    counts = sanitizing.resolve(facts.visual_tokens)
-    chosen = min(tokens_into_llm(facts, budget) - counts.sink, facts.visual_tokens - counts.outliers)
+    counts = sanitizing.resolve(facts.nominal_tokens)
+    chosen = min(tokens_into_llm(facts, budget) - counts.sink, facts.nominal_tokens - counts.outliers)
     diverse = chosen * counts.diverse // max(1, counts.reserve + counts.diverse)
-    return build_counts(facts, sanitizing, replace(counts, reserve=chosen - diverse, diverse=diverse, stages=()))
+    counts = replace(counts, reserve=chosen - diverse, diverse=diverse, stages=())
+    return build(facts, shares_of(facts, sanitizing, counts))
 
 
 def no_diversity(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The places of diverse tokens go to salient ones: duplicates are not avoided."""
-    counts = budget.resolve(facts.visual_tokens)
-    return build_counts(facts, budget, replace(counts, reserve=counts.reserve + counts.diverse, diverse=0))
+    counts = budget.resolve(facts.nominal_tokens)
+    return build(facts, shares_of(facts, budget, replace(counts, reserve=counts.reserve + counts.diverse, diverse=0)))
 
 
 def no_outlier_removal(facts: PlanFacts, budget: Budget) -> PlanGraphs:
@@ -55,7 +55,7 @@ METHODS = {
 
 def _without_sink(facts: PlanFacts, budget: Budget, without: Budget) -> PlanGraphs:
     """The plan of `without` that keeps as many tokens as `budget`, if there are as many."""
-    n = facts.visual_tokens
+    n = facts.nominal_tokens
     kept, counts = budget.resolve(n).kept, without.resolve(n)
     reserve = min(kept, n - counts.outliers) - counts.diverse
-    return build_counts(facts, without, replace(counts, reserve=reserve))
+    return build(facts, shares_of(facts, without, replace(counts, reserve=reserve)))

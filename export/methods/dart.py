@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts
-from sinkprune.export.pruning.equal_mean import tokens_into_llm
+from sinkprune.contract.budgets import Budget
+from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import cosines, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import ascending, give_tokens, largest, mask_of, new_sanitizer, smallest
+from sinkprune.export.pruning.shares import sanitizer_counts, vector
 
 PIVOTS = 4
 
@@ -23,20 +24,24 @@ def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
     Shares are equal but for one token; what an earlier pivot took is no candidate of a later one. Raster order.
     """
-    count = tokens_into_llm(facts, budget)
-    pivots = min(PIVOTS, count)
-    graph, features = new_sanitizer(facts)
+    kept = kept_before(facts, budget, diverse=tokens_into_llm(facts, budget))
+    most = facts.most_counts(kept).kept
+    facts.check_ranked(most)
+    graph, features = new_sanitizer(facts, kept)
     op = graph.op
+    count = sanitizer_counts(op, facts, kept, features.norms).diverse
+    pivots = op.Min(vector(count), [PIVOTS])
     chosen = largest(graph, features.norms, pivots)
     similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=ir.DataType.FLOAT)), chosen)
-    for pivot in range(pivots):
-        share = (count - pivots + pivots - 1 - pivot) // pivots
-        if share:
-            to_pivot = op.Squeeze(op.Slice(similarity, [pivot], [pivot + 1], [2]), [2])
-            free = op.Where(mask_of(graph, features, chosen), float("inf"), to_pivot)
-            chosen = op.Concat(chosen, smallest(graph, free, share), axis=1)
-    give_tokens(graph, facts, features, ascending(graph, chosen, count), count)
-    return PlanGraphs(Counts(outliers=0, sink=0, reserve=0, diverse=count, stages=()), graph)
+    # No image has a share for more pivots than the largest.
+    for pivot in range(min(PIVOTS, most - PIVOTS)):
+        # Where an image keeps fewer than there are pivots, the last stands for those it lacks, and its share is 0.
+        share = op.Max(op.Div(op.Sub(vector(count), [1 + pivot]), pivots), [0])
+        to_pivot = op.Squeeze(op.Gather(similarity, op.Min([pivot], op.Sub(pivots, [1])), axis=2), [2])
+        free = op.Where(mask_of(graph, features, chosen), float("inf"), to_pivot)
+        chosen = op.Concat(chosen, smallest(graph, free, share), axis=1)
+    give_tokens(graph, facts, kept, features, ascending(graph, chosen, count))
+    return PlanGraphs(kept, graph)
 
 
 METHODS = {"dart": build}

@@ -10,36 +10,40 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts
+from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import tokens_into_llm
+from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
 from sinkprune.export.pruning.functions import cosines, diversity_select, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import Features, ascending, give_tokens, mask_of, new_sanitizer, smallest
+from sinkprune.export.pruning.shares import sanitizer_counts, vector
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The tokens least similar to each other, in raster order."""
-    count = tokens_into_llm(facts, budget)
-    graph, features = new_sanitizer(facts)
+    kept = kept_before(facts, budget, diverse=tokens_into_llm(facts, budget))
+    most, batch = facts.most_counts(kept).kept, budget.diversity_group_size
+    facts.check_ranked(most)
+    graph, features = new_sanitizer(facts, kept)
     op = graph.op
-    index = _loneliest(graph, facts, features)
-    if count > 1:
-        function = diversity_select(rounds=-(-(count - 1) // budget.diversity_group_size), opset=facts.dialect.OPSET)
+    index = _loneliest(graph, features)
+    if most > 1:
+        function = diversity_select(rounds=-(-(most - 1) // batch), opset=facts.dialect.OPSET)
+        count = sanitizer_counts(op, facts, kept, features.norms).diverse
         candidate = op.Not(mask_of(graph, features, index))
-        others = op.call(function, features.tokens, candidate, index, [count - 1], batch=budget.diversity_group_size)
+        others = op.call(function, features.tokens, candidate, index, op.Sub(vector(count), [1]), batch=batch)
         index = ascending(graph, op.Concat(index, others, axis=1), count)
-    give_tokens(graph, facts, features, index, count)
-    return PlanGraphs(Counts(outliers=0, sink=0, reserve=0, diverse=count, stages=()), graph)
+    give_tokens(graph, facts, kept, features, index)
+    return PlanGraphs(kept, graph)
 
 
 METHODS = {"divprune": build}
 
 
-def _loneliest(graph: Graph, facts: PlanFacts, features: Features) -> ir.Value:
+def _loneliest(graph: Graph, features: Features) -> ir.Value:
     """[G,1]: the token whose largest cosine with another is smallest."""
     op = graph.op
-    place = op.Range(0, facts.visual_tokens, 1)
+    place = op.Range(0, op.Squeeze(op.Shape(features.norms, start=1, end=2)), 1)
     everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(features.norms))
     unit = unit_rows(op, op.Cast(features.tokens, to=ir.DataType.FLOAT))
     itself = op.Equal(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))

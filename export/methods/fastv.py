@@ -14,8 +14,8 @@ from sinkprune.export.pruning.select import build_selects, last_row
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the cut, then as many as meet the budget's mean."""
     cuts = scaled_layers((2,), facts.language_model.num_layers)
-    counts = scaled_stages(facts, budget, cuts, [facts.visual_tokens])
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, cuts, counts.stages, last_row))
+    kept = scaled_stages(facts, budget, cuts, [facts.nominal_tokens])
+    return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, last_row))
 
 
 METHODS = {"fastv": build}

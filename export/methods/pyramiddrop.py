@@ -16,8 +16,8 @@ from sinkprune.export.pruning.select import build_selects, last_row
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the first cut, then the same share of what is left after each."""
     cuts = scaled_layers((8, 16, 24), facts.language_model.num_layers)
-    counts = constant_ratio(facts, budget, cuts)
-    return PlanGraphs(counts, select_after=build_selects(facts, budget, cuts, counts.stages, last_row))
+    kept = constant_ratio(facts, budget, cuts)
+    return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, last_row))
 
 
 METHODS = {"pyramiddrop": build}

@@ -9,74 +9,41 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts, prune_layers
-from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.budgets import Budget, prune_layers
 from sinkprune.export.graph import Graph
 from sinkprune.export.pruning.functions import diversity_select, top_rho
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UpTo
-from sinkprune.export.pruning.sanitizer import ascending, gather_rows, give_rows, joined, largest, new_sanitizer
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import ascending, gather_rows, give_rows, largest, new_sanitizer
 from sinkprune.export.pruning.select import build_selects, every_text_row
-from sinkprune.export.pruning.shares import SanitizerCounts, fixed, shares_of, vector
+from sinkprune.export.pruning.shares import sanitizer_counts, vector
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The plan of `budget`: a sanitizer (unless the budget goes without) and a select after each prune layer."""
-    return build_after(facts, budget, _usual_cuts(facts, budget.stages))
+    return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else ())
 
 
 def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> PlanGraphs:
     """The plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
-    if isinstance(facts.tokens, UpTo):
-        return _build_shares(facts, budget, facts.tokens, cuts)
-    return _build_counts(facts, budget, budget.resolve(facts.tokens), cuts)
-
-
-def build_counts(facts: PlanFacts, budget: Budget, counts: Counts) -> PlanGraphs:
-    """The plan that keeps `counts`, with the options of `budget`."""
-    return _build_counts(facts, budget, counts, _usual_cuts(facts, counts.stages))
+    sanitizer = _sanitizer(facts, budget) if budget.sanitizer else None
+    return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row))
 
 
 METHODS = {"sinkpruner": build}
 
 
-def _build_counts(facts: PlanFacts, budget: Budget, counts: Counts, cuts: Sequence[int]) -> PlanGraphs:
-    selects = build_selects(facts, budget, cuts, counts.stages, every_text_row)
-    return PlanGraphs(counts, _sanitizer(facts, budget, fixed(counts, budget.diversity_group_size)), selects)
-
-
-def _build_shares(facts: PlanFacts, budget: Budget, tokens: UpTo, cuts: Sequence[int]) -> PlanGraphs:
-    """The plan that takes the shares of `budget` of as many tokens as an image has."""
-    if budget.positions == "compact" and facts.language_model.rope_sections:
-        raise BudgetError(
-            "option 'compact' renumbers rows in line, and the positions of this family have several axes. "
-            "Leave the option out."
-        )
-    in_group = tokens.most if budget.frames == "apart" else tokens.in_all
-    if budget.sanitizer:
-        most = budget.resolve(in_group)
-        facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
-    counts = shares_of(budget, in_group)
-    selects = build_selects(facts, budget, cuts, budget.stages, every_text_row)
-    return PlanGraphs(None, _sanitizer(facts, budget, counts), selects)
-
-
-def _usual_cuts(facts: PlanFacts, stages: Sequence[object]) -> tuple[int, ...]:
-    return prune_layers(facts.language_model.num_layers) if stages else ()
-
-
-def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Graph | None:
-    """`sanitizer` of the graph contract (method.md section 1); None where the budget goes without."""
-    if not budget.sanitizer:
-        return None
-    graph, features = new_sanitizer(facts)
-    as_one = facts.joined and budget.frames == "together"
-    tokens, norms, salience, rows = joined(graph, facts, features) if as_one else features
+def _sanitizer(facts: PlanFacts, budget: Budget) -> Graph:
+    """`sanitizer` of the graph contract (method.md section 1)."""
+    most = facts.most_counts(budget)
+    facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
+    graph, features = new_sanitizer(facts, budget)
+    tokens, norms, salience, rows = features
     op = graph.op
-    reserve, diverse = counts.of(op, norms)
+    reserve, diverse, _ = sanitizer_counts(op, facts, budget, norms)
 
     # 1, 2: outliers and their mean
     sink = outlier = None
-    if counts.outliers:
+    if most.outliers:
         sink, outlier = op.call(top_rho(facts.dialect.OPSET), norms, rows, per_mille=budget.outlier_per_mille)
         salience = op.Where(outlier, float("-inf"), salience)
 
@@ -85,23 +52,24 @@ def _sanitizer(facts: PlanFacts, budget: Budget, counts: SanitizerCounts) -> Gra
     index = ascending(graph, reserved, reserve)
 
     # 4: DIV, the tokens of LOW least like what is kept
-    if counts.rounds:
+    if most.diverse:
         ones = op.Expand(1, op.Shape(norms))
         free = op.ScatterElements(ones, reserved, op.Expand(0, op.Shape(reserved)), axis=1)
         candidate = op.Cast(free, to=ir.DataType.BOOL)
-        if counts.outliers:
+        if most.outliers:
             candidate = op.And(candidate, op.Not(outlier))
-        function = diversity_select(counts.rounds, opset=facts.dialect.OPSET)
-        chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=budget.diversity_group_size)
+        batch = budget.diversity_group_size
+        function = diversity_select(-(-most.diverse // batch), opset=facts.dialect.OPSET)
+        chosen = op.call(function, tokens, candidate, reserved, vector(diverse), batch=batch)
         index = op.Concat(index, chosen, axis=1)
 
     # 5: Z = [sink ; RES ; DIV]
     if budget.order == "raster":
         index = ascending(graph, index, op.Shape(index, start=1, end=2))
     kept = gather_rows(graph, rows, index)
-    if counts.sink:
+    if most.sink:
         first = largest(graph, norms, 1)
         kept = op.Concat(sink, kept, axis=1)
         index = op.Concat(first, index, axis=1)
-    give_rows(graph, facts, kept, index, counts.kept, 1 if as_one else "G")
+    give_rows(graph, facts, budget, kept, index)
     return graph

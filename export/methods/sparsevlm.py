@@ -16,9 +16,8 @@ from sinkprune.export.pruning.select import build_selects, text_like_the_image
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """All tokens up to the first cut, then the budget's stages, scaled down alike until its mean is met."""
     cuts = prune_layers(facts.language_model.num_layers)
-    counts = scaled_stages(facts, budget, cuts, budget.resolve(facts.visual_tokens).stages)
-    selects = build_selects(facts, budget, cuts, counts.stages, text_like_the_image)
-    return PlanGraphs(counts, select_after=selects)
+    kept = scaled_stages(facts, budget, cuts, budget.resolve(facts.nominal_tokens).stages)
+    return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, text_like_the_image))
 
 
 METHODS = {"sparsevlm": build}

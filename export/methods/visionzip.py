@@ -2,7 +2,7 @@
 high-norm filter, as SinkPruner's paper transfers it (method.md section 6).
 
 Of k tokens 10/64, rounded down, are contextual and the others dominant. VisionZip compares tokens by their attention
-keys; we have the tokens themselves.
+keys; we have the tokens themselves. What goes with a token is gathered and merged with it, and not compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.export.graph import Graph
-from sinkprune.export.pruning.equal_mean import UnreachableMean, tokens_into_llm
+from sinkprune.export.pruning.equal_mean import UnreachableMean, shares_of, tokens_into_llm
 from sinkprune.export.pruning.functions import cosines, top_rho, unit_rows
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.sanitizer import (
@@ -27,71 +27,82 @@ from sinkprune.export.pruning.sanitizer import (
     new_sanitizer,
     smallest,
 )
+from sinkprune.export.pruning.shares import Count, sanitizer_counts, vector
 
 _FLOAT = ir.DataType.FLOAT
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """Dominant tokens by salience; the others merged into contextual ones."""
-    return _build(facts, budget, outliers=0)
+    return _build(facts, replace(budget, sanitizer=True, remove_outliers=False), tokens_into_llm(facts, budget))
 
 
 def build_filtered(facts: PlanFacts, budget: Budget) -> PlanGraphs:
     """The same of what the top-rho tokens leave: they are neither kept nor merged."""
-    removing = replace(budget, sanitizer=True, remove_outliers=True)
-    return _build(facts, budget, removing.resolve(facts.visual_tokens).outliers)
+    removing = replace(budget, sanitizer=True, remove_outliers=True, aggregate=False)
+    left = facts.nominal_tokens - removing.resolve(facts.nominal_tokens).outliers
+    return _build(facts, removing, min(tokens_into_llm(facts, budget), left))
 
 
 METHODS = {"visionzip": build, "visionzip+filter": build_filtered}
 
 
-def _build(facts: PlanFacts, budget: Budget, outliers: int) -> PlanGraphs:
-    count = min(tokens_into_llm(facts, budget), facts.visual_tokens - outliers)
+def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
+    """The plan that keeps `count` of the nominal tokens."""
     if count < 1:
-        raise UnreachableMean(f"of {facts.visual_tokens} visual tokens the filter leaves none")
+        raise UnreachableMean(f"of {facts.nominal_tokens} visual tokens the filter leaves none")
     contextual = count * 10 // 64
-    dominant = count - contextual
-    graph, features = new_sanitizer(facts)
+    kept = shares_of(facts, options, Counts(0, 0, reserve=count - contextual, diverse=contextual, stages=()))
+    most = facts.most_counts(kept)
+    facts.check_ranked(max(most.kept, facts.most_at_once(kept) - most.outliers - most.reserve))
+
+    graph, features = new_sanitizer(facts, kept)
     op, salience, outlier = graph.op, features.salience, None
-    if outliers:
-        per_mille = budget.outlier_per_mille
-        function = top_rho(facts.dialect.OPSET)
+    counts = sanitizer_counts(op, facts, kept, features.norms)
+    if most.outliers:
+        function, per_mille = top_rho(facts.dialect.OPSET), kept.outlier_per_mille
         _, outlier = op.call(function, features.norms, features.tokens, per_mille=per_mille, _outputs=2)
         salience = op.Where(outlier, float("-inf"), salience)
-    index = in_every_group(graph, features, ascending(graph, largest(graph, salience, dominant), dominant))
-    rows = gather_rows(graph, features.tokens, index)
-    if contextual:
+    index = ascending(graph, largest(graph, salience, counts.reserve), counts.reserve)
+    index = in_every_group(graph, features, index)
+    rows = gather_rows(graph, features.rows, index)
+    if most.diverse:
         dropped = mask_of(graph, features, index)
-        unmerged = op.Or(dropped, outlier) if outliers else dropped
-        left = facts.visual_tokens - outliers - dominant
-        merged, targets = _merged(graph, facts, features, unmerged, left, contextual)
+        unmerged = dropped if outlier is None else op.Or(dropped, outlier)
+        merged, targets = _merged(graph, features, unmerged, counts.others, counts.diverse)
         index, rows = op.Concat(index, targets, axis=1), op.Concat(rows, merged, axis=1)
-    if budget.order == "raster":
-        order = smallest(graph, op.Cast(index, to=_FLOAT), count)
+    if kept.order == "raster":
+        order = smallest(graph, op.Cast(index, to=_FLOAT), op.Shape(index, start=1, end=2))
         index, rows = op.GatherElements(index, order, axis=1), gather_rows(graph, rows, order)
-    give_rows(graph, facts, rows, index, count)
-    return PlanGraphs(Counts(outliers, sink=0, reserve=dominant, diverse=contextual, stages=()), graph)
+    give_rows(graph, facts, kept, rows, index)
+    return PlanGraphs(kept, graph)
 
 
 def _merged(
-    graph: Graph, facts: PlanFacts, features: Features, taken: ir.Value, left: int, contextual: int
+    graph: Graph, features: Features, taken: ir.Value, left: Count, contextual: Count
 ) -> tuple[ir.Value, ir.Value]:
-    """The contextual tokens [G,C,D] and their index [G,C], of the `left` tokens of each group not in `taken` [G,N].
+    """The contextual rows [G,C,D'] and their index [G,C], of the `left` tokens of each group not in `taken` [G,N].
 
     Every `left // C`-th of these is a target. To it is added the mean of those of the others that are most similar
     to it. Sums are fp32.
     """
-    op, n = graph.op, facts.visual_tokens
-    place = op.Cast(op.Range(0, n, 1), to=_FLOAT)
-    rest = smallest(graph, op.Where(taken, float(n), place), left)
-    targets = op.Gather(rest, [number * (left // contextual) for number in range(contextual)], axis=1)
+    op = graph.op
+    tokens = op.Shape(features.norms, start=1, end=2)
+    place = op.Cast(op.Range(0, op.Squeeze(tokens), 1), to=_FLOAT)
+    rest = smallest(graph, op.Where(taken, op.Cast(tokens, to=_FLOAT), place), op.Max(vector(left), [1]))
+    # One target at least, which is cut off again below: nothing is most similar to none of them.
+    some = op.Max(vector(contextual), [1])
+    number = op.Range(0, op.Squeeze(some), 1)
+    targets = op.Gather(rest, op.Mul(number, op.Div(vector(left), some)), axis=1)
 
-    tokens = op.Cast(features.tokens, to=_FLOAT)
-    nearest = op.ArgMax(cosines(op, unit_rows(op, tokens), targets), axis=-1, keepdims=1)
-    joins = op.Equal(nearest, op.Unsqueeze(op.Range(0, contextual, 1), [0, 1]))
+    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    nearest = op.ArgMax(cosines(op, unit, targets), axis=-1, keepdims=1)
+    joins = op.Equal(nearest, op.Unsqueeze(number, [0, 1]))
     free = op.Not(op.Or(taken, mask_of(graph, features, targets)))
     member = op.Cast(op.And(joins, op.Unsqueeze(free, [-1])), to=_FLOAT)
-    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), tokens)
+    rows = op.Cast(features.rows, to=_FLOAT)
+    sums = op.MatMul(op.Transpose(member, perm=[0, 2, 1]), rows)
     sizes = op.Unsqueeze(op.ReduceSum(member, [1], keepdims=0), [-1])
-    merged = op.Add(gather_rows(graph, tokens, targets), op.Div(sums, op.Max(sizes, 1.0)))
+    merged = op.Add(gather_rows(graph, rows, targets), op.Div(sums, op.Max(sizes, 1.0)))
+    merged, targets = (op.Slice(x, [0], vector(contextual), [1]) for x in (merged, targets))
     return op.CastLike(merged, features.tokens), targets

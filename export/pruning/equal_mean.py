@@ -2,17 +2,19 @@
 
 A budget is a schedule of SinkPruner's. Its mean over the decoder's layers, each booked with the visual tokens it
 really ran on (method.md section 5, "input counting"), is what every other method must meet (section 6). Means are
-exact fractions: no count depends on how a machine rounds.
+exact fractions: no count depends on how a machine rounds. Counts here are of the model's nominal tokens
+(`PlanFacts.nominal_tokens`): those of each image, or parts per million of them where images differ in theirs.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import floor
 
-from sinkprune.contract.budgets import Budget, Counts, prune_layers
+from sinkprune.contract.budgets import Budget, Counts, Share, prune_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.pruning.plan import PlanFacts
@@ -33,15 +35,34 @@ def mean_tokens(counts: Counts, cuts: Sequence[int], num_layers: int) -> Fractio
 def budget_mean(facts: PlanFacts, budget: Budget) -> Fraction:
     """The mean that `budget` has under SinkPruner on this model."""
     layers = facts.language_model.num_layers
-    return mean_tokens(budget.resolve(facts.visual_tokens), prune_layers(layers), layers)
+    return mean_tokens(budget.resolve(facts.nominal_tokens), prune_layers(layers), layers)
+
+
+def shares_of(facts: PlanFacts, budget: Budget, counts: Counts) -> Budget:
+    """`budget` with the shares that `counts` are of the model's nominal tokens, all else as it is."""
+    n = facts.nominal_tokens
+    return replace(
+        budget,
+        reserve=Share(counts.reserve, n),
+        diverse=Share(counts.diverse, n),
+        stages=tuple(Share(stage, n) for stage in counts.stages),
+    )
+
+
+def kept_before(facts: PlanFacts, budget: Budget, *, reserve: int = 0, diverse: int = 0) -> Budget:
+    """The shares of a method that keeps so many of the nominal tokens before the LLM, and drops none in it."""
+    before = replace(budget, sanitizer=True, remove_outliers=False)
+    return shares_of(facts, before, Counts(outliers=0, sink=0, reserve=reserve, diverse=diverse, stages=()))
 
 
 def tokens_into_llm(facts: PlanFacts, budget: Budget) -> int:
-    """The tokens a method keeps of each group that drops tokens before the LLM only: the mean, rounded half up."""
-    return min(facts.visual_tokens, max(1, _round(budget_mean(facts, budget))))
+    """The nominal tokens a method keeps of each group that drops tokens before the LLM only: the mean, rounded half
+    up.
+    """
+    return min(facts.nominal_tokens, max(1, _round(budget_mean(facts, budget))))
 
 
-def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Counts:
+def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Budget:
     """All N tokens into the LLM, then `stages` after the layers `cuts`, scaled down alike until the mean is met."""
 
     def scaled(step: int) -> tuple[int, ...]:
@@ -50,39 +71,49 @@ def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages:
     return _nearest(facts, budget, cuts, scaled)
 
 
-def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Counts:
+def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
     """All N tokens into the LLM, then after each of the layers `cuts` the same share of what is left."""
 
     def shrunk(step: int) -> tuple[int, ...]:
         ratio = Fraction(step, _STEPS)
-        return tuple(_round(facts.visual_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
+        return tuple(_round(facts.nominal_tokens * ratio ** (stage + 1)) for stage in range(len(cuts)))
 
     return _nearest(facts, budget, cuts, shrunk)
 
 
 def _nearest(
     facts: PlanFacts, budget: Budget, cuts: Sequence[int], schedule: Callable[[int], tuple[int, ...]]
-) -> Counts:
-    """The schedule of nearest mean. `schedule` grows with its argument, from 0 to `_STEPS`; none keeps less than 1.
+) -> Budget:
+    """The shares of the schedule of nearest mean.
 
-    Raises `UnreachableMean` where even its smallest mean rounds to another count than the budget's.
+    `schedule`, of nominal tokens, grows with its argument, from 0 to `_STEPS`; none keeps less than 1. Raises
+    `UnreachableMean` where even its smallest mean rounds to another count than the budget's.
     """
     layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
 
     def counts(step: int) -> Counts:
         stages = tuple(max(1, stage) for stage in schedule(step))
-        return Counts(outliers=0, sink=0, reserve=facts.visual_tokens, diverse=0, stages=stages)
+        return Counts(outliers=0, sink=0, reserve=facts.nominal_tokens, diverse=0, stages=stages)
 
     def mean(step: int) -> Fraction:
         return mean_tokens(counts(step), cuts, layers)
 
     if mean(0) > wanted + Fraction(1, 2):
+        everything = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
         raise UnreachableMean(
-            f"layers 0 to {cuts[0]} run on all {facts.visual_tokens} visual tokens, so that the mean over "
-            f"{layers} layers is {float(mean(0)):.1f} at least; the budget's is {float(wanted):.1f}"
+            f"layers 0 to {cuts[0]} run on {everything} visual tokens, so that the mean over {layers} layers is "
+            f"{_told(facts, mean(0))} at least; the budget's is {_told(facts, wanted)}"
         )
     above = min(_STEPS, bisect_left(range(_STEPS + 1), wanted, key=mean))
-    return counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
+    nearest = counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
+    return shares_of(facts, replace(budget, sanitizer=False), nearest)
+
+
+def _told(facts: PlanFacts, mean: Fraction) -> str:
+    """A mean of the nominal tokens in words: tokens, or where images differ in theirs per cent of them."""
+    if isinstance(facts.tokens, int):
+        return f"{float(mean):.1f}"
+    return f"{float(100 * mean / facts.nominal_tokens):.1f} %"
 
 
 def _round(value: Fraction) -> int:

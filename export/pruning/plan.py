@@ -13,6 +13,8 @@ from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
 
+_MILLION = 1_000_000
+
 
 @dataclass(frozen=True)
 class UpTo:
@@ -52,14 +54,9 @@ class PlanFacts:
         return self.deepstack * self.visual_width
 
     @property
-    def visual_tokens(self) -> int:
-        """N, for methods that count when they are exported; raises `BudgetError` where images differ in theirs."""
-        if isinstance(self.tokens, UpTo):
-            raise BudgetError(
-                "images of this family differ in their number of visual tokens, and a method other than sinkpruner "
-                "fixes its counts when it is exported. Leave the others out of --methods."
-            )
-        return self.tokens
+    def nominal_tokens(self) -> int:
+        """N, or a million where images differ in theirs: counts of so many are parts per million of any image's."""
+        return _MILLION if isinstance(self.tokens, UpTo) else self.tokens
 
     @property
     def most_in_group(self) -> int:
@@ -75,6 +72,18 @@ class PlanFacts:
     def visual_dim(self) -> Dim:
         """N as the shape of a graph's tensor gives it."""
         return "N" if isinstance(self.tokens, UpTo) else self.tokens
+
+    def as_one(self, kept: Budget) -> bool:
+        """Whether the groups are sanitised as one."""
+        return self.joined and kept.frames == "together"
+
+    def most_at_once(self, kept: Budget) -> int:
+        """The most tokens that are sanitised at once."""
+        return self.most_visual_tokens if self.as_one(kept) else self.most_in_group
+
+    def most_counts(self, kept: Budget) -> Counts:
+        """What the shares `kept` are of the most tokens that are sanitised at once."""
+        return kept.resolve(self.most_at_once(kept))
 
     def check_ranked(self, count: int) -> None:
         """Refuse to keep `count` tokens of a picture in one step, if no TopK of TensorRT's gives as many.
@@ -101,8 +110,9 @@ class PlanFacts:
 class PlanGraphs:
     """The graphs of one method at one budget."""
 
-    counts: Counts | None
-    """What the graphs keep of one group's visual tokens; None where they take the budget's shares of each image's."""
+    kept: Budget
+    """The shares of an image's visual tokens that the graphs keep, and the options that they were built with: the
+    budget itself, or what meets its mean (`sinkprune.export.pruning.equal_mean`)."""
     sanitizer: Graph | None = None
     """The graph before the LLM, for methods that drop tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)

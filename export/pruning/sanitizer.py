@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+from sinkprune.contract.budgets import Budget
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.plan import PlanFacts
-from sinkprune.export.pruning.shares import Count, vector
+from sinkprune.export.pruning.shares import Count, rows_kept, vector
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
@@ -31,8 +32,8 @@ class Features(NamedTuple):
     """[G,N,D'] float: `tokens`, and beside each what goes with it and nothing is chosen by."""
 
 
-def new_sanitizer(facts: PlanFacts) -> tuple[Graph, Features]:
-    """An empty `sanitizer` and its inputs."""
+def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, Features]:
+    """An empty `sanitizer` that keeps the shares `kept`, and its inputs: of all groups as one where they are."""
     graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
     rows = tokens = graph.input("tokens", ["G", n, facts.visual_width])
     norms = graph.input("norms", ["G", n], _FLOAT)
@@ -40,18 +41,20 @@ def new_sanitizer(facts: PlanFacts) -> tuple[Graph, Features]:
     if facts.deepstack:
         # Gathered and averaged as one row, so that they cannot come apart.
         rows = graph.op.Concat(tokens, graph.input("deepstack", ["G", n, facts.deepstack_width]), axis=-1)
-    return graph, Features(tokens, norms, salience, rows)
+    features = Features(tokens, norms, salience, rows)
+    return graph, _joined(graph, facts, features) if facts.as_one(kept) else features
 
 
-def give_tokens(graph: Graph, facts: PlanFacts, features: Features, index: ir.Value, count: int) -> None:
-    """Output the tokens that `index` [G,count], or [1,count] for all groups alike, names, in its order."""
+def give_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: Features, index: ir.Value) -> None:
+    """Output the tokens that `index` [G,n0], or [1,n0] for all groups alike, names, in its order."""
     index = in_every_group(graph, features, index)
-    give_rows(graph, facts, gather_rows(graph, features.rows, index), index, count)
+    give_rows(graph, facts, kept, gather_rows(graph, features.rows, index), index)
 
 
-def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, count: Dim, groups: Dim = "G") -> None:
-    """Output `rows` [G,count,D'], of `Features.rows`, and the token each stands for, `index` [G,count]."""
-    width, beside = facts.visual_width, None
+def give_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value) -> None:
+    """Output `rows` [G,n0,D'], of `Features.rows`, and the token each stands for, `index` [G,n0]."""
+    count, width, beside = rows_kept(facts, kept), facts.visual_width, None
+    groups: Dim = 1 if facts.as_one(kept) else "G"
     if facts.deepstack:
         rows, beside = graph.op.Split(rows, [width, facts.deepstack_width], axis=-1, _outputs=2)
     graph.output("kept_tokens", rows, [groups, count, width])
@@ -60,22 +63,10 @@ def give_rows(graph: Graph, facts: PlanFacts, rows: ir.Value, index: ir.Value, c
         graph.output("kept_deepstack", beside, [groups, count, facts.deepstack_width])
 
 
-def joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
-    """All groups as one: [1,G*N,D] and [1,G*N]."""
-    op = graph.op
-    norms, salience = (op.Reshape(x, [1, -1]) for x in (features.norms, features.salience))
-    rows = tokens = op.Reshape(features.tokens, [1, -1, facts.visual_width])
-    if facts.deepstack:
-        rows = op.Reshape(features.rows, [1, -1, facts.visual_width + facts.deepstack_width])
-    return Features(tokens, norms, salience, rows)
-
-
 def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
     """`index` [1,K] or [G,K] as [G,K]."""
     op = graph.op
-    # G is read off every input, because TensorRT drops inputs that nobody reads.
-    groups = op.Max(*(op.Shape(feature, start=0, end=1) for feature in dict.fromkeys(features)))
-    return op.Expand(index, op.Concat(groups, [1], axis=0))
+    return op.Expand(index, op.Concat(op.Slice(_sizes(graph, features), [0], [1]), [1], axis=0))
 
 
 def gather_rows(graph: Graph, rows: ir.Value, index: ir.Value) -> ir.Value:
@@ -107,3 +98,25 @@ def mask_of(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
     op = graph.op
     nowhere = op.Expand(0, op.Shape(features.norms))
     return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=_BOOL)
+
+
+def _joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
+    """All groups as one: [1,G*N,D] and [1,G*N]."""
+    op = graph.op
+    tokens = op.ReduceProd(_sizes(graph, features), [0], keepdims=1)
+    flat = op.Concat([1], tokens, axis=0)
+
+    def rows_of(x: ir.Value, width: int) -> ir.Value:
+        return op.Reshape(x, op.Concat(flat, [width], axis=0))
+
+    norms, salience = (op.Reshape(x, flat) for x in (features.norms, features.salience))
+    rows = tokens = rows_of(features.tokens, facts.visual_width)
+    if facts.deepstack:
+        rows = rows_of(features.rows, facts.visual_width + facts.deepstack_width)
+    return Features(tokens, norms, salience, rows)
+
+
+def _sizes(graph: Graph, features: Features) -> ir.Value:
+    """[2] int64: G and N, read off every input, because TensorRT drops inputs that nobody reads."""
+    op = graph.op
+    return op.Max(*(op.Shape(feature, start=0, end=2) for feature in dict.fromkeys(features)))

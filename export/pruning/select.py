@@ -84,19 +84,20 @@ def text_like_the_image(graph: Graph, stage: Stage) -> Asked:
     return Asked(rows, op.Add(above, nobody))
 
 
-def build_selects(
-    facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int | Share], asking: Asking
-) -> dict[int, Graph]:
-    """A select after each of the layers `cuts` (0-based) that keeps as many visual rows of each group as its stage
+def build_selects(facts: PlanFacts, kept: Budget, cuts: Sequence[int], asking: Asking) -> dict[int, Graph]:
+    """A select after each of the layers `cuts` (0-based) that keeps the share of visual rows that its stage of `kept`
     says, by layer; raises `BudgetError` for more than TensorRT ranks.
     """
     selects = {}
+    stages: Sequence[int | Share] = kept.stages
+    if isinstance(facts.tokens, int):
+        stages = kept.resolve(facts.tokens).stages
     for layer, stage in zip(cuts, stages, strict=True):
         selects[layer] = Graph(f"select_after_{layer}", facts.precision, facts.dialect)
-        kept = of_all_groups(stage, facts)
-        facts.check_ranked(kept if isinstance(kept, int) else kept.of(facts.most_visual_tokens))
-        choice = best_of_each_image(facts.images) if facts.images > 1 else best(kept, facts.visual_dim)
-        build_select(selects[layer], facts.language_model, choice, budget, asking)
+        rows = of_all_groups(stage, facts)
+        facts.check_ranked(rows if isinstance(rows, int) else rows.of(facts.most_visual_tokens))
+        choice = best_of_each_image(facts.images) if facts.images > 1 else best(rows, facts.visual_dim)
+        build_select(selects[layer], facts.language_model, choice, kept, asking)
     return selects
 
 

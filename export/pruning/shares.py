@@ -6,12 +6,11 @@ in the same integers (method.md sections 1 to 3). `op` are the operators of a gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
-from sinkprune.contract.budgets import Budget, Counts, Share
+from sinkprune.contract.budgets import Budget, Share
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.plan import PlanFacts
 
@@ -25,37 +24,31 @@ def vector(count: Count) -> list[int] | ir.Value:
 
 
 class SanitizerCounts(NamedTuple):
-    """What a sanitizer keeps."""
+    """What a sanitizer keeps of each group."""
 
-    outliers: bool
-    """Whether high-norm tokens are taken out."""
-    sink: bool
-    """Whether their mean takes the first place."""
-    of: Callable[[Any, ir.Value], tuple[Count, Count]]
-    """k_res and k_div in a graph with operators `op`, for an image of `norms` [G,N]."""
-    rounds: int
-    """Rounds of DIV that are enough for every image; 0 where there is no DIV."""
-    kept: Dim
-    """n0."""
+    reserve: Count
+    """k_res."""
+    diverse: Count
+    """k_div."""
+    others: Count
+    """How many tokens are neither outliers nor among the k_res."""
 
 
-def fixed(counts: Counts, batch: int) -> SanitizerCounts:
-    """The same counts for every image."""
-    rounds, both = -(-counts.diverse // batch), (counts.reserve, counts.diverse)
-    return SanitizerCounts(bool(counts.outliers), bool(counts.sink), lambda op, norms: both, rounds, counts.kept)
+def sanitizer_counts(op: Any, facts: PlanFacts, kept: Budget, norms: ir.Value) -> SanitizerCounts:
+    """What the shares `kept` are of the tokens of `norms` [G,N]."""
+    if isinstance(facts.tokens, int):
+        counts = kept.resolve(facts.tokens)
+        return SanitizerCounts(counts.reserve, counts.diverse, facts.tokens - counts.outliers - counts.reserve)
+    tokens = op.Shape(norms, start=1, end=2)
+    low = op.Sub(tokens, outliers(op, tokens, [kept.outlier_per_mille])) if kept.remove_outliers else tokens
+    reserve = op.Min(_share(op, tokens, kept.reserve), low)
+    others = op.Sub(low, reserve)
+    return SanitizerCounts(reserve, op.Min(_share(op, tokens, kept.diverse), others), others)
 
 
-def shares_of(budget: Budget, most: int) -> SanitizerCounts:
-    """The shares of `budget`, for images of at most `most` visual tokens."""
-
-    def of(op: Any, norms: ir.Value) -> tuple[Count, Count]:
-        tokens = op.Shape(norms, start=1, end=2)
-        low = op.Sub(tokens, outliers(op, tokens, [budget.outlier_per_mille])) if budget.remove_outliers else tokens
-        reserve = op.Min(_share(op, tokens, budget.reserve), low)
-        return reserve, op.Min(_share(op, tokens, budget.diverse), op.Sub(low, reserve))
-
-    counts = budget.resolve(most)
-    return fixed(counts, budget.diversity_group_size)._replace(of=of, kept="n0")
+def rows_kept(facts: PlanFacts, kept: Budget) -> Dim:
+    """n0, the rows that a sanitizer of the shares `kept` gives of each group, as the shape of a tensor says it."""
+    return kept.resolve(facts.tokens).kept if isinstance(facts.tokens, int) else "n0"
 
 
 def outliers(op: Any, tokens: ir.Value, per_mille: ir.Value | list[int]) -> ir.Value:
@@ -66,7 +59,7 @@ def outliers(op: Any, tokens: ir.Value, per_mille: ir.Value | list[int]) -> ir.V
 def of_all_groups(kept: int | Share, facts: PlanFacts) -> int | Share:
     """What survives a stage of all groups of an image; a count `kept` is that of one."""
     # Groups are counted in the graph: so many of each are a share of what all of them had.
-    return Share(kept, facts.visual_tokens) if isinstance(kept, int) and facts.groups > 1 else kept
+    return Share(kept, facts.nominal_tokens) if isinstance(kept, int) and facts.groups > 1 else kept
 
 
 def surviving(graph: Graph, rows: ir.Value, kept: int | Share, tokens: Dim) -> ir.Value:

@@ -156,8 +156,8 @@ def test_an_older_format_is_refused_with_the_command_that_makes_it_again(version
 
 
 def test_a_newer_version_is_refused_as_such_even_with_fields_nobody_knows(copied: Path) -> None:
-    write_data(copied, {"format_version": 6, "new": {}})
-    assert "format version 6" in refusal(copied)
+    write_data(copied, {"format_version": FORMAT_VERSION + 1, "new": {}})
+    assert f"format version {FORMAT_VERSION + 1}" in refusal(copied)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Manifest)])

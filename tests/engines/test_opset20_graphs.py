@@ -13,6 +13,7 @@ import pytest
 
 from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, QWEN_CONFIG, export_random
 from sinkprune.engines.trt10_checker import check_trt10
+from sinkprune.export.methods import all_methods
 
 LLAVA = ("retain-64", "retain-32+visual-keys+compact")
 NEXT = ("retain-320", "retain-160+raster+visual-keys+compact")
@@ -27,6 +28,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2.5-vl, several images": (QWEN_CONFIG, {"budgets": QWEN, "max_images": 2, **PIXELS}),
     "qwen2.5-vl, video": (QWEN_CONFIG, {"budgets": CLIPS, "max_frames": 8, **PIXELS}),
     "qwen2-vl, video": (QWEN2_CONFIG, {"budgets": CLIPS, "max_frames": 8, **PIXELS}),
+    "qwen3-vl, every method": (
+        QWEN3_CONFIG,
+        {"budgets": ("prune-66.7", "prune-66.7+raster"), "methods": tuple(all_methods()), "max_frames": 8, **PIXELS},
+    ),
     "qwen3-vl, video, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }
 

@@ -15,7 +15,15 @@ from heads_of_64 import QWEN3_CONFIG, export_random
 from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.engines_manifest import Range, read_engines
+from sinkprune.contract.engines_manifest import Limits, Range, read_engines
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.progress import SILENT
+from sinkprune.engines.targets import Job
+from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends.models import Model
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
 OPTIONS: dict[str, Any] = {"budgets": BUDGETS[:1], "max_pixels": 491520, "max_frames": 8}
@@ -36,6 +44,28 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
         Range((1, 1, 384), (1, 1, 384), (1, 2, 384)),
     )
     assert all("deepstack" not in built[f"decoder_{number}"].optimisation_profiles["decode"] for number in (1, 2, 3))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
+@pytest.mark.parametrize("dialect", ["opset24", pytest.param("opset20", marks=pytest.mark.slow)])
+def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "budgets": ("prune-66.7",), "methods": tuple(all_methods())}
+    bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **options)
+    profiles = optimisation_profiles(bundle.manifest, Limits(64, 8, 1))
+    for graph in (graph for plans in bundle.manifest.plans.values() for graph in plans["prune-66.7"].graphs):
+        job = Job(Model.of_bundle(bundle, graph), profiles[graph])
+        built = TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT)
+        assert [*built.optimisation_profiles] == [*profiles[graph]]
+
+
+def test_every_shape_of_every_method_lies_in_an_optimisation_profile(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    request = ExportRequest(str(checkpoint("qwen3-vl")), ("prune-66.7",), tuple(all_methods()), max_frames=4)
+    export_bundle(request, tmp_path / "bundle")
+    clip = Clip([Image.new("RGB", (170, 140), (90, 60, 30))] * 4, fps=2)
+    opened = read_bundle(tmp_path / "bundle")
+    assert not shapes_outside_optimisation_profiles(opened, [[clip], [(64, 64)], [(768, 640)]])
 
 
 def test_every_shape_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:

@@ -41,10 +41,11 @@ def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
     return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24)
 
 
-def realised(plan: PlanGraphs, num_layers: int) -> Fraction:
-    """The mean over layers, counted layer by layer."""
-    stages = dict(zip(plan.select_after, plan.counts.stages, strict=True))
-    visible, layers = plan.counts.kept, []
+def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:
+    """The mean over layers, counted layer by layer, of an image of so many tokens."""
+    counts = plan.kept.resolve(visual_tokens)
+    stages = dict(zip(plan.select_after, counts.stages, strict=True))
+    visible, layers = counts.kept, []
     for layer in range(num_layers):
         layers.append(visible)
         visible = min(visible, stages.get(layer, visible))
@@ -65,7 +66,7 @@ def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_to
             assert f"the budget's is {float(wanted):.1f}" in str(error)
             continue
         reached += 1
-        assert abs(realised(plan, num_layers) - wanted) <= Fraction(1, 2), name
+        assert abs(realised(plan, num_layers, visual_tokens) - wanted) <= Fraction(1, 2), name
         if name in MEANS and (num_layers, visual_tokens) == (32, 576):
             assert float(wanted) == pytest.approx(MEANS[name], abs=0.05)
     assert reached >= 1
@@ -95,7 +96,7 @@ def test_what_llava_7b_cannot_reach_is_said_with_both_means(method: str, unreach
 
 def test_schedules_of_llava_7b() -> None:
     counts = {
-        method: [all_methods()[method](facts(), parse_budget("llava", name)).counts for name in names]
+        method: [all_methods()[method](facts(), parse_budget("llava", name)).kept.resolve(576) for name in names]
         for method, names in {
             "uniform": ["retain-128", "retain-64"],
             "fastv": ["retain-128", "retain-64"],
@@ -119,7 +120,7 @@ def test_pyramiddrop_halves_where_halving_meets_the_mean() -> None:
     stages = tuple(Share(stage, 576) for stage in (304, 280, 230))
     budget = replace(parse_budget("llava", "retain-64+no-sanitizer"), stages=stages)
     assert mean_tokens(budget.resolve(576), (2, 6, 15), 32) == mean_tokens(halved, (8, 16, 24), 32)
-    assert constant_ratio(facts(), budget, (8, 16, 24)).stages == halved.stages
+    assert constant_ratio(facts(), budget, (8, 16, 24)).resolve(576) == halved
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -131,11 +132,12 @@ def test_nearest_schedules_on_any_model(num_layers: int, visual_tokens: int, nam
     wanted = mean_tokens(own, cuts, num_layers)
     before = tokens_into_llm(model, budget)
     assert abs(before - wanted) <= Fraction(1, 2)
-    for schedule in (
+    for shares in (
         (scaled_stages(model, budget, cuts, own.stages), constant_ratio(model, budget, cuts))
         if (wanted >= mean_tokens(Counts(0, 0, visual_tokens, 0, (1, 1, 1)), cuts, num_layers))
         else ()
     ):
+        schedule = shares.resolve(visual_tokens)
         assert abs(mean_tokens(schedule, cuts, num_layers) - wanted) <= Fraction(1, 2)
         assert list(schedule.stages) == sorted(schedule.stages, reverse=True)
         assert schedule.stages[-1] >= 1
@@ -144,7 +146,7 @@ def test_nearest_schedules_on_any_model(num_layers: int, visual_tokens: int, nam
 def test_ablations_take_out_one_part_each() -> None:
     budget = parse_budget("llava", "retain-64")
     plans = {part: all_methods()[f"sinkpruner-{part}"](facts(), budget) for part in _PARTS}
-    assert {part: plan.counts for part, plan in plans.items()} == _PARTS
+    assert {part: plan.kept.resolve(576) for part, plan in plans.items()} == _PARTS
     assert {part for part, plan in plans.items() if plan.sanitizer is None} == {"no-sanitizer"}
     assert {part for part, plan in plans.items() if not plan.select_after} == {"no-text-pruner"}
 

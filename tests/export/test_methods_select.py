@@ -169,4 +169,4 @@ def test_methods_ask_the_rows_they_should(method: str) -> None:
     out = graphs.loaded(graph)(**inputs, visual_index=np.array(visual), text_index=np.array(text))
     asking = asking_rows(method, inputs["hidden"][0], visual, text)
     scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
-    assert out["keep_index"].tolist() == reference.keep_rows(scores, 610, visual, plan.counts.stages[0])
+    assert out["keep_index"].tolist() == reference.keep_rows(scores, 610, visual, plan.kept.resolve(576).stages[0])

@@ -12,7 +12,8 @@ import reference
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 from sinkprune.export.dialects import opset24
-from sinkprune.export.methods import all_methods, load_method
+from sinkprune.export.methods import load_method
+from sinkprune.export.planning import plan_graphs
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, UpTo
 
@@ -37,7 +38,7 @@ def facts(most: int = 480, precision: str = "fp32", images: int = 1) -> PlanFact
 def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision: str) -> None:
     budget = parse_budget("qwen2.5-vl", name)
     plan = load_method("sinkpruner")(facts(480, precision), budget)
-    assert plan.counts is None and plan.sanitizer is not None
+    assert plan.kept == budget and plan.sanitizer is not None
     run, draw = graphs.loaded(plan.sanitizer), np.random.default_rng(0)
     for n in (1, 2, 3, 4, 19, 20, 21, 99, 101, 320, 480):
         tokens = draw.standard_normal((1, n, D)).astype(PRECISIONS[precision].numpy)
@@ -133,14 +134,6 @@ def test_an_image_of_many_tiles_can_be_too_much_to_rank() -> None:
     assert load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-160")).sanitizer is not None
 
 
-def test_methods_that_count_at_export_are_refused_with_the_reason() -> None:
-    budget = parse_budget("qwen2.5-vl", "prune-77.8")
-    deep = replace(facts(), language_model=replace(MODEL, num_layers=32))
-    for method in set(all_methods()) - {"sinkpruner"}:
-        with pytest.raises(BudgetError, match=r"differ in their number of visual tokens.*--methods"):
-            load_method(method)(deep, budget)
-
-
 def test_compact_positions_are_refused_where_positions_have_axes() -> None:
     with pytest.raises(BudgetError, match=r"'compact'.*several axes"):
-        load_method("sinkpruner")(facts(), parse_budget("qwen2.5-vl", "prune-77.8+compact"))
+        plan_graphs(facts(), ["fastv"], {"c": parse_budget("qwen2.5-vl", "prune-77.8+compact")}, print)

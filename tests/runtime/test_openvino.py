@@ -74,10 +74,15 @@ def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
         assert_equal(ours, theirs, photo, budget=budget)
 
 
-def test_every_method_keeps_the_same(checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "budgets"), [("gqa-112", ("retain-192", "retain-64+compact")), ("qwen3-vl", ("prune-66.7",))]
+)
+def test_every_method_keeps_the_same(
+    name: str, budgets: tuple[str, ...], checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
     """With options that change a plan's graphs, and the functions that they call."""
-    budgets, methods = ("retain-192", "retain-64+compact"), tuple(all_methods())
-    export_bundle(ExportRequest(str(checkpoint("gqa-112")), budgets=budgets, methods=methods), tmp_path / "bundle")
+    request = ExportRequest(str(checkpoint(name)), budgets=budgets, methods=tuple(all_methods()))
+    export_bundle(request, tmp_path / "bundle")
     theirs = Pipeline.load(tmp_path / "bundle")
     ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
     for method, plans in theirs.bundle.manifest.plans.items():

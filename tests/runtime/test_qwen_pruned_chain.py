@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from conftest import QWEN_SHAPES
 from masking import Sequence, embedded, masked_forward
+from qwen_sequences import qwen_sequence
 from reference import beside_kept, sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import PruningError
 from sinkprune.contract.families import parse_budget
-from steps import ask, deepstack_output, patch_grid, tower_output
+from steps import ask, deepstack_output, tower_output
 
 PROMPT = "Which colour is the cup?"
 NEW_TOKENS = 6
@@ -61,23 +61,7 @@ def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: st
     if beside is not None:
         sink = options.sanitizer and options.remove_outliers
         beside = beside_kept(beside[:, 0], norms, index, sink=sink)
-    question = pipe.prompts.encode(["", PROMPT])
-    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
-    token = model.config.image_token_id
-    ids = torch.tensor([[*question.texts[0], *[token] * n, *question.texts[-1]]])
-    positions, _ = model.model.get_rope_index(ids, (ids == token).int(), torch.tensor([patch_grid(pipe, image)]))
-    start = len(before)
-    rows = [*range(start), *(start + np.array(index)), *range(start + n, ids.shape[1])]
-    end = start + len(index)
-    sequence = Sequence(
-        np.concatenate([before, tokens, after]),
-        list(range(start, end)),
-        list(range(end, len(rows))),
-        positions[:, 0, rows].numpy(),
-        "qwen2.5-vl",
-        deepstack=beside,
-    )
-    return sequence, index
+    return qwen_sequence(model, pipe, image, PROMPT, tokens, index, beside), index
 
 
 def stages_of(name: str, budget: str, tokens: int) -> dict[int, int]:
