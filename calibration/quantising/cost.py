@@ -19,8 +19,8 @@ _FIXED_BYTES = 600 << 20
 _PACKED = 2
 """How often a float is held by the engine: read, and packed."""
 _ROUNDING_PRODUCTS, _ROUNDING_OUTPUTS, _ROUNDING_BYTES = 12, 10 * 2048, 28
-"""Products of the errors with X^T X that rounding a matrix takes as long as: eight, and all else; floats that it takes
-for each input; and bytes beside for each value of X^T X, while that is inverted."""
+"""Products of the errors with X^T X that rounding a matrix takes as long as: eight, and all else; floats that it
+takes for each input; and bytes beside for each value of X^T X, while that is inverted."""
 _SAMPLE, _TRIES = 1024, 8
 
 
