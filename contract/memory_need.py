@@ -149,9 +149,9 @@ def _need(
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
     cache = cache_bytes(manifest, rows, tokens)
-    activations = _decoder_bytes(manifest, max(rows.per_layer(manifest.language_model.num_layers)) + tokens) + max(
-        (_tower_bytes(manifest, one) for one in layouts), default=0
-    )
+    given = max(rows.per_layer(manifest.language_model.num_layers)) + tokens
+    activations = decoder_bytes(manifest, given) + _deepstack_bytes(manifest, layouts, given)
+    activations += max((tower_bytes(manifest, one) for one in layouts), default=0)
     return MemoryNeed(round(held), round(loading), round(_SPARE * cache), round(_SPARE * activations), fixed)
 
 
@@ -172,14 +172,21 @@ def told_need(need: MemoryNeed, free: int) -> str:
     return f"needs {need.told}" + (f", {gigabytes(free)} are free" if free else "")
 
 
-def _decoder_bytes(manifest: Manifest, rows: int) -> int:
+def decoder_bytes(manifest: Manifest, rows: int) -> int:
     """One layer's states on `rows` rows in fp32, and its attention: two matrices of all heads."""
     lm = manifest.language_model
     states = 4 * lm.hidden_size + 3 * lm.intermediate_size + 4 * lm.num_heads * lm.head_dim
     return 4 * (rows * states + 2 * lm.num_heads * rows**2)
 
 
-def _tower_bytes(manifest: Manifest, layout: VisualLayout) -> int:
+def _deepstack_bytes(manifest: Manifest, layouts: Sequence[VisualLayout], rows: int) -> int:
+    """What the tower gives beside its tokens, and the first layers take beside their `rows`: whole, and split by
+    layer."""
+    seen = sum(layout.all_tokens for layout in layouts)
+    return (seen + 2 * rows) * manifest.deepstack_width * DTYPES[manifest.precision].itemsize
+
+
+def tower_bytes(manifest: Manifest, layout: VisualLayout) -> int:
     """The same of a block of the vision tower, whose groups are seen at once and apart from each other."""
     tower, rows = manifest.vision, layout.tokens * manifest.vision.patches_per_token
     states = 6 * tower.hidden_size + 3 * tower.intermediate_size

@@ -8,7 +8,9 @@ arXiv:2210.17323, in the form of arXiv:2307.13304), and then again for those of 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,64 +23,103 @@ _DAMPING = 0.01
 """What is added to every input's product with itself, of their mean: inputs that were not seen have a price too."""
 _SWEEPS = 4
 """How often all codes are chosen again; later ones gain next to nothing."""
-_INPUTS, _OUTPUTS = 64, 2048
+_INPUTS, _OUTPUTS = 128, 2048
 """How many inputs share a product with the errors of all, and how many outputs are rounded at a time."""
 
 
-def calibrated(weight: Array, products: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
-    """`weight` [outputs,inputs] in the codes and scales of `rounded`, chosen for inputs of these `products`.
+class Inputs:
+    """What layers are given, as rounding their matrices needs it. Layers that are given the same share one."""
 
-    `products` [inputs,inputs] is X^T X of the layer's inputs X. On X no output is further off than to the nearest.
+    def __init__(self, products: Array) -> None:
+        """`products` [inputs,inputs] fp32 is X^T X of the inputs X."""
+        self.products = products
+        """X^T X."""
+        added = _DAMPING * float(np.diag(products).mean())
+        # Where nothing was seen at all, all inputs count alike.
+        self._added = np.float32(added if added > 0 else 1)
+        self.squares: Array = np.diag(products) + self._added
+        """[inputs]: what each input's error costs by itself."""
+
+    def of_all_others(self, rows: slice) -> Array:
+        """[rows,inputs], what these inputs must make up for of the errors of all others as they are."""
+        feedback: Array = self.products[rows] / self.squares[rows, None]
+        feedback[:, rows][np.diag_indices(len(feedback))] = 0
+        return feedback
+
+    def of_those_before(self, rows: slice) -> Array:
+        """[rows,rows.stop], what these inputs must make up for of the errors of those before, if those behind make up
+        for theirs."""
+        return self._before[rows, : rows.stop]
+
+    @cached_property
+    def _before(self) -> Array:
+        """[inputs,inputs] U^T - 1 of U D U^T, with U upper and unit triangular."""
+        flipped = self.products[::-1, ::-1].astype(np.float64)
+        flipped[np.diag_indices_from(flipped)] = self.squares[::-1]
+        lower = np.linalg.cholesky(flipped)
+        del flipped
+        lower /= np.diag(lower).copy()
+        feedback = lower[::-1, ::-1].T.astype(np.float32)
+        np.fill_diagonal(feedback, 0)
+        return feedback
+
+
+class Off(NamedTuple):
+    """How far a rounded layer's outputs are off on the inputs that were seen, as sums over all."""
+
+    square: float
+    """Of the squares of their errors."""
+    along: float
+    """Of the products of the errors with the outputs themselves."""
+
+
+class Calibrated(NamedTuple):
+    """A matrix, rounded for inputs that were seen."""
+
+    rounded: Rounded
+    length: float
+    """The sum of the squares of the layer's outputs on those inputs, without a bias."""
+    off: Off
+    nearest_off: Off
+    """If every weight had been rounded to the nearest."""
+
+
+def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.dtype[Any]) -> Calibrated:
+    """`weight` [outputs,inputs] in the codes and scales of `rounded`, chosen for what its layer is given.
+
+    On those no output is further off than to the nearest.
     """
-    nearest = rounded(weight, most, block, dtype)
-    damped = _damped(products)
-    before, all_others = _of_those_before(damped), _of_all_others(damped)
-    codes, scales = np.empty_like(nearest.codes), np.empty_like(nearest.scales)
+    best = rounded(weight, most, block, dtype)
+    sums = np.zeros(5)
     for start in range(0, len(weight), _OUTPUTS):
         rows = slice(start, start + _OUTPUTS)
         exact = np.ascontiguousarray(weight[rows].T.astype(np.float32))
-        found = _searched_scales(exact, np.diag(damped), most, block, dtype)
-        steps = np.repeat(found.astype(np.float32), block, axis=0)
-        errors = np.zeros_like(exact)
-        for feedback in (before, *[all_others] * _SWEEPS):
-            chosen = _sweep(exact, steps, errors, feedback, most)
-        codes[rows], scales[rows] = chosen.T, found.T
-    best = Rounded(codes, scales)
-    worse = square_errors(weight, best, products) > square_errors(weight, nearest, products)
-    codes[worse], scales[worse] = nearest.codes[worse], nearest.scales[worse]
-    return best
+        nearest = Rounded(best.codes[rows], best.scales[rows]).values().T - exact
+        scales = _searched_scales(exact, inputs.squares, most, block, dtype)
+        steps, errors = np.repeat(scales.astype(np.float32), block, axis=0), np.zeros_like(exact)
+        for feedback in (inputs.of_those_before, *[inputs.of_all_others] * _SWEEPS):
+            codes = _sweep(exact, steps, errors, feedback, most)
+        off, along = _off(exact, errors, inputs)
+        nearest_off, along_nearest = _off(exact, nearest, inputs)
+        better = off <= nearest_off
+        best.codes[rows][better], best.scales[rows][better] = codes.T[better], scales.T[better]
+        least, least_along = np.minimum(off, nearest_off), np.where(better, along, along_nearest)
+        squares = _along(exact, inputs.products @ exact)
+        sums += [each.sum(dtype=np.float64) for each in (squares, least, least_along, nearest_off, along_nearest)]
+    length, *offs = sums.tolist()
+    return Calibrated(best, length, Off(*offs[:2]), Off(*offs[2:]))
 
 
-def square_errors(weight: Array, of: Rounded, products: Array) -> Array:
-    """[outputs]: how far each output of `weight` [outputs,inputs], rounded, is off on inputs of these `products`; the
-    sum of squares."""
-    errors = of.values() - weight.astype(np.float32)
-    found: Array = np.einsum("oi,oi->o", errors @ products, errors)
+def _off(exact: Array, errors: Array, inputs: Inputs) -> tuple[Array, Array]:
+    """[outputs] each, where weights [inputs,outputs] are off by `errors`: the square of each output's error, and its
+    product with the output."""
+    seen = inputs.products @ errors
+    return np.maximum(_along(errors, seen), 0), _along(exact, seen)
+
+
+def _along(left: Array, right: Array) -> Array:
+    found: Array = np.einsum("io,io->o", left, right)
     return found
-
-
-def _damped(products: Array) -> Array:
-    added, damped = _DAMPING * float(np.diag(products).mean()), products.copy()
-    # Where nothing was seen at all, all inputs count alike.
-    damped[np.diag_indices_from(damped)] += added if added > 0 else 1
-    return damped
-
-
-def _of_those_before(damped: Array) -> Array:
-    """[inputs,inputs], what each input must make up for of the errors of those before it, if those behind it make up
-    for its own: U^T - 1 of U D U^T, with U upper and unit triangular."""
-    lower = np.linalg.cholesky(damped[::-1, ::-1].astype(np.float64))
-    upper = lower[::-1, ::-1]
-    feedback: Array = (upper / np.diag(upper)).T.astype(np.float32)
-    np.fill_diagonal(feedback, 0)
-    return feedback
-
-
-def _of_all_others(damped: Array) -> Array:
-    """[inputs,inputs], what each input must make up for of the errors of all others as they are."""
-    feedback: Array = damped / np.diag(damped)[:, None]
-    np.fill_diagonal(feedback, 0)
-    return feedback
 
 
 def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype: np.dtype[Any]) -> Array:
@@ -98,21 +139,45 @@ def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype:
     return best
 
 
-def _sweep(exact: Array, steps: Array, errors: Array, feedback: Array, most: int) -> Array:
-    """Choose each input's codes in turn, to make up for `feedback` of the `errors`, which are kept up to date.
+def _sweep(exact: Array, steps: Array, errors: Array, feedback: Callable[[slice], Array], most: int) -> Array:
+    """Choose each input's codes in turn, to make up for the `feedback` of the `errors`, which are kept up to date.
 
-    All but `feedback` are [inputs,outputs], and so are the codes that are returned.
+    All arrays are [inputs,outputs], and so are the codes that are returned.
     """
     codes = np.empty(exact.shape, np.int8)
     for start in range(0, len(exact), _INPUTS):
         rows = slice(start, start + _INPUTS)
-        inside, owed = feedback[rows, rows], feedback[rows] @ errors
-        for place, row in enumerate(range(start, start + len(owed))):
-            # A block of zeros has the smallest scale there is: infinitely many of it make up for anything.
-            with np.errstate(over="ignore"):
-                wanted = (exact[row] - owed[place]) / steps[row]
-            chosen = np.clip(np.rint(wanted), -most, most)
-            error = chosen * steps[row] - exact[row]
-            owed[place + 1 :] += np.outer(inside[place + 1 :, place], error - errors[row])
-            codes[row], errors[row] = chosen, error
+        of_all = feedback(rows)
+        owed = of_all @ errors[: of_all.shape[1]]
+        _choose(exact[rows], steps[rows], errors[rows], codes[rows], owed, of_all[:, rows], most)
     return codes
+
+
+def _choose(
+    exact: Array, steps: Array, errors: Array, codes: Array, owed: Array, feedback: Array, most: int
+) -> Array:
+    """Choose the codes of some inputs in turn, all arrays of theirs; returns by how much their errors change.
+
+    `owed` is what they must make up for before any of them is chosen anew, `feedback` [inputs,inputs] theirs of each
+    other. In halves, because a product with many changes takes less time than many with one.
+    """
+    if len(exact) == 1:
+        # A block of zeros has the smallest scale there is: infinitely many of it make up for anything.
+        with np.errstate(over="ignore"):
+            wanted = (exact - owed) / steps
+        np.clip(np.rint(wanted, out=wanted), -most, most, out=wanted)
+        codes[...] = wanted
+        wanted *= steps
+        wanted -= exact
+        changes: Array = wanted - errors
+        errors[...] = wanted
+        return changes
+    half = len(exact) // 2
+    halves = (slice(half), slice(half, None))
+    changes = np.empty_like(exact)
+    for part in halves:
+        if part.start:
+            owed[part] += feedback[part, :half] @ changes[:half]
+        own = exact[part], steps[part], errors[part], codes[part], owed[part]
+        changes[part] = _choose(*own, feedback[part, part], most)
+    return changes

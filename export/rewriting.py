@@ -34,15 +34,13 @@ class RewrittenGraph(WeightedGraph):
         """Takes `graph` for its own. `read_weight` gives what lies in the file beside it, when it is saved."""
         super().__init__(name, precision, dialect, form, self._read_matrix, graph)
         self._read_weight = read_weight
-        self.shapes: dict[str, tuple[int, int]] = {}
-        """Inputs and outputs of each matrix by its name, in their order in the file."""
         multiplied, casts = multiplications(graph), set[ir.Node]()
         for weight, value in list(graph.initializers.items()):
             tensor = value.const_value
             if not isinstance(tensor, ir.ExternalTensor):
                 continue
             if weight in multiplied:
-                inputs, outputs = self.shapes[weight] = shape_of(tensor)
+                inputs, outputs = shape_of(tensor)
                 casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
                 del graph.initializers[weight]
                 multiplied[weight].replace_input_with(1, form.matrix(self, Matrix.of_one(weight, inputs, outputs)))

@@ -48,6 +48,12 @@ def test_the_table_has_medians_and_exponents() -> None:
     assert lines[-4:] == ["10:", "1.0,", "100:", "10.0"]
 
 
+def test_the_last_exponent_is_that_of_the_two_largest_sizes() -> None:
+    bent = Growth("prompt", "prefill", [10, 100, 200], [[7.0, 7.0], [8.0, 10.0], [36.0, 90.0]])
+    assert bent.last_exponent == pytest.approx(np.log2(63 / 9))
+    assert "last 2.81" in growth.table([bent])
+
+
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--tokens", "144,196", "--prompts", "4,16", "--new", "2,3", "--pictures", "1,2", "--width", "128")
     files = ("--json", str(tmp_path / "growth.json"), "--plot", str(tmp_path / "growth.png"))
@@ -56,6 +62,9 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found) == {(axis, part) for axis in growth.AXES for part in growth.PARTS}
     assert found["visual tokens", "vision"]["sizes"] == [144, 196]
     assert [len(values) for values in found["pictures", "sanitizer"]["ms"]] == [2, 2]
+    assert found["pictures", "prefill"]["last_exponent"] == pytest.approx(
+        Growth(**{key: found["pictures", "prefill"][key] for key in ("axis", "part", "sizes", "ms")}).last_exponent
+    )
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("\n") == len(found)
 

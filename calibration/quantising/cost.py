@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.quantising.products import MOST_BYTES
+from sinkprune.calibration.quantising.products import Layer
 from sinkprune.contract.memory_need import TooLittleMemoryError, gigabytes
 from sinkprune.contract.system_memory import available_bytes
 
-_LOOKED_AT, _FLOAT = 4, 4
-"""How often a prompt runs through a graph: tapped, with floats, with codes of both roundings; bytes of an fp32."""
-_ROUNDING_PRODUCTS, _ROUNDING_BYTES = 18, 40
-"""Products of the errors with X^T X that rounding a matrix comes to, and bytes it takes beside for each value of
-X^T X."""
-_SAMPLE, _TRIES = 512, 3
-
-
-class Layer(NamedTuple):
-    """A linear layer that will be rounded."""
-
-    inputs: int
-    outputs: int
+_LOOKED_AT, _FLOAT = 3, 4
+"""How often a prompt runs through a graph: with floats, and with codes of both roundings; bytes of an fp32."""
+_FIXED_BYTES = 600 << 20
+"""Python, its libraries, and what they keep of memory that was given back."""
+_PACKED = 2
+"""How often a float is held by the engine: read, and packed."""
+_ROUNDING_PRODUCTS, _ROUNDING_OUTPUTS, _ROUNDING_BYTES = 12, 10 * 2048, 28
+"""Products of the errors with X^T X that rounding a matrix takes as long as: eight, and all else; floats that it
+takes for each input; and bytes beside for each value of X^T X, while that is inverted."""
+_SAMPLE, _TRIES = 1024, 8
 
 
 class Cost(NamedTuple):
@@ -34,22 +31,24 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def estimate(graphs: Mapping[str, list[Layer]], rows: Mapping[str, int], states: int) -> Cost:
-    """What it costs to round the layers of `graphs`, which are given so many `rows`, beside `states` bytes.
+def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str, int], states: int) -> Cost:
+    """What it costs to round the layers of `graphs`, of which those of a stretch are in memory together.
 
-    The time is of this machine, which multiplies a small matrix for it.
+    Each graph is given so many `rows`, and `states` bytes take what is kept of them between stretches and what is
+    computed within. The time is of this machine, which multiplies matrices for it.
     """
     most, operations = 0.0, 0.0
-    for name, layers in graphs.items():
-        weights = sum(layer.inputs * layer.outputs for layer in layers)
-        squares = [layer.inputs**2 for layer in layers]
-        # Products, as many as may be held; and beside them the graph with its floats, once mapped and once packed, or
-        # what rounding the largest takes.
-        held = max(_FLOAT * max(squares, default=0), min(_FLOAT * sum(squares), MOST_BYTES))
-        most = max(most, held + max(2 * _FLOAT * weights, _ROUNDING_BYTES * max(squares, default=0)))
-        operations += 2.0 * _LOOKED_AT * weights * rows[name] + 2.0 * sum(squares) * rows[name]
-        operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
-    return Cost(round(most) + states, operations / _operations_a_second())
+    for name, stretches in graphs.items():
+        for layers in stretches:
+            weights = sum(layer.inputs * layer.outputs for layer in layers)
+            squares = {layer.value: layer.inputs**2 for layer in layers}
+            widest = max((layer.inputs for layer in layers), default=0)
+            running = _PACKED * _FLOAT * weights
+            rounding = _ROUNDING_BYTES * widest**2 + _FLOAT * _ROUNDING_OUTPUTS * widest
+            most = max(most, _FLOAT * sum(squares.values()) + max(running, rounding))
+            operations += 2.0 * (_LOOKED_AT * weights + sum(squares.values())) * rows[name]
+            operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
+    return Cost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second())
 
 
 def check_memory(cost: Cost) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import onnx_ir as ir
 
+from sinkprune.calibration.quantising.products import Layer, linear_layers
 from sinkprune.calibration.quantising.sessions import Session
+from sinkprune.calibration.quantising.stretches import Passage, Tensors, stretches
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.precision import Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
@@ -33,8 +35,14 @@ class Graphs:
         return self._form(graph, self._forms) != self._form(graph, self._bundle.manifest.weights)
 
     def read(self, graph: str) -> ir.Graph:
-        """As it is, read anew; raises what `Model.onnx` raises."""
-        return read_graph(Model.of_bundle(self._bundle, graph).onnx)
+        """As it is, with those outputs only that are wanted; raises what `Model.onnx` raises."""
+        return _wanted(read_graph(Model.of_bundle(self._bundle, graph).onnx))
+
+    def layers(self, graph: str) -> list[list[Layer]]:
+        """The linear layers of a graph, by the stretches in which prompts go through it."""
+        read = self.read(graph)
+        layers = linear_layers(read).values()
+        return [[layer for layer in layers if layer.value in stretch.inputs] for stretch in stretches(read)]
 
     def rewritten(self, graph: str, rounding: Rounding) -> RewrittenGraph:
         """As it will be, with its matrices rounded by a rule; raises `UsageError` where one does not fit its form."""
@@ -51,20 +59,23 @@ class Graphs:
         """The name of its ONNX file in the bundle."""
         return self._bundle.manifest.graphs[graph].file
 
-    def open(self, graph: ir.Graph, folder: Path, wanted: Sequence[str] = _WANTED) -> Session:
-        """A session of `graph`, whose weights lie in `folder`; raises `BackendError`."""
-        return Session(graph, self._dialect.IR_VERSION, folder, wanted, self._threads)
+    def passage(self, graph: str, feeds: Iterable[Tensors]) -> Passage:
+        """Prompts in front of a graph as it is; raises what `Model.onnx` raises."""
+        return self._passage(self.read(graph), Model.of_bundle(self._bundle, graph).file.path.parent, feeds)
 
-    def open_float(self, graph: str, changed: ir.Graph | None = None, wanted: Sequence[str] = _WANTED) -> Session:
-        """A session of a graph as it is, or `changed` with its weights; raises `BackendError`."""
-        folder = Model.of_bundle(self._bundle, graph).file.path.parent
-        return self.open(changed or self.read(graph), folder, wanted)
-
-    def open_written(self, graph: str, root: Path) -> Session:
-        """A session of a graph as it was written into the folder `root`; raises `BackendError`."""
+    def written_passage(self, graph: str, root: Path, feeds: Iterable[Tensors]) -> Passage:
+        """Prompts in front of a graph as it was written into the folder `root`."""
         path = root / self.file(graph)
-        return self.open(read_graph(path.read_bytes()), path.parent)
+        return self._passage(_wanted(read_graph(path.read_bytes())), path.parent, feeds)
+
+    def _passage(self, graph: ir.Graph, folder: Path, feeds: Iterable[Tensors]) -> Passage:
+        return Passage(graph, lambda part: Session(part, self._dialect.IR_VERSION, folder, self._threads), feeds)
 
     @staticmethod
     def _form(graph: str, forms: WeightForms) -> WeightsName:
         return forms.vision if graph == "vision" else forms.decoder
+
+
+def _wanted(graph: ir.Graph) -> ir.Graph:
+    graph.outputs[:] = [value for value in graph.outputs if value.name in _WANTED]
+    return graph

@@ -2,93 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from sinkprune.calibration.quantising.sessions import Session
-from sinkprune.calibration.quantising.walk import Tensors
+from sinkprune.calibration.quantising.stretches import Passage, Tensors
 from sinkprune.contract.precision import Array
+from sinkprune.export.calibrated_rounding import Inputs
 from sinkprune.export.rewriting import multiplications, shape_of
 
-MOST_BYTES = 2 << 30
-"""What the products that are held at a time may take, unless one layer's alone take more."""
 
-OpenSession = Callable[[ir.Graph, Sequence[str]], Session]
-"""Makes a session of a graph that gives what is named."""
+class Layer(NamedTuple):
+    """A linear layer."""
+
+    value: str
+    """What it is given, by a name; layers may share it."""
+    inputs: int
+    outputs: int
 
 
 class Products:
-    """X^T X of each matrix of a graph on the same prompts, computed when it is asked for, with those of the layers
-    behind it that fit beside it.
+    """X^T X of each matrix of a graph on the same prompts, computed when it is asked for, with those of its stretch.
 
     Asked for in the order of the layers, each is computed once.
     """
 
-    def __init__(
-        self,
-        read: Callable[[], ir.Graph],
-        open_session: OpenSession,
-        feeds: Iterable[Tensors],
-        most_bytes: int = MOST_BYTES,
-    ) -> None:
-        """`read` gives the graph anew each time; `feeds` are what it is given. More than one layer's products take
-        `most_bytes` at most."""
-        self._read, self._open, self._feeds, self._most_bytes = read, open_session, list(feeds), most_bytes
-        self._inputs = inputs_of_matrices(read())
-        self._held: dict[str, Array] = {}
+    def __init__(self, graph: ir.Graph, start: Callable[[], Passage]) -> None:
+        """`start` puts all prompts in front of `graph`."""
+        self._layers = linear_layers(graph)
+        self._start, self._passage = start, start()
+        self._held: dict[str, Inputs] = {}
 
-    def __call__(self, matrix: str) -> Array:
-        """[inputs,inputs] fp32, of the layer with the matrix of that name."""
-        value, _ = self._inputs[matrix]
-        if value not in self._held:
+    def __call__(self, matrix: str) -> Inputs:
+        """What the layer with the matrix of that name is given; raises `BackendError`."""
+        value = self._layers[matrix].value
+        if value not in self._held and not self._passage.is_ahead(value):
+            self._passage = self._start()
+        while value not in self._held:
             # The old ones go before the new ones come.
             self._held = {}
-            self._held = self._collected(matrix)
+            sums: dict[str, Array] = {}
+            self._passage.step(partial(_add, sums))
+            self._held = {name: Inputs(products) for name, products in sums.items()}
         return self._held[value]
 
-    def _collected(self, first: str) -> dict[str, Array]:
-        """The products of as many layers as may be held, from that of the matrix `first` on."""
-        names = list(self._inputs)
-        products: dict[str, Array] = {}
-        for value, width in map(self._inputs.__getitem__, names[names.index(first) :]):
-            held = sum(array.nbytes for array in products.values())
-            if value not in products:
-                if products and held + 4 * width * width > self._most_bytes:
-                    break
-                products[value] = np.zeros((width, width), np.float32)
-        session = self._open(_tapped(self._read(), list(products)), [_tap(value) for value in products])
-        for feed in self._feeds:
-            found = session(feed)
-            for value, sums in products.items():
-                rows = found[_tap(value)].reshape(-1, len(sums)).astype(np.float32, copy=False)
-                sums += rows.T @ rows
-        return products
+    def outputs(self) -> list[Tensors]:
+        """What the graph gives of each prompt; raises `BackendError`."""
+        self._held = {}
+        return self._passage.outputs()
 
 
-def inputs_of_matrices(graph: ir.Graph) -> dict[str, tuple[str, int]]:
-    """By the name of each matrix: the value it is multiplied with, and how many inputs that has."""
+def linear_layers(graph: ir.Graph) -> dict[str, Layer]:
+    """All of `graph`, by the names of their matrices of floats."""
     found = {}
     for matrix, node in multiplications(graph).items():
         tensor = graph.initializers[matrix].const_value
         if node.inputs[0] is None or node.inputs[0].name is None or tensor is None:
             raise ValueError(f"the matrix '{matrix}' is multiplied with nothing")
-        found[matrix] = node.inputs[0].name, shape_of(tensor)[0]
+        found[matrix] = Layer(node.inputs[0].name, *shape_of(tensor))
     return found
 
 
-def _tapped(graph: ir.Graph, values: Sequence[str]) -> ir.Graph:
-    """`graph` with `values` as outputs too."""
-    nodes = {node.inputs[0].name: node for node in multiplications(graph).values() if node.inputs[0] is not None}
-    dtype = next(value.dtype for value in graph.outputs if value.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16))
-    for value in values:
-        tap = ir.Node("", "Identity", [nodes[value].inputs[0]])
-        tap.outputs[0].name, tap.outputs[0].type = _tap(value), ir.TensorType(dtype)
-        graph.insert_before(nodes[value], tap)
-        graph.outputs.append(tap.outputs[0])
-    return graph
-
-
-def _tap(value: str) -> str:
-    return f"tapped {value}"
+def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
+    """Count in what layers are given of one more prompt."""
+    width = rows.shape[-1]
+    rows = rows.reshape(-1, width).astype(np.float32, copy=False)
+    if value not in sums:
+        sums[value] = np.zeros((width, width), np.float32)
+    sums[value] += rows.T @ rows

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sinkprune.calibration.quantising.cost import Cost, Layer, check_memory, estimate
+from sinkprune.calibration.quantising.cost import Cost, check_memory, estimate
 from sinkprune.calibration.quantising.graphs import Graphs
 from sinkprune.calibration.quantising.products import Products
 from sinkprune.calibration.quantising.prompts import Shown
@@ -21,19 +22,21 @@ from sinkprune.calibration.quantising.report import (
     logit_error,
     output_errors,
 )
-from sinkprune.calibration.quantising.walk import Tensors, Walk, order
+from sinkprune.calibration.quantising.stretches import Tensors
+from sinkprune.calibration.quantising.walk import Walk, order
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
 from sinkprune.contract.folders import check_outside, check_replaceable, replacing
 from sinkprune.contract.held_files import HeldFile
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
 from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.memory_need import decoder_bytes, tower_bytes
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
 from sinkprune.contract.signature import Sign
 from sinkprune.export.calibrated_rounding import calibrated
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph
-from sinkprune.export.rounding import Rounded, rounded, to_nearest
+from sinkprune.export.rounding import Rounded, to_nearest
 from sinkprune.export.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.profile import model_name
@@ -43,6 +46,8 @@ _NEAREST = "nearest"
 """The folder, while it is written, of what would be without calibration."""
 _BLOCK = 1 << 24
 _SMALL_FILES_BYTES = 64 << 20
+_STATES = 6
+"""How many hidden states of a row are kept: in front of a graph and between its stretches, of each walk."""
 _NAMED = 3
 """How many layers a refusal names."""
 
@@ -100,7 +105,7 @@ def quantise_bundle(
     check_outside(output, bundle.path, BUNDLE)
     graphs = Graphs(bundle, forms, threads)
     planned = {name: graphs.rewritten(name, to_nearest) for name in order(bundle.manifest) if graphs.changes(name)}
-    cost = _cost(bundle.manifest, planned, shown)
+    cost = _cost(graphs, bundle.manifest, planned, shown)
     told(cost)
     check_memory(cost)
     needed = _disk_bytes(bundle.manifest, planned)
@@ -137,15 +142,15 @@ class _Quantisation:
             self._progress(name, 0)
             with Model.of_bundle(self._bundle, name).by_path():
                 if self._graphs.changes(name):
-                    self._write(name, floats.feeds)
-                    ours.advance(self._graphs.open_written(name, self._root))
-                    nearest.advance(self._graphs.open_written(name, self._root / _NEAREST))
-                    shutil.rmtree(self._root / _NEAREST)
-                    floats.advance(self._graphs.open_float(name))
+                    given = self._write(name, floats.feeds)
+                    ours.advance(self._graphs.written_passage(name, self._root, ours.feeds).outputs())
+                    beside = self._root / _NEAREST
+                    nearest.advance(self._graphs.written_passage(name, beside, nearest.feeds).outputs())
+                    shutil.rmtree(beside)
+                    floats.advance(given)
                 else:
-                    same = self._graphs.open_float(name)
                     for walk in (floats, ours, nearest):
-                        walk.advance(same)
+                        walk.advance(self._graphs.passage(name, walk.feeds).outputs())
         if not np.isfinite(floats.logits).all():
             raise NumericsError(
                 "the bundle's own logits on these prompts are not finite, so nothing can be compared with them. "
@@ -162,37 +167,39 @@ class _Quantisation:
             to_nearest=logit_error(floats.logits, nearest.logits),
         )
 
-    def _write(self, graph: str, feeds: Sequence[Tensors]) -> None:
-        """Write a graph with its matrices rounded for what it is given, and beside it to the nearest."""
-        products = Products(
-            lambda: self._graphs.read(graph),
-            lambda tapped, wanted: self._graphs.open_float(graph, tapped, wanted),
-            _samples(graph, feeds),
-        )
+    def _write(self, graph: str, feeds: Sequence[Tensors]) -> list[Tensors]:
+        """Write a graph with its matrices rounded for what it is given, and beside it to the nearest.
+
+        Returns what its floats give of each prompt.
+        """
+        samples = [_samples(graph, feed) for feed in feeds]
+        every = list(chain.from_iterable(samples))
+        products = Products(self._graphs.read(graph), lambda: self._graphs.passage(graph, every))
 
         def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
-            of_inputs = products(name)
-            found, nearest = calibrated(weight, of_inputs, most, block, dtype), rounded(weight, most, block, dtype)
-            errors = output_errors(weight, of_inputs, found, nearest)
+            found = calibrated(weight, products(name), most, block, dtype)
             outputs, inputs = weight.shape
-            self._layers.append(LayerReport(graph, name, inputs, outputs, most.bit_length() + 1, *errors))
+            self._layers.append(
+                LayerReport(graph, name, inputs, outputs, most.bit_length() + 1, *output_errors(found))
+            )
             self._progress(graph, weight.size)
-            return found
+            return found.rounded
 
         file = self._graphs.file(graph)
         self._graphs.rewritten(graph, to_nearest).save(self._root / _NEAREST, file)
         self._graphs.rewritten(graph, rounding).save(self._root, file)
+        # Of a prompt's samples, the last is what the graph takes.
+        given = products.outputs()
+        return [given[end - 1] for end in accumulate(map(len, samples))]
 
 
-def _samples(graph: str, feeds: Sequence[Tensors]) -> Iterator[Tensors]:
+def _samples(graph: str, feed: Tensors) -> list[Tensors]:
     """What a graph's layers are looked at with: the head is given each row of a prompt's text, though it takes the
     last, for so few would say little of its many inputs."""
-    for feed in feeds:
-        if graph == "head":
-            rows = feed["hidden"]
-            yield from ({"hidden": rows[:, [row]]} for row in range(rows.shape[1]))
-        else:
-            yield feed
+    if graph != "head":
+        return [feed]
+    rows = feed["hidden"]
+    return [{"hidden": rows[:, [row]]} for row in range(rows.shape[1])]
 
 
 def _rows(shown: Sequence[Shown]) -> int:
@@ -200,12 +207,22 @@ def _rows(shown: Sequence[Shown]) -> int:
     return sum(prompt.seen.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in shown)
 
 
-def _cost(manifest: Manifest, planned: dict[str, RewrittenGraph], shown: Sequence[Shown]) -> Cost:
-    rows, lm = _rows(shown), manifest.language_model
+def _cost(graphs: Graphs, manifest: Manifest, planned: Iterable[str], shown: Sequence[Shown]) -> Cost:
     text = sum(len(prompt.texts[-1]) for prompt in shown)
-    layers = {name: [Layer(*shape) for shape in graph.shapes.values()] for name, graph in planned.items()}
-    states = 3 * rows * lm.hidden_size * DTYPES[manifest.precision].itemsize
-    return estimate(layers, {name: text if name == "head" else rows for name in planned}, states)
+    patches = sum(prompt.seen.layout.all_tokens for prompt in shown) * manifest.vision.patches_per_token
+    rows = {"vision": patches, "head": text}
+    layers = {name: graphs.layers(name) for name in planned}
+    return estimate(layers, {name: rows.get(name, _rows(shown)) for name in layers}, _states(manifest, shown))
+
+
+def _states(manifest: Manifest, shown: Sequence[Shown]) -> int:
+    """Bytes of what is kept of all prompts, each with a mask, and of what is computed of the longest."""
+    lengths, lm = [_rows([prompt]) for prompt in shown], manifest.language_model
+    kept = sum(_STATES * rows * lm.hidden_size + rows**2 for rows in lengths)
+    computed = max(
+        decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, prompt.seen.layout) for prompt in shown)
+    )
+    return kept * DTYPES[manifest.precision].itemsize + computed
 
 
 def _disk_bytes(manifest: Manifest, planned: dict[str, RewrittenGraph]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.export.rounding import Rounded
+from sinkprune.export.calibrated_rounding import Calibrated, Off
 
 
 @dataclass(frozen=True)
@@ -69,19 +69,15 @@ class QuantisationReport:
         return sorted(self.layers, key=lambda layer: -layer.error.relative_l2)
 
 
-def output_errors(weight: Array, products: Array, *candidates: Rounded) -> list[OutputError]:
-    """Of each of the `candidates` for `weight` [outputs,inputs], on inputs X of which `products` are X^T X."""
-    exact = weight.astype(np.float32)
-    outputs = exact @ products
-    length = float(np.vdot(outputs, exact))
-    found = []
-    for candidate in candidates:
-        error = candidate.values() - exact
-        square, along = max(float(np.vdot(error @ products, error)), 0.0), float(np.vdot(outputs, error))
-        longest = length * (length + 2 * along + square)
-        cosine = min((length + along) / longest**0.5, 1.0) if longest > 0 else 1.0
-        found.append(OutputError((square / length) ** 0.5 if length > 0 else 0.0, cosine))
-    return found
+def output_errors(found: Calibrated) -> tuple[OutputError, OutputError]:
+    """Of a layer, and if every weight had been rounded to the nearest."""
+    return _output_error(found.length, found.off), _output_error(found.length, found.nearest_off)
+
+
+def _output_error(length: float, off: Off) -> OutputError:
+    longest = length * (length + 2 * off.along + off.square)
+    cosine = min((length + off.along) / longest**0.5, 1.0) if longest > 0 else 1.0
+    return OutputError((off.square / length) ** 0.5 if length > 0 else 0.0, cosine)
 
 
 def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:

@@ -1,8 +1,8 @@
-"""Graphs of a bundle in ONNX Runtime, a few outputs of each: those that are asked for, and no more is computed."""
+"""Graphs of a bundle, or parts of them, in ONNX Runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ _DOING = "sinkprune-calibrate quantize"
 
 
 class Session:
-    """A graph that gives `wanted`, names of its outputs, from the bytes of its ONNX file; weights lie in `folder`.
+    """A graph whose weights lie in `folder`.
 
     States stay floats in front of quantised weights: rounding them too is a choice of an engine, not of the weights.
     """
 
-    def __init__(self, graph: ir.Graph, version: int, folder: Path, wanted: Sequence[str], threads: int) -> None:
+    def __init__(self, graph: ir.Graph, version: int, folder: Path, threads: int) -> None:
         """Raises `BackendError`. `version` is that of the file's intermediate representation."""
         ort = import_onnxruntime(_DOING)
-        graph.outputs[:] = [value for value in graph.outputs if value.name in wanted]
         self.name = str(graph.name)
         options = session_options(ort)
         options.intra_op_num_threads = threads
@@ -41,7 +40,7 @@ class Session:
         self._outputs = [value.name for value in self._session.get_outputs()]
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """The wanted outputs by name, from all inputs by name; raises `BackendError`."""
+        """All outputs by name, from all inputs by name; raises `BackendError`."""
         given: dict[str, Any] = {name: array for name, array in inputs.items() if name in self._inputs}
         try:
             found = self._session.run(self._outputs, given)

@@ -1,16 +1,16 @@
 """One form of a bundle on its way through the unpruned chain, graph by graph, with all prompts at once.
 
-So no more than one graph's weights are in memory. Rows of pruned prompts are rows of these, fewer of them: what is
-chosen for all serves every budget.
+Rows of pruned prompts are rows of these, fewer of them: what is chosen for all serves every budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 
 from sinkprune.calibration.quantising.prompts import Shown
+from sinkprune.calibration.quantising.stretches import Tensors
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -20,9 +20,6 @@ from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.rotary import Rotary
-
-Tensors = Mapping[str, Array]
-"""What a graph takes or gives, by name."""
 
 
 def order(manifest: Manifest) -> list[str]:
@@ -44,11 +41,11 @@ class Walk:
         self.logits: list[Array] = []
         """[vocab] of each prompt, behind the head."""
 
-    def advance(self, graph: Callable[[Tensors], Tensors]) -> None:
-        """Run the graph, and stand in front of the next."""
-        for number, prompt in enumerate(self._prompts):
+    def advance(self, given: Iterable[Tensors]) -> None:
+        """Stand in front of the next graph, now that this one gave that of each prompt."""
+        for number, (prompt, outputs) in enumerate(zip(self._prompts, given, strict=True)):
             try:
-                self.feeds[number] = prompt.send(graph(self.feeds[number]))
+                self.feeds[number] = prompt.send(outputs)
             except StopIteration as done:
                 self.logits.append(done.value)
 

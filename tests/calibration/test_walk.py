@@ -15,7 +15,7 @@ from skimage import data
 
 from sinkprune import Pipeline
 from sinkprune.calibration.quantising.graphs import Graphs
-from sinkprune.calibration.quantising.products import Products, inputs_of_matrices
+from sinkprune.calibration.quantising.products import Products, linear_layers
 from sinkprune.calibration.quantising.prompts import show
 from sinkprune.calibration.quantising.walk import Walk, order
 from sinkprune.calibration.tasks import Item
@@ -63,7 +63,7 @@ def test_the_logits_are_those_of_a_request(
     read, expected = read_bundle(bundle(name, dialect=dialect)), Logits()
     graphs, walk = Graphs(read, read.manifest.weights, 1), Walk(read, show(read, items()))
     for graph in order(read.manifest):
-        walk.advance(graphs.open_float(graph))
+        walk.advance(graphs.passage(graph, walk.feeds).outputs())
     for item in items():
         pipeline(name, dialect=dialect).generate(
             item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected
@@ -72,21 +72,15 @@ def test_the_logits_are_those_of_a_request(
     np.testing.assert_allclose(walk.logits, expected.kept, rtol=1e-3, atol=1e-3 * np.abs(expected.kept).max())
 
 
-@pytest.mark.parametrize("most_bytes", [1, 1 << 30])
-def test_products_are_those_of_each_layers_inputs(most_bytes: int, bundle: Bundles) -> None:
+def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:
     read = read_bundle(bundle("gqa-112"))
     graphs, random = Graphs(read, read.manifest.weights, 1), np.random.default_rng(1)
     width = read.manifest.graphs["projector"].inputs[0].shape[2]
     feeds = [{"tokens": random.standard_normal((1, rows, width), np.float32)} for rows in (5, 9)]
-    products = Products(
-        lambda: graphs.read("projector"),
-        lambda graph, wanted: graphs.open_float("projector", graph, wanted),
-        feeds,
-        most_bytes,
-    )
-    first, second = inputs_of_matrices(graphs.read("projector"))
+    products = Products(graphs.read("projector"), lambda: graphs.passage("projector", feeds))
+    first, second = linear_layers(graphs.read("projector"))
     seen = np.concatenate([feed["tokens"][0] for feed in feeds])
-    np.testing.assert_allclose(products(first), seen.T @ seen, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(products(first).products, seen.T @ seen, rtol=1e-4, atol=1e-3)
     held = {
         tensor.name: numpy_helper.to_array(tensor)
         for tensor in onnx.load(read.graph_path("projector")).graph.initializer
@@ -94,5 +88,5 @@ def test_products_are_those_of_each_layers_inputs(most_bytes: int, bundle: Bundl
     inner = seen @ held[first] + held[first.replace(".weight", ".bias")]
     # GELU, by the error function's integral.
     inner = inner * 0.5 * (1 + np.vectorize(math.erf)(inner / np.sqrt(2)))
-    np.testing.assert_allclose(products(second), inner.T @ inner, rtol=1e-3, atol=1e-3 * (inner**2).sum())
-    np.testing.assert_allclose(products(first), seen.T @ seen, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(products(second).products, inner.T @ inner, rtol=1e-3, atol=1e-3 * (inner**2).sum())
+    np.testing.assert_allclose(products(first).products, seen.T @ seen, rtol=1e-4, atol=1e-3)

@@ -83,6 +83,21 @@ def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Pat
         assert need_of(manifest, backend="openvino", built=True) == need_of(manifest, backend="openvino")
 
 
+def test_what_the_tower_gives_beside_its_tokens_is_counted(bundle: Callable[..., Path]) -> None:
+    """DeepStack: the tower's rows, and the decoder's, whole and split by layer."""
+    manifest = read_bundle(bundle("qwen3-vl")).manifest
+    decoder, layout = manifest.graphs["decoder_0"], next(iter(load_family(manifest).largest().values()))
+    left = tuple(tensor for tensor in decoder.inputs if tensor.name != "deepstack")
+    assert len(left) == len(decoder.inputs) - 1
+    graphs = {**manifest.graphs, "decoder_0": replace(decoder, inputs=left)}
+    needs = [need_of(one) for one in (manifest, replace(manifest, graphs=graphs))]
+    assert needs[0] is not None and needs[1] is not None
+    rows = layout.all_tokens + 2 * (layout.all_tokens + 80)
+    added = rows * manifest.deepstack_width * 4
+    assert needs[0].activations - needs[1].activations == pytest.approx(1.1 * added, abs=1)
+    assert replace(needs[0], activations=0) == replace(needs[1], activations=0)
+
+
 def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:
     manifest = read_bundle(bundle("gqa-112")).manifest
     for form in get_args(WeightsName):

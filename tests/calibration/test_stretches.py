@@ -1,0 +1,85 @@
+"""A graph in stretches: each layer runs once, few of them at a time, and little is kept between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from PIL import Image
+from skimage import data
+
+from sinkprune.calibration.quantising.cost import estimate
+from sinkprune.calibration.quantising.graphs import Graphs
+from sinkprune.calibration.quantising.products import Layer, linear_layers
+from sinkprune.calibration.quantising.sessions import Session
+from sinkprune.calibration.quantising.stretches import Passage, stretches
+from sinkprune.calibration.quantising.walk import order
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.runtime.families import load_family
+
+Bundles = Callable[..., Path]
+NAMES = [("gqa-112", "opset24"), ("gqa-112", "opset20"), ("qwen", "opset24"), ("qwen3-vl", "opset24")]
+
+
+def graphs_of(bundle: Bundle) -> Graphs:
+    return Graphs(bundle, bundle.manifest.weights, 1)
+
+
+@pytest.mark.parametrize(("name", "dialect"), NAMES)
+def test_all_layers_are_in_them_in_order_and_few_at_a_time(name: str, dialect: str, bundle: Bundles) -> None:
+    read = read_bundle(bundle(name, dialect=dialect))
+    for graph in order(read.manifest):
+        read_graph = graphs_of(read).read(graph)
+        layers, found = list(linear_layers(read_graph).values()), stretches(read_graph)
+        assert {value for stretch in found for value in stretch.inputs} >= {layer.value for layer in layers}
+        together = [[layer for layer in layers if layer.value in stretch.inputs] for stretch in found]
+        assert sorted(layer.value for group in together for layer in group) == sorted(layer.value for layer in layers)
+        # Attention has four of them, an MLP three, a block of Qwen's tower five.
+        assert max(map(len, together)) <= 5
+        assert found[-1].leaves == tuple(value.name for value in read_graph.outputs)
+        if graph.startswith("decoder"):
+            # Hidden states and a mask; behind the first layers what DeepStack adds, too.
+            assert all(len(stretch.leaves) <= 2 for stretch in found[8:-1])
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "qwen"])
+def test_a_graph_gives_what_it_gives_in_one_piece_and_loads_each_matrix_once(name: str, bundle: Bundles) -> None:
+    read, picture = read_bundle(bundle(name)), Image.fromarray(data.coffee())
+    family, graph, folder = (
+        load_family(read.manifest),
+        graphs_of(read).read("vision"),
+        read.graph_path("vision").parent,
+    )
+    feeds = [dict(family.see(picture.resize(size)).inputs) for size in ((200, 150), (90, 210))]
+    matrices, loaded = linear_layers(graph), list[str]()
+
+    def opened(part: ir.Graph) -> Session:
+        held = [matrix for matrix in part.initializers if matrix in matrices]
+        assert len(held) <= 5
+        loaded.extend(held)
+        return Session(part, 12, folder, 1)
+
+    found = Passage(graph, opened, feeds).outputs()
+    assert sorted(loaded) == sorted(matrices)
+    whole = Session(graphs_of(read).read("vision"), 12, folder, 1)
+    for feed, given in zip(feeds, found, strict=True):
+        expected = whole(feed)
+        assert given.keys() == expected.keys()
+        for value, array in expected.items():
+            np.testing.assert_allclose(given[value], array, rtol=1e-3, atol=1e-4 * np.abs(array).max())
+
+
+def test_what_it_costs_is_that_of_the_largest_stretch() -> None:
+    attention = [Layer(name, 4096, 4096) for name in ("x", "x", "x", "y")]
+    mlp = [Layer("z", 4096, 11008), Layer("z", 4096, 11008), Layer("w", 11008, 4096)]
+    few, many = (estimate({"decoder_0": [attention, mlp] * count}, {"decoder_0": 1000}, 7) for count in (2, 32))
+    assert few.bytes == many.bytes
+    assert many.seconds > 4 * few.seconds > 0
+    # The products of both inputs, and three floats in 64 bits of the wider while they are inverted.
+    assert few.bytes > 4 * (4096**2 + 11008**2) + 24 * 11008**2
+    assert few.bytes < 8 << 30
+    wider = estimate({"decoder_0": [attention, mlp]}, {"decoder_0": 1000}, 7 + (1 << 30))
+    assert wider.bytes == few.bytes + (1 << 30)
