@@ -259,11 +259,6 @@ def test_limits_given_at_export_are_the_bundles(checkpoint: Callable[[str], Path
     assert [family.see(Image.new("RGB", size)).layout.tokens for size in ((28, 28), (2000, 2000))] == [64, 121]
 
 
-def test_other_methods_are_refused_with_the_reason(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    outcome = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", "--methods", "sinkpruner,fastv")
-    assert_refused(outcome, "differ in their number of visual tokens", "--methods")
-
-
 def test_random_weights_answer(tmp_path: Path, checkpoint: Callable[[str], Path], photo: Image.Image) -> None:
     config = json.loads((checkpoint("qwen") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
