@@ -132,9 +132,9 @@ def _plan(facts: PlanFacts, budget: Budget) -> Any:
     return load_method("sinkpruner")(facts, budget)
 
 
-def loaded(graph: Graph) -> Run:
-    """A graph, ready to run."""
-    backend = load_backend("ort-cpu", threads=2)
+def loaded(graph: Graph, library: str = "ort-cpu") -> Run:
+    """A graph, ready to run by the backend `library`."""
+    backend = load_backend(library, threads=2)
     with tempfile.TemporaryDirectory() as folder:
         spec = graph.save(Path(folder), "graph.onnx")
         file = HeldFile(Path(folder) / spec.file, BundleError)

@@ -3,7 +3,7 @@
 A budget is a schedule of SinkPruner's. Its mean over the decoder's layers, each booked with the visual tokens it
 really ran on (method.md section 5, "input counting"), is what every other method must meet (section 6). Means are
 exact fractions: no count depends on how a machine rounds. Counts here are of the model's nominal tokens
-(`PlanFacts.nominal_tokens`): those of each image, or parts per million of them where images differ in theirs.
+(`PlanFacts.nominal_tokens`): those of each image, or of ten thousand where images differ in theirs.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
 
-_MILLION = 1_000_000
+_NOMINAL = 10_000
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class PlanFacts:
 
     @property
     def nominal_tokens(self) -> int:
-        """N, or a million where images differ in theirs: counts of so many are parts per million of any image's."""
-        return _MILLION if isinstance(self.tokens, UpTo) else self.tokens
+        """N, or ten thousand where images differ in theirs: counts of so many are shares of any image's."""
+        # Times the tokens of the longest clip it must fit into 32 bits, in which OpenVINO computes shapes.
+        return _NOMINAL if isinstance(self.tokens, UpTo) else self.tokens
 
     @property
     def most_in_group(self) -> int:
