@@ -212,6 +212,27 @@ def test_a_value_of_another_type_is_refused_with_its_place(place: tuple[Any, ...
     assert str(place[-1]) in message
 
 
+@pytest.mark.parametrize(
+    ("name", "budget", "must"),
+    [("gqa-112", "retain-64", "counts and no shares"), ("qwen", "prune-80", "shares and no counts")],
+)
+def test_a_plan_has_counts_or_shares_as_its_images_do(
+    name: str, budget: str, must: str, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(bundle(name), tmp_path / "bundle"))
+    data = manifest_data(root)
+    plan = data["plans"]["sinkpruner"][budget]
+    counts = {"outliers": 1, "sink": 1, "reserve": 2, "diverse": 2, "stages": [3, 2, 1]}
+    for neither in (
+        plan | {"counts": None, "shares": None},
+        plan | {"counts": counts} | {"shares": data["budgets"][budget]},
+    ):
+        write_data(
+            root, changed(data, ("plans", "sinkpruner", budget), lambda c, key, to=neither: c.update({key: to}))
+        )
+        assert f"'{budget}' that must have {must}" in refusal(root)
+
+
 def test_an_unknown_family_is_refused_by_name(copied: Path) -> None:
     write_data(copied, {**manifest_data(copied), "family": "llava-9"})
     assert "llava-9" in refusal(copied)
