@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from reference import keep_rows, text_attention
 from sinkprune.contract.families import parse_budget
+from sinkprune.runtime.answer import Answer
 
 Array = np.ndarray[Any, Any]
 Asking = Callable[[Array, list[int], list[int]], list[int]]
@@ -100,6 +101,22 @@ def masked_forward(
                 positions = torch.cumsum(visible, 0) - visible.long()
     result.logits = model.lm_head(llama.norm(hidden))[0].numpy()
     return result
+
+
+def assert_equals_masked(answer: Answer, logits: Array, sequence: Sequence, masked: Masked) -> None:
+    """That an answer, and the `logits` [tokens,vocab] of its tokens, are what the masked full sequence gives."""
+    assert_survivors(answer, sequence, masked)
+    expected = masked.logits[len(sequence.rows) - 1 :]
+    assert np.abs(logits - expected).max() < 1e-3
+    assert answer.token_ids == expected.argmax(axis=1).tolist()
+
+
+def assert_survivors(answer: Answer, sequence: Sequence, masked: Masked) -> None:
+    """That the stages of an answer left those visual rows that the masked full sequence still sees."""
+    start = sequence.visual[0]
+    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
+        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
+    }
 
 
 def _positions(sequence: Sequence, later: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from conftest import NEXT_SHAPES
-from masking import Sequence, embedded, masked_forward
+from masking import Sequence, assert_survivors, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import prune_layers
@@ -80,10 +80,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     stages = {cut: groups * count for cut, count in zip(prune_layers(layers), COUNTS[budget][1:], strict=True)}
     later = embedded(torch_model, answer.token_ids[:-1])
     masked = masked_forward(torch_model, sequence, budget, stages, later=later)
-    start = sequence.visual[0]
-    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
-        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
-    }
+    assert_survivors(answer, sequence, masked)
     expected = masked.logits[len(sequence.rows) - 1 :]
     if "compact" not in budget:
         assert np.abs(logits - expected).max() < 1e-3

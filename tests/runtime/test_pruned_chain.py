@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from conftest import SHAPES
-from masking import Sequence, embedded, masked_forward
+from masking import Sequence, assert_survivors, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import OPTIONS, prune_layers
@@ -161,10 +161,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     answer = pipe.generate(photo, PROMPT, budget=budget, max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
     assert answer.token_ids == ids
     assert answer.kept.index.tolist() == [index]
-    start = sequence.visual[0]
-    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
-        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
-    }
+    assert_survivors(answer, sequence, masked)
     assert answer.tokens_per_layer == lengths_of(name, budget, 0)
     assert answer.prompt_tokens == text
 

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from commands import run
-from masking import Array, embedded, masked_forward
+from masking import Array, assert_equals_masked, embedded, masked_forward
 from qwen_sequences import qwen_sequence
 from reference import sanitize
 from reference_methods import BEFORE_LLM, IN_LLM, asking_rows, visionzip
@@ -117,13 +117,7 @@ def test_answers_equal_the_masked_full_sequence(
     asking = partial(asking_rows, method) if method in IN_LLM else (lambda hidden, visual, text: text)
     later = embedded(torch_model, answer.token_ids[:-1])
     masked = masked_forward(torch_model, sequence, budget, stages, later, asking)
-    start = sequence.visual[0]
-    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
-        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
-    }
-    expected = masked.logits[len(sequence.rows) - 1 :]
-    assert np.abs(logits - expected).max() < 1e-3
-    assert answer.token_ids == expected.argmax(axis=1).tolist()
+    assert_equals_masked(answer, logits, sequence, masked)
 
 
 @pytest.mark.parametrize("name", REACHING)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from PIL import Image
 
 from conftest import QWEN_SHAPES
-from masking import Sequence, embedded, masked_forward
+from masking import Sequence, assert_equals_masked, embedded, masked_forward
 from qwen_sequences import qwen_sequence
 from reference import beside_kept, sanitize
 from sinkprune import Pipeline
@@ -89,13 +88,7 @@ def test_prefill_and_decode_equal_the_masked_full_sequence(
     stages = stages_of(name, budget, answer.visual_tokens)
     later = embedded(torch_model, answer.token_ids[:-1])
     masked = masked_forward(torch_model, sequence, budget, stages, later=later)
-    start = sequence.visual[0]
-    assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
-        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
-    }
-    expected = masked.logits[len(sequence.rows) - 1 :]
-    assert np.abs(logits - expected).max() < 1e-3
-    assert answer.token_ids == expected.argmax(axis=1).tolist()
+    assert_equals_masked(answer, logits, sequence, masked)
 
     seen, lengths = len(index), []
     for layer in range(QWEN_SHAPES[name].num_layers):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from clips import VIDEO_BUDGETS, frames
 from commands import assert_refused, run
 from conftest import CLIPS_IN_ONE_PIECE, QWEN_SHAPES
-from masking import Sequence, embedded, masked_forward
+from masking import Sequence, assert_equals_masked, embedded, masked_forward
 from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
 from reference import sanitize
@@ -177,13 +177,7 @@ def test_pruned_equals_the_masked_full_sequence(
     stages = {cut: share.of(120) for cut, share in zip(cuts, shares, strict=True)}
     later = embedded(model(name), answer.token_ids[:-1])
     masked = masked_forward(model(name), sequence, budget, stages, later=later)
-    start = sequence.visual[0]
-    assert {layer: rows.tolist() for layer, rows in answer.kept.after_stage.items()} == {
-        layer: [row - start for row in rows if row in sequence.visual] for layer, rows in masked.survivors.items()
-    }
-    expected = masked.logits[len(sequence.rows) - 1 :]
-    assert np.abs(logits - expected).max() < 1e-3
-    assert answer.token_ids == expected.argmax(axis=1).tolist()
+    assert_equals_masked(answer, logits, sequence, masked)
 
 
 def test_an_image_is_pruned_as_by_a_bundle_without_video(
