@@ -1,4 +1,4 @@
-"""What dialects are given and give back where rows attend to those of a cache."""
+"""What dialects share: what they are given and give back where rows attend to those of a cache."""
 
 from __future__ import annotations
 
@@ -35,3 +35,11 @@ class Attended(NamedTuple):
     """What it gives as `value_i`, likewise."""
     mask: ir.Value
     """What the layers behind it are given: all layers of a segment hide the same keys."""
+
+
+def size(value: ir.Value, axis: int) -> int:
+    """A dimension of `value` that is known when the graph is written."""
+    found = value.shape[axis] if value.shape is not None else None
+    if not isinstance(found, int):
+        raise ValueError(f"dimension {axis} of '{value.name}' is {found}, expected a known one")
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, Attended, Past
+from sinkprune.export.dialects.cached import HIDDEN, Attended, Past, size
 
 OPSET = 20
 IR_VERSION = 10
@@ -47,7 +47,7 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
     Attention" and "MHA fusion" in NVIDIA's TensorRT documentation; heads of 16 to 256 in steps of 8). Its kernel
     never writes the scores out.
     """
-    heads, kv_heads, head_dim = _size(query, 1), _size(key, 1), _size(query, 3)
+    heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
     if kv_heads != heads:
         key, value = (_repeated(op, x, heads, kv_heads, head_dim) for x in (key, value))
     scores = op.MatMul(op.Mul(query, head_dim**-0.5), op.Transpose(key, perm=[0, 1, 3, 2]))
@@ -65,7 +65,7 @@ def cached_attention(
     Both parts have products of their own, so that no cache is copied to join them; only their scores are. Query heads
     that share keys stand below each other: no head of a cache is repeated.
     """
-    heads, kv_heads, head_dim = _size(query, 1), _size(key, 1), _size(query, 3)
+    heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
     if mask is None:
         mask = _cache_mask(op, query, past, heads // kv_heads)
     rows = op.Reshape(op.Mul(query, head_dim**-0.5), [1, kv_heads, -1, head_dim])
@@ -117,11 +117,3 @@ def _repeated(op: Any, x: ir.Value, heads: int, kv_heads: int, head_dim: int) ->
     """[B,H,T,h] of [B,Hkv,T,h]: each head for all queries of its group."""
     groups = op.Expand(op.Unsqueeze(x, [2]), [1, 1, heads // kv_heads, 1, 1])
     return op.Reshape(groups, [0, heads, -1, head_dim])
-
-
-def _size(value: ir.Value, axis: int) -> int:
-    """A dimension of `value` that is known when the graph is written."""
-    size = value.shape[axis] if value.shape is not None else None
-    if not isinstance(size, int):
-        raise ValueError(f"dimension {axis} of '{value.name}' is {size}, expected a known one")
-    return size

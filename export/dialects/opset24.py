@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from sinkprune.contract.manifest import CacheForm
-from sinkprune.export.dialects.cached import HIDDEN, Attended, Past
+from sinkprune.export.dialects.cached import HIDDEN, Attended, Past, size
 
 OPSET = 24
 IR_VERSION = 12
@@ -43,13 +43,17 @@ def cached_attention(
 
     The caches that are given back are those of `past` with the new rows in them: a library that is given one buffer
     for both writes nothing else. Attention runs over all rows that the buffers have room for.
+
+    The query is scaled before: onnxruntime packs all keys of a head anew for a product with a scale of its own, and
+    of one row that takes longer than the product.
     """
     key, value = (
         op.TensorScatter(buffer, new, past.length, axis=2) for buffer, new in ((past.key, key), (past.value, value))
     )
     if mask is None:
         mask = _mask(op, query, key, past.length)
-    return Attended(op.Attention(query, key, value, mask), key, value, mask)
+    scaled = op.Mul(query, size(query, 3) ** -0.5)
+    return Attended(op.Attention(scaled, key, value, mask, scale=1.0), key, value, mask)
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:

@@ -121,7 +121,11 @@ class GraphReader:
         heads, kv_heads = (tensor.partial_shape[1].get_length() for tensor in (query, key))
         if heads != kv_heads:
             key, value = (self._for_heads(tensor, heads // kv_heads) for tensor in (key, value))
-        return self._ops.scaled_dot_product_attention(query, key, value, *masks).outputs()
+        scale = None
+        if node.has_attribute("scale"):
+            scale = np.array(node.get_attribute("scale", 0.0), query.element_type.to_dtype())
+        mask = masks[0] if masks else None
+        return self._ops.scaled_dot_product_attention(query, key, value, mask, scale).outputs()
 
     def _for_heads(self, tensor: Any, group: int) -> Any:
         """Keys or values [B,Hkv,T,h] for each of `group` query heads that share them, [B,Hkv*group,T,h]."""

@@ -93,6 +93,9 @@ def test_a_decoder_layer_is_a_few_native_operators(bundle: Bundles) -> None:
     layers = 2
     operators = Counter(node.op_type for node in graph.node)
     assert operators["Attention"] == layers
+    # With a scale of its own onnxruntime packs all keys anew for every token.
+    attentions = [node for node in graph.node if node.op_type == "Attention"]
+    assert [(fact.name, fact.f) for node in attentions for fact in node.attribute] == [("scale", 1.0)] * layers
     assert operators["RotaryEmbedding"] == operators["RMSNormalization"] == 2 * layers
     assert operators["MatMul"] == 5 * layers
     assert operators["Split"] == layers
