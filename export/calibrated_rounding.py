@@ -65,20 +65,20 @@ class Inputs:
 
 
 class Off(NamedTuple):
-    """How far a rounded layer's outputs are off on the inputs that were seen, as sums over all."""
+    """How far each of a rounded layer's outputs is off on the inputs that were seen, as sums over those."""
 
-    square: float
-    """Of the squares of their errors."""
-    along: float
-    """Of the products of the errors with the outputs themselves."""
+    square: Array
+    """[outputs] fp32: of the squares of their errors."""
+    along: Array
+    """[outputs] fp32: of the products of the errors with the outputs themselves."""
 
 
 class Calibrated(NamedTuple):
     """A matrix, rounded for inputs that were seen."""
 
     rounded: Rounded
-    length: float
-    """The sum of the squares of the layer's outputs on those inputs, without a bias."""
+    length: Array
+    """[outputs] fp32: the sum of the squares of each output on those inputs, without a bias."""
     off: Off
     nearest_off: Off
     """If every weight had been rounded to the nearest."""
@@ -90,7 +90,7 @@ def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.d
     On those no output is further off than to the nearest.
     """
     best = rounded(weight, most, block, dtype)
-    sums = np.zeros(5)
+    sums = np.empty((5, len(weight)), np.float32)
     for start in range(0, len(weight), _OUTPUTS):
         rows = slice(start, start + _OUTPUTS)
         exact = np.ascontiguousarray(weight[rows].T.astype(np.float32))
@@ -105,8 +105,8 @@ def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.d
         best.codes[rows][better], best.scales[rows][better] = codes.T[better], scales.T[better]
         least, least_along = np.minimum(off, nearest_off), np.where(better, along, along_nearest)
         squares = _along(exact, inputs.products @ exact)
-        sums += [each.sum(dtype=np.float64) for each in (squares, least, least_along, nearest_off, along_nearest)]
-    length, *offs = sums.tolist()
+        sums[:, rows] = squares, least, least_along, nearest_off, along_nearest
+    length, *offs = sums
     return Calibrated(best, length, Off(*offs[:2]), Off(*offs[2:]))
 
 

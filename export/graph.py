@@ -160,12 +160,15 @@ class WeightedGraph(Graph):
         """`linear` of the same `x` for each of `parts`, names and their outputs.
 
         They are one product with the matrix `name`, and then split, where this graph's form can join them: small
-        products take longer than their bytes.
+        products take longer than their bytes. What each part gives is a value of its name then.
         """
         if not self.form.joins(_matrix(name, parts, inputs)):
             return [self.linear(x, part, inputs, outputs, bias=bias) for part, outputs in parts.items()]
         y = self._linear(x, name, parts, inputs, bias=bias)
         split: Sequence[ir.Value] = self.op.Split(y, list(parts.values()), axis=-1, _outputs=len(parts))
+        for value, part in zip(split, parts, strict=True):
+            # Given here, as the builder puts letters in front of names of its own.
+            value.name = part
         return split
 
     def _linear(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:

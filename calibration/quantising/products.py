@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,8 @@ from sinkprune.calibration.quantising.stretches import Passage, Tensors
 from sinkprune.contract.precision import Array
 from sinkprune.export.calibrated_rounding import Inputs
 from sinkprune.export.rewriting import multiplications, shape_of
+
+_WEIGHT = ".weight"
 
 
 class Layer(NamedTuple):
@@ -32,7 +34,7 @@ class Products:
 
     def __init__(self, graph: ir.Graph, start: Callable[[], Passage]) -> None:
         """`start` puts all prompts in front of `graph`."""
-        self._layers = linear_layers(graph)
+        self._layers, self._joined = linear_layers(graph), joined_layers(graph)
         self._start, self._passage = start, start()
         self._held: dict[str, Inputs] = {}
 
@@ -48,6 +50,10 @@ class Products:
             self._passage.step(partial(_add, sums))
             self._held = {name: Inputs(products) for name, products in sums.items()}
         return self._held[value]
+
+    def parts(self, matrix: str) -> Mapping[str, int]:
+        """The layers that the matrix of that name is of: the names of their own matrices, and their outputs."""
+        return self._joined.get(matrix, {matrix: self._layers[matrix].outputs})
 
     def outputs(self) -> list[Tensors]:
         """What the graph gives of each prompt; raises `BackendError`."""
@@ -66,6 +72,23 @@ def linear_layers(graph: ir.Graph) -> dict[str, Layer]:
     return found
 
 
+def joined_layers(graph: ir.Graph) -> dict[str, dict[str, int]]:
+    """The layers that share a matrix, by its name: the names of their own matrices, and their outputs."""
+    found = {}
+    for matrix, node in multiplications(graph).items():
+        own = matrix.removesuffix(_WEIGHT).rpartition(".")[0]
+        uses = [use for use, _ in node.outputs[0].uses()]
+        if len(uses) == 1 and uses[0].op_type == "Add":
+            uses = [use for use, _ in uses[0].outputs[0].uses()]
+        for split in (use for use in uses if use.op_type == "Split" and len(use.inputs) > 1):
+            names = [str(value.name) for value in split.outputs]
+            # Where a checkpoint's own matrix is cut, as in Qwen's towers, the parts have no names of layers.
+            if all(name.rpartition(".")[0] == own for name in names):
+                widths = _numbers(split.inputs[1])
+                found[matrix] = {f"{name}{_WEIGHT}": width for name, width in zip(names, widths, strict=True)}
+    return found
+
+
 def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
     """Count in what layers are given of one more prompt."""
     width = rows.shape[-1]
@@ -73,3 +96,12 @@ def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
     if value not in sums:
         sums[value] = np.zeros((width, width), np.float32)
     sums[value] += rows.T @ rows
+
+
+def _numbers(value: ir.Value | None) -> list[int]:
+    """A list that a graph holds, as where to split."""
+    tensor = value.const_value if value is not None else None
+    if tensor is None:
+        raise ValueError("a matrix is split at places that are computed")
+    numbers: list[int] = tensor.numpy().tolist()
+    return numbers

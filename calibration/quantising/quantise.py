@@ -19,8 +19,8 @@ from sinkprune.calibration.quantising.prompts import Shown
 from sinkprune.calibration.quantising.report import (
     LayerReport,
     QuantisationReport,
+    layer_reports,
     logit_error,
-    output_errors,
 )
 from sinkprune.calibration.quantising.stretches import Tensors
 from sinkprune.calibration.quantising.walk import Walk, order
@@ -178,10 +178,7 @@ class _Quantisation:
 
         def rounding(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
             found = calibrated(weight, products(name), most, block, dtype)
-            outputs, inputs = weight.shape
-            self._layers.append(
-                LayerReport(graph, name, inputs, outputs, most.bit_length() + 1, *output_errors(found))
-            )
+            self._layers += layer_reports(graph, products.parts(name), most.bit_length() + 1, found)
             self._progress(graph, weight.size)
             return found.rounded
 

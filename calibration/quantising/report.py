@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +27,7 @@ class LayerReport:
 
     graph: str
     matrix: str
+    """Its name; of layers that share a matrix in the graph, each has a report and its own matrix's name."""
     inputs: int
     outputs: int
     bits: int
@@ -69,15 +70,22 @@ class QuantisationReport:
         return sorted(self.layers, key=lambda layer: -layer.error.relative_l2)
 
 
-def output_errors(found: Calibrated) -> tuple[OutputError, OutputError]:
-    """Of a layer, and if every weight had been rounded to the nearest."""
-    return _output_error(found.length, found.off), _output_error(found.length, found.nearest_off)
+def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: Calibrated) -> list[LayerReport]:
+    """Of the layers that share a matrix: `parts` are the names of their own matrices and their outputs, in order."""
+    reports, start, inputs = [], 0, found.rounded.codes.shape[1]
+    for matrix, outputs in parts.items():
+        rows = slice(start, start + outputs)
+        error, to_nearest = (_output_error(found.length[rows], off, rows) for off in (found.off, found.nearest_off))
+        reports.append(LayerReport(graph, matrix, inputs, outputs, bits, error, to_nearest))
+        start += outputs
+    return reports
 
 
-def _output_error(length: float, off: Off) -> OutputError:
-    longest = length * (length + 2 * off.along + off.square)
-    cosine = min((length + off.along) / longest**0.5, 1.0) if longest > 0 else 1.0
-    return OutputError((off.square / length) ** 0.5 if length > 0 else 0.0, cosine)
+def _output_error(lengths: Array, off: Off, rows: slice) -> OutputError:
+    length, square, along = (float(x.sum(dtype=np.float64)) for x in (lengths, off.square[rows], off.along[rows]))
+    longest = length * (length + 2 * along + square)
+    cosine = min((length + along) / longest**0.5, 1.0) if longest > 0 else 1.0
+    return OutputError((square / length) ** 0.5 if length > 0 else 0.0, cosine)
 
 
 def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:

@@ -17,9 +17,14 @@ from skimage import data
 from commands import assert_refused, run
 from killed_commands import kill_when, left
 from sinkprune import Pipeline
+from sinkprune.calibration.quantising.products import joined_layers
+from sinkprune.calibration.quantising.report import layer_reports
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
+from sinkprune.export.calibrated_rounding import Inputs, calibrated
+from sinkprune.export.rewriting import read_graph
+from sinkprune.export.rounding import rounded
 from sinkprune.runtime.observer import Observer
 
 Bundles = Callable[..., Path]
@@ -131,6 +136,49 @@ def test_no_layer_is_further_off_than_to_the_nearest(quantised: Path) -> None:
     assert report["prompts"] == 2
     with Image.open(quantised.parent / "errors.png") as plot:
         assert plot.width > 500
+
+
+def test_layers_that_share_a_matrix_have_a_line_each(quantised: Path) -> None:
+    lines = {
+        layer["matrix"].removeprefix("language_model.layers.0.self_attn."): layer["outputs"]
+        for layer in report_of(quantised)["layers"]
+        if layer["graph"] == "decoder_0" and "layers.0.self_attn" in layer["matrix"]
+    }
+    facts = read_bundle(quantised).manifest.language_model
+    rows, shared = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    widths = {"q_proj.weight": rows, "k_proj.weight": shared, "v_proj.weight": shared}
+    assert list(lines.items()) == [*widths.items(), ("o_proj.weight", facts.hidden_size)]
+
+
+def test_they_are_found_behind_a_bias_too_and_cut_matrices_are_none(bundle: Bundles) -> None:
+    root = bundle("qwen")
+    decoder, tower = (
+        joined_layers(read_graph((root / f"graphs/{graph}.onnx").read_bytes())) for graph in ("decoder_0", "vision")
+    )
+    own = "language_model.layers.0.self_attn"
+    assert [*decoder[f"{own}.qkv_proj.weight"]] == [f"{own}.{which}_proj.weight" for which in "qkv"]
+    assert tower == {}
+
+
+def test_each_of_them_has_the_error_of_its_own_outputs() -> None:
+    random = np.random.default_rng(0)
+    seen, weight = random.standard_normal((50, 32), np.float32), random.standard_normal((12, 32), np.float32)
+    # What is small in one hides behind another.
+    weight[8:10] *= 1e-3
+    found = calibrated(weight, Inputs(seen.T @ seen), 7, 32, np.dtype(np.float32))
+    parts = {"q": 8, "k": 2, "v": 2}
+    reports = layer_reports("decoder_0", parts, 4, found)
+    assert {report.matrix: (report.inputs, report.outputs) for report in reports} == {
+        part: (32, outputs) for part, outputs in parts.items()
+    }
+    nearest = rounded(weight, 7, 32, np.dtype(np.float32))
+    for report, rows in zip(reports, (slice(8), slice(8, 10), slice(10, 12)), strict=True):
+        exact = seen @ weight[rows].T
+        for told, of in ((report.error, found.rounded), (report.to_nearest, nearest)):
+            off = seen @ of.values()[rows].T
+            assert told.relative_l2 == pytest.approx(np.linalg.norm(off - exact) / np.linalg.norm(exact), rel=1e-3)
+            cosine = np.vdot(off, exact) / (np.linalg.norm(off) * np.linalg.norm(exact))
+            assert told.cosine == pytest.approx(cosine, abs=1e-5)
 
 
 class Logits(Observer):

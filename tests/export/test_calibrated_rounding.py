@@ -123,11 +123,13 @@ def test_what_is_told_is_that_of_the_outputs(block: int) -> None:
     # Its largest values are met by no smaller scale: some outputs stay as they are to the nearest.
     found = calibrated(weight, Inputs(seen.T @ seen), 7, block, np.dtype(np.float16))
     outputs = seen.astype(np.float64) @ weight.T
-    assert found.length == pytest.approx((outputs**2).sum(), rel=1e-4)
+    assert found.length == pytest.approx((outputs**2).sum(axis=0), rel=1e-4)
     for of, told in (
         (found.rounded, found.off),
         (rounded(weight, 7, block, np.dtype(np.float16)), found.nearest_off),
     ):
         errors = seen.astype(np.float64) @ (of.values() - weight).T
-        assert told.square == pytest.approx((errors**2).sum(), rel=1e-3)
-        assert told.along == pytest.approx((errors * outputs).sum(), rel=1e-3, abs=1e-4 * found.length)
+        assert told.square == pytest.approx((errors**2).sum(axis=0), rel=1e-3)
+        assert told.along == pytest.approx(
+            (errors * outputs).sum(axis=0), rel=1e-3, abs=float(1e-4 * found.length.max())
+        )
