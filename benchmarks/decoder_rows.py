@@ -1,0 +1,144 @@
+"""What a decoder takes for so many rows: a prefill of each count, and a token behind it.
+
+    python benchmarks/decoder_rows.py BUNDLE --backend openvino --rows 40,64,76,124,136
+    python benchmarks/decoder_rows.py BUNDLE --rows 60,600 --repeat 40 --json rows.json
+
+Counts take turns in every round, forwards and then backwards. Rows are of noise, which takes as long as a picture.
+Beside the times stands what they would be over those of the first count: of a prefill by its FLOPs, of a token by the
+bytes of weights and cache. Where a library runs rows in blocks, or makes more of a cache than it must, these differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sinkprune.contract.command import run_command
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.flops import decode_bytes, prefill_flops
+from sinkprune.runtime.backends import BACKENDS, THREADS
+from sinkprune.runtime.chain import Chain
+from sinkprune.runtime.decoding import KVCache, decode_one_token
+from sinkprune.runtime.pipeline import Pipeline
+
+_TOKENS = 3
+"""Tokens that are timed behind a prefill; one before them is not, as it takes room for all."""
+_TABLE_WIDTH = 140
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark with `arguments`, or the process's own if None; returns the exit code."""
+    return run_command(_benchmark, arguments)
+
+
+def _benchmark(arguments: Sequence[str] | None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("--rows", type=_counts, default=[60, 600], help="counts (default: 60,600)")
+    parser.add_argument(
+        "--repeat", type=int, default=9, help="rounds behind the first, which does not count (default: 9)"
+    )
+    parser.add_argument("--backend", choices=BACKENDS, default="ort-cpu")
+    parser.add_argument("--threads", type=THREADS)
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write every measurement")
+    options = parser.parse_args(arguments)
+    if options.repeat < 1:
+        raise UsageError(f"--repeat is {options.repeat}, expected at least 1.")
+    if options.json:
+        check_outputs([(options.json, (".json",))], [], [options.bundle])
+    pipeline = Pipeline.load(options.bundle, backend=options.backend, threads=options.threads)
+    chain, counts = pipeline.chain, options.rows
+    prefills: dict[int, list[float]] = {count: [] for count in counts}
+    tokens: dict[int, list[float]] = {count: [] for count in counts}
+    for number in range(options.repeat + 1):
+        for count in counts if number % 2 else reversed(counts):
+            prefill, behind = measured(chain, count)
+            if number:
+                prefills[count].append(prefill)
+                tokens[count] += behind
+    manifest = pipeline.bundle.manifest
+    layers = manifest.language_model.num_layers
+    flops = {count: prefill_flops(manifest.language_model, [count] * layers) for count in counts}
+    read = {count: decode_bytes(manifest, cache_bytes(pipeline, count)) for count in counts}
+    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    table = Table("rows", "prefill ms", "us a row", "x", "by FLOPs", "a token ms", "GB/s", "x", "by bytes", box=None)
+    for count in counts:
+        prefill, token = np.median(prefills[count]), np.median(tokens[count])
+        first = np.median(prefills[counts[0]]), np.median(tokens[counts[0]])
+        cells = (
+            *(spread(prefills[count]), f"{1e3 * prefill / count:.0f}"),
+            *(f"{prefill / first[0]:.2f}", f"{flops[count] / flops[counts[0]]:.2f}"),
+            *(spread(tokens[count]), f"{read[count] / token / 1e6:.1f}"),
+            *(f"{token / first[1]:.3f}", f"{read[count] / read[counts[0]]:.3f}"),
+        )
+        table.add_row(str(count), *cells)
+    backend = pipeline.backend
+    console.print(
+        f"{manifest.checkpoint.source}, weights {manifest.weights.name}, {backend.name}, {backend.threads} threads; "
+        f"median (a tenth below, a tenth above) of {options.repeat} rounds; x is over {counts[0]} rows",
+        highlight=False,
+        markup=False,
+    )
+    console.print(table)
+    if options.json:
+        found = [
+            {"rows": count, "prefill_ms": prefills[count], "token_ms": tokens[count], "bytes": read[count]}
+            for count in counts
+        ]
+        write_whole(options.json, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def measured(chain: Chain, count: int) -> tuple[float, list[float]]:
+    """Milliseconds of a prefill of so many rows, head included, and of each token behind it."""
+    backend, model = chain.backend, chain.model
+    rows = np.random.default_rng(count).standard_normal((count, model.hidden_size)).astype(chain.dtype)
+    began = time.perf_counter()
+    cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(count)))
+    hidden, added = backend.tensor(rows[None]), chain.beside_text(count)
+    cache = KVCache([decoder.new_cache() for decoder in chain.decoders], [count] * len(chain.decoders))
+    for decoder, segment in zip(chain.decoders, cache.segments, strict=True):
+        hidden = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, segment)["hidden_out"]
+        # Of the first segment alone
+        added = {}
+    backend.numpy(chain.head({"hidden": hidden})["logits"])
+    times = [time.perf_counter() - began]
+    for _ in range(1 + _TOKENS):
+        began = time.perf_counter()
+        backend.numpy(decode_one_token(chain, cache, rows[0]))
+        times.append(time.perf_counter() - began)
+    prefill, _, *tokens = [1e3 * seconds for seconds in times]
+    return prefill, tokens
+
+
+def cache_bytes(pipeline: Pipeline, count: int) -> int:
+    """What a cache of so many rows takes, in the type that the backend computes in."""
+    model, backend = pipeline.chain.model, pipeline.backend
+    size = 2 if "bf16" in backend.cache else pipeline.chain.dtype.itemsize
+    return 2 * count * model.num_layers * model.num_kv_heads * model.head_dim * size
+
+
+def spread(ms: Sequence[float]) -> str:
+    """Median, and a tenth from either end."""
+    low, middle, high = np.quantile(ms, (0.1, 0.5, 0.9))
+    return f"{middle:.1f} ({low:.1f}, {high:.1f})"
+
+
+def _counts(text: str) -> list[int]:
+    """Comma-separated counts of rows, each at least 1."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) for part in parts) or len({*parts}) < len(parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is no list of different counts from 1 on, like 60,600")
+    return [int(part) for part in parts]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
