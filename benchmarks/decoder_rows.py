@@ -3,9 +3,10 @@
     python benchmarks/decoder_rows.py BUNDLE --backend openvino --rows 40,64,76,124,136
     python benchmarks/decoder_rows.py BUNDLE --rows 60,600 --repeat 40 --json rows.json
 
-Counts take turns in every round, forwards and then backwards. Rows are of noise, which takes as long as a picture.
-Beside the times stands what they would be over those of the first count: of a prefill by its FLOPs, of a token by the
-bytes of weights and cache. Where a library runs rows in blocks, or makes more of a cache than it must, these differ.
+Counts take turns in every round, forwards and then backwards. Rows are of text, which takes as long as a picture; a
+prefill is timed without the head. Beside the times stands what they would be over those of the first count: of a
+prefill by its FLOPs, of a token by the bytes of weights and cache. Where a library runs rows in blocks, or makes more
+of a cache than it must, these differ.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,12 +26,9 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.runtime.backends import BACKENDS, THREADS
-from sinkprune.runtime.chain import Chain
-from sinkprune.runtime.decoding import KVCache, decode_one_token
+from sinkprune.runtime.decoder_times import DecoderTimes
 from sinkprune.runtime.pipeline import Pipeline
 
-_TOKENS = 3
-"""Tokens that are timed behind a prefill; one before them is not, as it takes room for all."""
 _TABLE_WIDTH = 140
 
 
@@ -56,15 +53,12 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     if options.json:
         check_outputs([(options.json, (".json",))], [], [options.bundle])
     pipeline = Pipeline.load(options.bundle, backend=options.backend, threads=options.threads)
-    chain, counts = pipeline.chain, options.rows
-    prefills: dict[int, list[float]] = {count: [] for count in counts}
-    tokens: dict[int, list[float]] = {count: [] for count in counts}
+    counts = options.rows
+    times = DecoderTimes(pipeline.chain, pipeline.embedding, counts)
     for number in range(options.repeat + 1):
-        for count in counts if number % 2 else reversed(counts):
-            prefill, behind = measured(chain, count)
-            if number:
-                prefills[count].append(prefill)
-                tokens[count] += behind
+        times.run(counted=number > 0)
+    prefills = {count: [sum(segments) for segments in times.prefills[count]] for count in counts}
+    tokens = times.tokens
     manifest = pipeline.bundle.manifest
     layers = manifest.language_model.num_layers
     flops = {count: prefill_flops(manifest.language_model, [count] * layers) for count in counts}
@@ -95,28 +89,6 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
             for count in counts
         ]
         write_whole(options.json, (json.dumps(found, indent=1) + "\n").encode())
-
-
-def measured(chain: Chain, count: int) -> tuple[float, list[float]]:
-    """Milliseconds of a prefill of so many rows, head included, and of each token behind it."""
-    backend, model = chain.backend, chain.model
-    rows = np.random.default_rng(count).standard_normal((count, model.hidden_size)).astype(chain.dtype)
-    began = time.perf_counter()
-    cos, sin = (backend.tensor(table) for table in chain.rotary.tables(np.arange(count)))
-    hidden, added = backend.tensor(rows[None]), chain.beside_text(count)
-    cache = KVCache([decoder.new_cache() for decoder in chain.decoders], [count] * len(chain.decoders))
-    for decoder, segment in zip(chain.decoders, cache.segments, strict=True):
-        hidden = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, segment)["hidden_out"]
-        # Of the first segment alone
-        added = {}
-    backend.numpy(chain.head({"hidden": hidden})["logits"])
-    times = [time.perf_counter() - began]
-    for _ in range(1 + _TOKENS):
-        began = time.perf_counter()
-        backend.numpy(decode_one_token(chain, cache, rows[0]))
-        times.append(time.perf_counter() - began)
-    prefill, _, *tokens = [1e3 * seconds for seconds in times]
-    return prefill, tokens
 
 
 def cache_bytes(pipeline: Pipeline, count: int) -> int:

@@ -26,8 +26,10 @@ class DecoderTimes:
         self._chain, self._counts = chain, sorted(counts)
         rows = embedding(range(min(max(counts), chain.model.vocab_size)))
         self._rows: Array = np.resize(rows, (max(counts), rows.shape[1]))
-        self._ms: dict[int, list[tuple[float, ...]]] = defaultdict(list)
-        self._tokens: dict[int, list[float]] = defaultdict(list)
+        self.prefills: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+        """By count: each prefill's way through each segment."""
+        self.tokens: dict[int, list[float]] = defaultdict(list)
+        """By count: each token behind such a prefill, head included."""
 
     def run(self, *, counted: bool) -> None:
         """A prefill of each count, and tokens behind it."""
@@ -44,10 +46,10 @@ class DecoderTimes:
     @property
     def token(self) -> Curve:
         """A token behind a prefill, against the prefill's rows."""
-        return fit_measured([(count, median(ms)) for count, ms in self._tokens.items()])
+        return fit_measured([(count, median(ms)) for count, ms in self.tokens.items()])
 
     def _curve(self, segment: int) -> Curve:
-        return fit_measured([(count, median(run[segment] for run in runs)) for count, runs in self._ms.items()])
+        return fit_measured([(count, median(run[segment] for run in runs)) for count, runs in self.prefills.items()])
 
     def _run(self, count: int, *, counted: bool) -> None:
         chain, backend = self._chain, self._chain.backend
@@ -68,5 +70,5 @@ class DecoderTimes:
             backend.numpy(decode_one_token(chain, written, self._rows[0]))
             tokens.append((time.perf_counter() - began) * 1e3)
         if counted:
-            self._ms[count].append(tuple(backend.elapsed_ms(*span) for span in spans))
-            self._tokens[count] += tokens
+            self.prefills[count].append(tuple(backend.elapsed_ms(*span) for span in spans))
+            self.tokens[count] += tokens

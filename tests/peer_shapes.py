@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+_TEXT: dict[str, Any] = {
+    "vocab_size": 384,
+    "max_position_embeddings": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_MARKS: dict[str, Any] = {
+    "image_token_id": 375,
+    "video_token_id": 376,
+    "vision_start_token_id": 373,
+    "vision_end_token_id": 374,
+}
 LLAVA: dict[str, Any] = {
     "architectures": ["LlavaForConditionalGeneration"],
     "model_type": "llava",
@@ -24,23 +39,14 @@ LLAVA: dict[str, Any] = {
     },
     "text_config": {
         "model_type": "llama",
-        "vocab_size": 384,
-        "max_position_embeddings": 1024,
+        **_TEXT,
         "rms_norm_eps": 1e-5,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
     },
 }
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],
     "model_type": "qwen2_5_vl",
-    "image_token_id": 375,
-    "video_token_id": 376,
-    "vision_start_token_id": 373,
-    "vision_end_token_id": 374,
+    **_MARKS,
     "tie_word_embeddings": True,
     "vision_config": {
         "model_type": "qwen2_5_vl_vision",
@@ -58,14 +64,8 @@ QWEN: dict[str, Any] = {
     },
     "text_config": {
         "model_type": "qwen2_5_vl_text",
-        "vocab_size": 384,
-        "max_position_embeddings": 1024,
+        **_TEXT,
         "rms_norm_eps": 1e-6,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "bos_token_id": 371,
         "eos_token_id": 372,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
@@ -74,10 +74,7 @@ QWEN: dict[str, Any] = {
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "model_type": "qwen3_vl",
-    "image_token_id": 375,
-    "video_token_id": 376,
-    "vision_start_token_id": 373,
-    "vision_end_token_id": 374,
+    **_MARKS,
     "tie_word_embeddings": True,
     "vision_config": {
         "model_type": "qwen3_vl_vision",
@@ -96,14 +93,8 @@ QWEN3: dict[str, Any] = {
     },
     "text_config": {
         "model_type": "qwen3_vl_text",
-        "vocab_size": 384,
-        "max_position_embeddings": 1024,
+        **_TEXT,
         "rms_norm_eps": 1e-6,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 32,
         "bos_token_id": 371,
         "eos_token_id": 372,

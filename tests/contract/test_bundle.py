@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from manifests import changed, manifest_data, refusal, write_data
 from sinkprune.contract.bundle import Bundle, read_bundle
@@ -27,12 +25,6 @@ from sinkprune.contract.manifest import (
 )
 from sinkprune.contract.manifest_file import file_specs
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=8,
-)
-
 
 @pytest.fixture(scope="module")
 def original(bundle: Callable[..., Path]) -> Path:
@@ -44,20 +36,6 @@ def original(bundle: Callable[..., Path]) -> Path:
 def copied(original: Path, tmp_path: Path) -> Path:
     """A bundle to damage."""
     return Path(shutil.copytree(original, tmp_path / "bundle"))
-
-
-@pytest.fixture(scope="module")
-def shared_copy(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose manifest alone is written over, again and again."""
-    return Path(shutil.copytree(original, tmp_path_factory.mktemp("fuzz") / "bundle"))
-
-
-def places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every value within `value`."""
-    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield (*place, key)
-        yield from places(item, (*place, key))
 
 
 def test_a_manifest_survives_writing_and_reading(original: Path, copied: Path) -> None:
@@ -146,7 +124,7 @@ def test_another_format_version_is_refused_with_both_versions(version: Any, copi
         assert "Upgrade sinkprune" in message
 
 
-@pytest.mark.parametrize("version", [0, 3, 4])
+@pytest.mark.parametrize("version", [0, 3, 4, FORMAT_VERSION - 1])
 def test_an_older_format_is_refused_with_the_command_that_makes_it_again(version: int, copied: Path) -> None:
     # What its graphs took and gave is not known any more: no field of it is read.
     write_data(copied, {"format_version": version, "old": {}})
@@ -312,59 +290,3 @@ def test_a_file_name_that_cannot_be_a_file_is_refused(name: str, copied: Path) -
     data["files"][name] = {"size": 0, "sha256": ""}
     write_data(copied, data)
     refusal(copied)
-
-
-@given(data=VALUES)
-@settings(max_examples=80, deadline=None)
-def test_any_json_value_is_refused(shared_copy: Path, data: Any) -> None:
-    write_data(shared_copy, data)
-    refusal(shared_copy)
-
-
-@given(text=st.binary(max_size=60))
-@settings(max_examples=100, deadline=None)
-def test_any_bytes_are_refused(shared_copy: Path, text: bytes) -> None:
-    (shared_copy / MANIFEST).write_bytes(text)
-    refusal(shared_copy)
-
-
-@given(data=st.data())
-@settings(max_examples=100, deadline=None)
-def test_any_change_of_the_manifest_loads_or_is_refused(
-    original: Path, shared_copy: Path, data: st.DataObject
-) -> None:
-    manifest = manifest_data(original)
-    place = data.draw(st.sampled_from(list(places(manifest))))
-    value = data.draw(VALUES)
-
-    def change(container: Any, key: Any) -> None:
-        action = data.draw(st.sampled_from(["replace", "remove", "add"]))
-        if action == "remove":
-            del container[key]
-        elif action == "add" and isinstance(container, dict):
-            container[data.draw(st.text(max_size=6))] = value
-        else:
-            container[key] = value
-
-    write_data(shared_copy, changed(manifest, place, change))
-    try:
-        assert isinstance(read_bundle(shared_copy), Bundle)
-    except BundleError as error:
-        assert str(shared_copy) in str(error)
-
-
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_any_damage_to_the_manifests_text_loads_or_is_refused(
-    original: Path, shared_copy: Path, data: st.DataObject
-) -> None:
-    text = bytearray((original / MANIFEST).read_bytes())
-    for _ in range(data.draw(st.integers(1, 3))):
-        start = data.draw(st.integers(0, len(text) - 1))
-        length = data.draw(st.integers(0, 5))
-        text[start : start + length] = data.draw(st.binary(max_size=5))
-    (shared_copy / MANIFEST).write_bytes(text)
-    try:
-        assert isinstance(read_bundle(shared_copy), Bundle)
-    except BundleError as error:
-        assert str(shared_copy) in str(error)
