@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest test-slow test-harness fuzz clean
+.PHONY: demo test lint types pytest test-slow test-harness test-intel-gpu fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -21,7 +21,7 @@ types: .venv/.dev
 
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness and not intel_gpu"
 
 test-slow: .venv/.dev
 	$(BIN)/pytest -m slow
@@ -39,6 +39,23 @@ test-harness: .venv/.dev
 	$(BIN)/pip install --quiet --no-deps lmms-eval==0.7.3
 	$(BIN)/pip install --quiet $(HARNESS)
 	$(BIN)/pytest -m harness
+
+# A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
+STAND_IN := build/intel-gpu
+OPENCL := $(CURDIR)/$(STAND_IN)/lib
+
+test-intel-gpu: .venv/.dev $(STAND_IN)/gpu/libOpenCL.so.1
+	INTEL_GPU_STAND_IN=1 OCL_ICD_FILENAMES=$(OPENCL)/libintelocl.so LD_PRELOAD=$(OPENCL)/libtbb.so.12 \
+		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) $(BIN)/pytest -m intel_gpu -n auto --maxprocesses 4
+
+$(STAND_IN)/gpu/libOpenCL.so.1: tests/intel_gpu_stand_in.c | $(BIN)/python
+	$(BIN)/python -m venv $(STAND_IN)
+	$(STAND_IN)/bin/pip install --quiet intel-opencl-rt==2026.2.0 intel-cmplr-lib-rt==2026.2.0
+	mkdir -p $(@D)
+	# An empty library lends its name, for both are libOpenCL.so.1 to the linker.
+	echo | $(CC) -shared -x c - -Wl,-soname,libOpenCL.so.1.0.0 -o $(STAND_IN)/empty.so
+	$(CC) -shared -fPIC -O1 -Wall -Wextra -Werror $< -o $@ -Wl,-soname,libOpenCL.so.1 \
+		-Wl,--no-as-needed $(STAND_IN)/empty.so -ldl
 
 clean:
 	rm -rf .venv build demo-output src/*.egg-info

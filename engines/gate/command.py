@@ -14,6 +14,7 @@ from sinkprune.contract.trust import add_trust_options, trusted_bundle
 _EXAMPLES = """\
 examples:
   sinkprune-check llava-7b engines --image photo.jpg
+  sinkprune-check llava-7b engines --image photo.jpg --backend openvino-gpu
   sinkprune-check llava-7b engines --image photo.jpg --prompt "What is on the table?" --json > checked.json
 
 Each engine of ENGINES is given what its ONNX graph in BUNDLE was given, and must give the same but for rounding; in
@@ -47,7 +48,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust)
     question = read_question(options.image, options.prompt, bundle)
-    backend = load_backend(backend_of(built.engines.manifest.target), None, built, options.compute)
+    name = options.backend or backend_of(built.engines.manifest.target)
+    backend = load_backend(name, None, built, options.compute)
     with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:
         bundle.verify()
         built.engines.verify()
@@ -66,7 +68,7 @@ def _check(arguments: Sequence[str] | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy, like all that `_check` imports.
     from sinkprune.engines.gate import PROMPT
-    from sinkprune.runtime.backends import COMPUTES
+    from sinkprune.runtime.backends import BACKENDS, COMPUTES
 
     parser = argparse.ArgumentParser(
         prog="sinkprune-check",
@@ -79,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     add("engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build")
     add("--image", type=Path, action="append", required=True, help="an image file to ask about; may be repeated")
     add("--prompt", default=PROMPT, help=f"the question (default: {PROMPT})")
-    add("--compute", choices=COMPUTES, help="openvino: what its engines compute in (default: fastest)")
+    add("--backend", choices=BACKENDS, help="what runs the engines (default: what they are built for)")
+    add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: what to compute in (default: fastest)")
     add_trust_options(parser)
     add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
     add("--json", action="store_true", help="print the report as JSON, every output of every engine")

@@ -50,7 +50,8 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
     form = manifest.weights.vision if graph == "vision" else manifest.weights.decoder
     if "int8" in compute and form in _INTEGERS:
         return "int8"
-    return "bf16" if "bf16" in compute else manifest.precision
+    floats: tuple[Rounding, ...] = ("bf16", "fp16")
+    return next((rounding for rounding in floats if rounding in compute), manifest.precision)
 
 
 def coarsest(manifest: Manifest, compute: str) -> Rounding:

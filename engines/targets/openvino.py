@@ -15,14 +15,14 @@ from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.runtime.backends.openvino import DEVICE, OpenVinoBackend
+from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.heap import trim_heap
 
 _COPIES = 2.5
 
 
 class OpenVinoBuilder:
-    """Builds for OpenVINO on the CPU."""
+    """Builds for OpenVINO, on whatever device it computes: its own format is the same for all."""
 
     target: Target = "openvino"
     compute_capabilities: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class OpenVinoBuilder:
         self._backend = OpenVinoBackend(self.target, None, "fastest")
         self.library_version: str = self._backend.versions["openvino"]
         self.plugins: dict[str, str] = {}
-        self.flags = {"device": DEVICE}
+        self.flags: dict[str, str] = {}
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle whose decoder does not keep its caches; raises `EnginesError`."""

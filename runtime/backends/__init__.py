@@ -26,12 +26,18 @@ THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 Compute = Literal["fastest", "bf16", "fp32"]
 """What a backend that has the choice computes in. Selection is in fp32 always.
 
-`fastest`: int8 for rows that meet int8 or int4 weights, and in openvino bf16 for the rest where the processor has it.
+`fastest`: int8 for rows that meet int8 or int4 weights, and in openvino bf16 for the rest where the processor has it;
+in openvino-gpu fp16, or int8 where the library chooses it.
 `bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.
 """
 COMPUTES: tuple[Compute, ...] = get_args(Compute)
-_CHOOSING = ("openvino", "ort-cpu")
-"""The backends that have a choice."""
+_CHOICES: dict[str, tuple[Compute, ...]] = {
+    "openvino": COMPUTES,
+    "openvino-gpu": ("fastest", "fp32"),
+    "ort-cpu": ("fastest", "fp32"),
+}
+"""What can be chosen, of the backends that have a choice."""
+_WITHOUT_THREADS = ("openvino-gpu", "tensorrt", "tensorrt-rtx")
 
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 
@@ -120,17 +126,19 @@ def load_backend(
 ) -> Backend:
     """The backend `name`, found to fit the engines `built`, without which TensorRT alone cannot do.
 
-    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for openvino and ort-cpu
-    (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
+    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for openvino, openvino-gpu and
+    ort-cpu (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
+    if threads is not None and name in _WITHOUT_THREADS:
+        raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
     if compute is not None:
         _check_compute(name, compute, built)
     if built is not None:
         built.check_backend(name)
-    if name == "openvino":
+    if TARGETS[name] == "openvino":
         from sinkprune.runtime.backends.openvino import OpenVinoBackend
 
         openvino = OpenVinoBackend(name, threads, compute or "fastest")
@@ -148,8 +156,6 @@ def load_backend(
         return backend
     from sinkprune.runtime.backends.tensorrt import open_tensorrt
 
-    if threads is not None:
-        raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
     if built is None:
         raise UsageError(
             f"backend '{name}' runs engines, and none were given. Build them with: sinkprune-build BUNDLE -o ENGINES "
@@ -162,11 +168,13 @@ def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
     """Refuse what the backend of that name, or the engines `built`, cannot compute in; raises `UsageError`."""
     if not isinstance(compute, str) or compute not in COMPUTES:
         raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
-    if name not in _CHOOSING or (name == "ort-cpu" and compute == "bf16"):
+    if name not in _CHOICES:
         raise UsageError(
-            f"compute is '{compute}', but backend '{name}' computes in the types of the bundle's graphs. Leave it out"
-            f"{', or choose fp32' if name in _CHOOSING else ''}."
+            f"compute is '{compute}', but backend '{name}' computes in the types of the bundle's graphs. "
+            "Leave it out."
         )
+    if compute not in _CHOICES[name]:
+        raise UsageError(f"compute is '{compute}', backend '{name}' has {' and '.join(_CHOICES[name])}. Choose one.")
     if built is not None and name == "ort-cpu" and compute != "fastest":
         raise UsageError(
             f"compute is '{compute}', but engines for onnxruntime are built to be fastest. Give the bundle, which "

@@ -17,6 +17,7 @@ TARGETS: dict[str, Target] = {
     "ort-cpu": "onnxruntime",
     "ort-cuda": "onnxruntime",
     "openvino": "openvino",
+    "openvino-gpu": "openvino",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }

@@ -1,4 +1,5 @@
-"""OpenVINO on the CPU. Tensors are host arrays; the cache of a decoder segment is the state of an inference request.
+"""OpenVINO, on a CPU or a GPU of Intel. Tensors are host arrays; the cache of a decoder segment is the state of an
+inference request.
 
 Selection is computed in fp32 always, and everything else as `compute` says.
 """
@@ -19,40 +20,28 @@ from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Compute, Decoder, Engine
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, group_in_int8, paths
+from sinkprune.runtime.backends.openvino_devices import DEVICES
+from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, paths
 from sinkprune.runtime.backends.row_runs import joined
-from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.openvino_library import import_openvino, words
 
-DEVICE = "CPU"
-"""Where engines compute, in openvino's words."""
 _NO_BEAM = np.zeros(1, np.int32)
 # Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
 _PATCHES = 64
 
 
 class OpenVinoBackend(Backend):
-    """OpenVINO's CPU plugin; calls of engines return when they are done."""
+    """OpenVINO on one of `DEVICES`; calls of engines return when they are done."""
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
-        """Raises `BackendError` where openvino is missing, or the processor has no bf16 and `compute` asks for it."""
+        """Raises `BackendError` where openvino or the device is missing, or cannot compute in what is asked for."""
         openvino = import_openvino(name)
         self._openvino, self._core = openvino, openvino.Core()
         self._reader = GraphReader(openvino, self._core)
-        has_bf16 = "BF16" in self._core.get_property(DEVICE, "OPTIMIZATION_CAPABILITIES")
-        if compute == "bf16" and not has_bf16:
-            raise BackendError(
-                f"backend '{name}' was to compute in bf16, which this processor lacks: "
-                f"{self._core.get_property(DEVICE, 'FULLDEVICE_NAME')}. Leave --compute out for the fastest it has."
-            )
-        self._bf16 = has_bf16 and compute != "fp32"
-        self._int8 = compute == "fastest"
+        self._device = DEVICES[name](self._core, name, threads, compute)
         self.name = name
-        self.threads = threads or usable_cores()
-        floats = "bf16" if self._bf16 else "fp32"
-        self.compute = floats + (", int8 where weights are" if self._int8 else "")
-        self.cache = floats
-        self.versions = {"openvino": openvino.__version__}
+        self.threads, self.compute, self.cache = self._device.threads, self._device.compute, self._device.cache
+        self.versions = {"openvino": openvino.__version__, **self._device.versions}
 
     def load(self, model: Model) -> _OpenVinoEngine:
         return _OpenVinoEngine(self._compiled(model))
@@ -81,18 +70,10 @@ class OpenVinoBackend(Backend):
         """
         with self._refusals(model):
             read = self._reader.read(model)
-            precision = "bf16" if self._bf16 and model.weight_bytes else "f32"
-            properties = {
-                "PERFORMANCE_HINT": "LATENCY",
-                "NUM_STREAMS": 1,
-                "INFERENCE_NUM_THREADS": self.threads,
-                "INFERENCE_PRECISION_HINT": precision,
-                "KV_CACHE_PRECISION": precision,
-                "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
-            }
+            properties = self._device.properties(read, weights=model.weight_bytes > 0)
             inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
             with paths(model):
-                library = self._core.compile_model(read, DEVICE, properties)
+                library = self._core.compile_model(read, self._device.name, properties)
                 if model.weight_bytes:
                     library.create_infer_request().infer(_smallest_inputs(model, inputs))
             return _Compiled(model.graph, library, inputs, outputs)

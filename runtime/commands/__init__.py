@@ -68,8 +68,8 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add(
         "--compute",
         choices=COMPUTES,
-        help="openvino, ort-cpu: fp32 rounds no rows for int8 and int4 weights, as fastest does; bf16: openvino "
-        "(default: fastest)",
+        help="openvino, openvino-gpu, ort-cpu: fp32 rounds no rows for int8 and int4 weights, as fastest does; bf16: "
+        "openvino (default: fastest)",
     )
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")

@@ -18,6 +18,7 @@ from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.engines.gate.advice import first_refusal
 from sinkprune.engines.gate.checking import check_engines
+from sinkprune.engines.gate.limits import rounding_of
 from sinkprune.engines.gate.recording import Question, record
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.engines.progress import SILENT
@@ -45,6 +46,28 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
         return made[target]
 
     return get
+
+
+def test_a_backend_that_other_engines_are_for(source: Path, built: Built, photo_file: Path) -> None:
+    command = ("sinkprune-check", source, built("openvino"), "--image", photo_file)
+    assert_refused(run(*command, "--backend", "ort-cpu"), "backend 'ort-cpu' takes target onnxruntime")
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        ("fp32", "fp32"),
+        ("the graphs' types", "fp32"),
+        ("bf16", "bf16"),
+        ("fp16, int8 where openvino finds it faster", "fp16"),
+        ("bf16, int8 where weights are", "bf16"),
+    ],
+)
+def test_limits_are_those_of_what_a_backend_says_it_computes_in(compute: str, expected: str, source: Path) -> None:
+    manifest = read_bundle(source).manifest
+    assert rounding_of("head", manifest, compute) == expected
+    sanitizer = next(graph for graph in manifest.graphs if graph.endswith("sanitizer"))
+    assert rounding_of(sanitizer, manifest, compute) == "fp32"
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])

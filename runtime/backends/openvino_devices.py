@@ -1,0 +1,93 @@
+"""The devices that OpenVINO computes on, and what each is asked to compute in. Selection is in fp32 on all."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sinkprune.contract.errors import BackendError
+from sinkprune.runtime.backends import Compute
+from sinkprune.runtime.backends.openvino_graphs import group_in_int8
+from sinkprune.runtime.cores import usable_cores
+
+_NAME = "FULL_DEVICE_NAME"
+
+
+class Device(Protocol):
+    """Where models are compiled for, and with which of openvino's properties."""
+
+    name: str
+    """In openvino's words."""
+    threads: int
+    """CPU threads it computes with."""
+    compute: str
+    """What it computes in, in words for reports."""
+    cache: str
+    """The type of keys and values, in words for reports."""
+    versions: dict[str, str]
+    """What reports tell of it, by name."""
+
+    def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
+        """What the model `read` is compiled with; one without `weights` selects tokens."""
+
+
+class Cpu:
+    """The processor: bf16 where it has it, and rows rounded to int8 for int8 and int4 weights."""
+
+    name = "CPU"
+
+    def __init__(self, core: Any, backend: str, threads: int | None, compute: Compute) -> None:
+        """Raises `BackendError` where the processor has no bf16 and `compute` asks for it."""
+        has_bf16 = "BF16" in core.get_property(self.name, "OPTIMIZATION_CAPABILITIES")
+        if compute == "bf16" and not has_bf16:
+            raise BackendError(
+                f"backend '{backend}' was to compute in bf16, which this processor lacks: "
+                f"{core.get_property(self.name, _NAME)}. Leave --compute out for the fastest it has."
+            )
+        self.threads = threads or usable_cores()
+        self.cache = "bf16" if has_bf16 and compute != "fp32" else "fp32"
+        self._int8 = compute == "fastest"
+        self.compute = self.cache + (", int8 where weights are" if self._int8 else "")
+        self.versions: dict[str, str] = {}
+
+    def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
+        precision = "bf16" if weights and self.cache == "bf16" else "f32"
+        return {
+            "PERFORMANCE_HINT": "LATENCY",
+            "NUM_STREAMS": 1,
+            "INFERENCE_NUM_THREADS": self.threads,
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
+        }
+
+
+class Gpu:
+    """The first GPU of Intel that there is, in or beside the processor: fp16 unless fp32 is asked for."""
+
+    name = "GPU"
+    threads = 1
+    """The one that gives it work."""
+
+    def __init__(self, core: Any, backend: str, threads: int | None, compute: Compute) -> None:
+        """Raises `BackendError` where there is none, or no driver."""
+        try:
+            self.versions: dict[str, str] = {"gpu": core.get_property(self.name, _NAME)}
+        except RuntimeError as error:
+            raise BackendError(
+                f"backend '{backend}' needs a GPU of Intel, and openvino finds none here, only "
+                f"{', '.join(core.available_devices)}. Install the GPU's OpenCL driver (Debian, Ubuntu: apt install "
+                "intel-opencl-icd) and add this user to the group 'render', or take --backend openvino."
+            ) from error
+        self._fp32 = compute == "fp32"
+        self.cache = "fp32" if self._fp32 else "fp16"
+        self.compute = "fp32" if self._fp32 else "fp16, int8 where openvino finds it faster"
+
+    def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
+        precision = "f16" if weights and not self._fp32 else "f32"
+        asked: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
+        asked |= {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
+        return asked | ({"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if self._fp32 else {})
+
+
+DEVICES: dict[str, type[Cpu | Gpu]] = {"openvino": Cpu, "openvino-gpu": Gpu}
+"""By the name of the backend that computes there."""

@@ -1,0 +1,46 @@
+"""Whether two backends keep the same tokens and give the same answers."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.observer import Observer
+
+QUESTION = "What is on the table?"
+NEW_TOKENS = 4
+
+
+class Logits(Observer):
+    def __init__(self) -> None:
+        self.all: list[np.ndarray] = []
+
+    def chose(self, token: int, logits: np.ndarray) -> None:
+        self.all.append(np.array(logits, np.float32))
+
+
+def asked(pipeline: Pipeline, photo: Image.Image, **options: object) -> tuple[Answer, list[np.ndarray]]:
+    """The answer, and the logits of its tokens."""
+    watched = Logits()
+    answer = pipeline.generate(
+        photo, QUESTION, observer=watched, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, **options
+    )
+    return answer, watched.all
+
+
+def kept_sets(answer: Answer) -> list[list[int]]:
+    kept = answer.kept
+    return [kept.index.ravel().tolist(), *(rows.tolist() for _, rows in sorted(kept.after_stage.items()))]
+
+
+def assert_equal(ours: Pipeline, theirs: Pipeline, photo: Image.Image, **options: object) -> None:
+    """The same kept sets, tokens and counts; the same norms, salience and logits but for the last digits."""
+    (answer, logits), (expected, expected_logits) = (asked(pipe, photo, **options) for pipe in (ours, theirs))
+    assert kept_sets(answer) == kept_sets(expected)
+    assert (answer.token_ids, answer.tokens_per_layer) == (expected.token_ids, expected.tokens_per_layer)
+    np.testing.assert_allclose(answer.kept.norms, expected.kept.norms, rtol=1e-4)
+    np.testing.assert_allclose(answer.kept.salience, expected.kept.salience, rtol=1e-3, atol=1e-6)
+    for own, other in zip(logits, expected_logits, strict=True):
+        assert np.abs(own - other).max() < 1e-3 * np.abs(other).max()
