@@ -94,7 +94,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
 def cache_bytes(pipeline: Pipeline, count: int) -> int:
     """What a cache of so many rows takes, in the type that the backend computes in."""
     model, backend = pipeline.chain.model, pipeline.backend
-    size = 2 if "bf16" in backend.cache else pipeline.chain.dtype.itemsize
+    size = 2 if backend.cache in ("bf16", "fp16") else pipeline.chain.dtype.itemsize
     return 2 * count * model.num_layers * model.num_kv_heads * model.head_dim * size
 
 

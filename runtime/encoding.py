@@ -103,6 +103,7 @@ def _check_finite(what: str, *arrays: Array) -> None:
     if not all(np.isfinite(array).all() for array in arrays):
         raise NumericsError(
             f"the vision tower gave {what} that are not finite, so no token can be chosen by them. If the bundle is "
-            "fp16, its values may exceed that type; export it with --precision fp32. If it is not, the checkpoint's "
-            "weights or its image processor's settings are damaged."
+            "fp16, its values may exceed that type; export it with --precision fp32. openvino-gpu computes in fp16 "
+            "unless --compute is fp32. If neither is so, the checkpoint's weights or its image processor's settings "
+            "are damaged."
         )

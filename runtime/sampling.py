@@ -31,7 +31,7 @@ class Sampler:
         if not np.isfinite(logits).all():
             raise NumericsError(
                 "the model gave logits that are not finite. If the bundle is fp16, its values may exceed that type; "
-                "export it with --precision fp32."
+                "export it with --precision fp32. openvino-gpu computes in fp16 unless --compute is fp32."
             )
         if self._temperature == 0.0:
             return int(np.argmax(logits))

@@ -44,3 +44,19 @@ def assert_equal(ours: Pipeline, theirs: Pipeline, photo: Image.Image, **options
     np.testing.assert_allclose(answer.kept.salience, expected.kept.salience, rtol=1e-3, atol=1e-6)
     for own, other in zip(logits, expected_logits, strict=True):
         assert np.abs(own - other).max() < 1e-3 * np.abs(other).max()
+
+
+def assert_alike(fast: Pipeline, exact: Pipeline, photo: Image.Image) -> None:
+    """As many tokens kept, most of them the same, and norms and logits nearby: what 16 bits may change."""
+    for budget in ("none", "retain-64"):
+        (answer, logits), (expected, expected_logits) = (asked(pipe, photo, budget=budget) for pipe in (fast, exact))
+        assert answer.tokens_per_layer == expected.tokens_per_layer
+        np.testing.assert_allclose(answer.kept.norms, expected.kept.norms, rtol=0.05)
+        shared = np.intersect1d(answer.kept.index, expected.kept.index)
+        assert len(shared) > 0.8 * expected.kept.index.size
+        assert np.abs(logits[0] - expected_logits[0]).max() < 0.2 * np.abs(expected_logits[0]).max()
+
+
+def options_of(form: str) -> tuple[str, str | None]:
+    """The precision and weights of a bundle that is called `form`: fp16 is of that precision, all else of fp32."""
+    return ("fp16", None) if form == "fp16" else ("fp32", None if form == "fp32" else form)

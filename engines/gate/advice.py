@@ -53,8 +53,8 @@ def _what_to_try(graph: str, report: GraphReport, output: OutputReport, manifest
         )
     if output.worst is None:
         return (
-            "If its values exceed fp16 (65504), export with --precision fp32, or with --weights bf16 for openvino; "
-            "if not, build again."
+            "If its values exceed fp16 (65504), export with --precision fp32, or with --weights bf16 for openvino "
+            "(openvino-gpu: run it with --compute fp32); if not, build again."
         )
     if report.rounding == "int8":
         return (
