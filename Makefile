@@ -48,11 +48,11 @@ test-intel-gpu: .venv/.dev $(STAND_IN)/gpu/libOpenCL.so.1
 	INTEL_GPU_STAND_IN=1 OCL_ICD_FILENAMES=$(OPENCL)/libintelocl.so LD_PRELOAD=$(OPENCL)/libtbb.so.12 \
 		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) $(BIN)/pytest -m intel_gpu -n auto --maxprocesses 4
 
+# The stand-in needs the library that it stands in front of, and both are libOpenCL.so.1: an empty one lends another name.
 $(STAND_IN)/gpu/libOpenCL.so.1: tests/intel_gpu_stand_in.c | $(BIN)/python
 	$(BIN)/python -m venv $(STAND_IN)
 	$(STAND_IN)/bin/pip install --quiet intel-opencl-rt==2026.2.0 intel-cmplr-lib-rt==2026.2.0
 	mkdir -p $(@D)
-	# An empty library lends its name, for both are libOpenCL.so.1 to the linker.
 	echo | $(CC) -shared -x c - -Wl,-soname,libOpenCL.so.1.0.0 -o $(STAND_IN)/empty.so
 	$(CC) -shared -fPIC -O1 -Wall -Wextra -Werror $< -o $@ -Wl,-soname,libOpenCL.so.1 \
 		-Wl,--no-as-needed $(STAND_IN)/empty.so -ldl

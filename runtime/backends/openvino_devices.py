@@ -30,7 +30,7 @@ class Device(Protocol):
         """What the model `read` is compiled with; one without `weights` selects tokens."""
 
 
-class Cpu:
+class Cpu(Device):
     """The processor: bf16 where it has it, and rows rounded to int8 for int8 and int4 weights."""
 
     name = "CPU"
@@ -47,7 +47,7 @@ class Cpu:
         self.cache = "bf16" if has_bf16 and compute != "fp32" else "fp32"
         self._int8 = compute == "fastest"
         self.compute = self.cache + (", int8 where weights are" if self._int8 else "")
-        self.versions: dict[str, str] = {}
+        self.versions = {}
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
         precision = "bf16" if weights and self.cache == "bf16" else "f32"
@@ -61,7 +61,7 @@ class Cpu:
         }
 
 
-class Gpu:
+class Gpu(Device):
     """The first GPU of Intel that there is, in or beside the processor: fp16 unless fp32 is asked for."""
 
     name = "GPU"
@@ -71,7 +71,7 @@ class Gpu:
     def __init__(self, core: Any, backend: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where there is none, or no driver."""
         try:
-            self.versions: dict[str, str] = {"gpu": core.get_property(self.name, _NAME)}
+            self.versions = {"gpu": core.get_property(self.name, _NAME)}
         except RuntimeError as error:
             raise BackendError(
                 f"backend '{backend}' needs a GPU of Intel, and openvino finds none here, only "
