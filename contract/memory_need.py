@@ -1,12 +1,13 @@
-"""What running a bundle takes of the machine's memory, told before anything is loaded. An estimate, in one place.
+"""What running a bundle takes of memory, told before anything is loaded. An estimate, in one place.
 
 Weights are counted as backends hold them, states and caches as a request of known pictures fills them. The factors
-were measured on x86-64 with bundles of 0.15 to 1.1 billion weights; tests compare the sum with real peaks.
+of processors were measured on x86-64 with bundles of 0.15 to 1.1 billion weights; tests compare the sum with real
+peaks. Those of GPUs are assumed: none was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ TOLD_BYTES = 1_000_000_000
 """Needs are told from so many bytes on: below, nobody waits, and a terminal is for answers."""
 _FIXED_BYTES = 100 << 20
 """Python, numpy and an engine library."""
-_BOARD_FIXED_BYTES = 1 << 30
-"""The same with CUDA's context and TensorRT's libraries. An assumption: no board was measured."""
+_GPU_FIXED_BYTES = 1 << 30
+"""The same with a GPU's context and libraries."""
 _SPARE = 1.1
 """What heaps and arenas keep beside what is in use."""
 
@@ -54,11 +55,10 @@ _OPENVINO: dict[WeightsName, _Copies] = {
     "int4": _Copies(1.4, 1.0),
     "uint4": _Copies(1.4, 1.0),
 }
-_TENSORRT = _Copies(1.0, 1.0)
-"""In every form, on a board, whose GPU computes in the machine's memory: an engine holds weights as its file does,
-which is in memory too while it is loaded. An assumption as well."""
-_BACKENDS = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
-"""Backends that compute in the machine's own memory."""
+_GPU = _Copies(1.0, 1.0)
+"""In every form: a GPU holds weights as their file does, which is in memory too while it is loaded. On boards, and
+within processors, both are the same memory."""
+_MEASURED = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
 _PACKED_ENGINES = ("ort-cpu",)
 
 
@@ -80,6 +80,8 @@ class MemoryNeed:
     """What is computed on the way to an answer."""
     fixed: int = _FIXED_BYTES
     """What libraries take, whatever they load."""
+    on_gpu: bool = False
+    """Whether it is memory that a GPU computes in, and assumed."""
 
     @property
     def bytes(self) -> int:
@@ -89,9 +91,11 @@ class MemoryNeed:
     def check(self, what: str, free: int, way_out: str) -> None:
         """Raise `TooLittleMemoryError` for `what`, if fewer than these bytes are `free`; 0 is not known.
 
-        `way_out` says how to need less, as the last of several ways.
+        `way_out` says how to need less, as the last of several ways. Of what is assumed, only weights and cache are
+        sure to be needed.
         """
-        if 0 < free < self.bytes:
+        least = self.weights + self.cache if self.on_gpu else self.bytes
+        if 0 < free < least:
             raise TooLittleMemoryError(
                 f"not enough memory: {what} needs {self.told}, {gigabytes(free)} are free. End other programs, use a "
                 f"machine with more, or {way_out}."
@@ -102,7 +106,8 @@ class MemoryNeed:
         """The need in words: "about 3.1 GB (weights 2.0 GB, ...)"."""
         parts = {"weights": self.weights, "KV cache": self.cache, "activations": self.activations}
         told = ", ".join(f"{name} {gigabytes(count)}" for name, count in parts.items())
-        return f"about {gigabytes(self.bytes)} ({told})"
+        where = " of the GPU's memory" if self.on_gpu else ""
+        return f"about {gigabytes(self.bytes)}{where} ({told})"
 
 
 def gigabytes(count: int) -> str:
@@ -112,47 +117,31 @@ def gigabytes(count: int) -> str:
 
 def running_need(
     manifest: Manifest, backend: str, *, built: bool, layouts: Sequence[VisualLayout], rows: Schedule, tokens: int
-) -> MemoryNeed | None:
-    """What an answer about pictures of these `layouts` takes on `backend`; None for one that computes on a GPU.
+) -> MemoryNeed:
+    """What an answer about pictures of these `layouts` takes of the memory that `backend` computes in.
 
     `built` says whether engines are loaded in the bundle's place: onnxruntime's map what is packed already, and
     openvino's are packed when they are loaded, as a bundle is. `rows` is what a budget keeps of the pictures;
     `tokens` is how many there are of text, prompt and answer together.
     """
-    if backend not in _BACKENDS:
-        return None
-    copies = {graph: _BACKENDS[backend][_form(manifest, graph)] for graph in manifest.graphs}
+    measured = _MEASURED.get(backend)
+    copies = {graph: measured[_form(manifest, graph)] if measured else _GPU for graph in manifest.graphs}
     if built and backend in _PACKED_ENGINES:
         copies = {graph: each._replace(loading=0) for graph, each in copies.items()}
-    return _need(manifest, copies, _FIXED_BYTES, layouts, rows, tokens)
-
-
-def board_need(manifest: Manifest, *, layouts: Sequence[VisualLayout], rows: Schedule, tokens: int) -> MemoryNeed:
-    """What an answer takes of a board's memory, which its GPU shares, by engines of TensorRT.
-
-    `layouts`, `rows` and `tokens` are those of `running_need`. No board was measured: what weights take is their
-    files' size, and the rest is assumed.
-    """
-    copies = dict.fromkeys(manifest.graphs, _TENSORRT)
-    return _need(manifest, copies, _BOARD_FIXED_BYTES, layouts, rows, tokens)
-
-
-def _need(
-    manifest: Manifest,
-    copies: Mapping[str, _Copies],
-    fixed: int,
-    layouts: Sequence[VisualLayout],
-    rows: Schedule,
-    tokens: int,
-) -> MemoryNeed:
-    """The need of a backend that holds the weights of each graph in so many `copies`."""
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
     cache = cache_bytes(manifest, rows, tokens)
     given = max(rows.per_layer(manifest.language_model.num_layers)) + tokens
     activations = decoder_bytes(manifest, given) + _deepstack_bytes(manifest, layouts, given)
     activations += max((tower_bytes(manifest, one) for one in layouts), default=0)
-    return MemoryNeed(round(held), round(loading), round(_SPARE * cache), round(_SPARE * activations), fixed)
+    return MemoryNeed(
+        weights=round(held),
+        loading=round(loading),
+        cache=round(_SPARE * cache),
+        activations=round(_SPARE * activations),
+        fixed=_FIXED_BYTES if measured else _GPU_FIXED_BYTES,
+        on_gpu=not measured,
+    )
 
 
 def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:

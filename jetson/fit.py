@@ -16,7 +16,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.memory_need import MemoryNeed, board_need, cache_bytes, running_need
+from sinkprune.contract.memory_need import MemoryNeed, cache_bytes, running_need
 from sinkprune.contract.precision import PrecisionName, WeightsName
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.jetson.boards import Board
@@ -218,14 +218,8 @@ def _budget_fit(
     stored: Manifest, kind: Kind, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target
 ) -> BudgetFit:
     tokens = PROMPT_TOKENS + NEW_TOKENS
-    if target.backend == BOARD_BACKEND:
-        need = board_need(stored, layouts=[layout], rows=planned, tokens=tokens)
-    else:
-        built = kind == "engines"
-        found = running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
-        if found is None:
-            raise ValueError(f"'{target.backend}' computes in a memory of its own")
-        need = found
+    built = kind == "engines"
+    need = running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
     cache = cache_bytes(stored, planned, PROMPT_TOKENS)
     step = decode_bytes(stored, cache)
     return BudgetFit(

@@ -235,9 +235,8 @@ def _check(bundle: Bundle, question: Question, asked: Sequence[tuple[str, str]])
         rows = schedule(manifest, method, budget, layouts)
         tokens = _PROMPT_TOKENS + NEW_TOKENS
         need = running_need(manifest, REFERENCE, built=False, layouts=layouts, rows=rows, tokens=tokens)
-        if need is not None:
-            way_out = "check the engines with sinkprune-check where there is more, and build without --check here"
-            need.check(f"running the graphs of '{bundle.path}' to compare engines with", available_bytes(), way_out)
+        way_out = "check the engines with sinkprune-check where there is more, and build without --check here"
+        need.check(f"running the graphs of '{bundle.path}' to compare engines with", available_bytes(), way_out)
 
 
 def _is_of(folder: Path, key: str) -> bool:

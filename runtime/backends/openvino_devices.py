@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.system_memory import available_bytes
 from sinkprune.runtime.backends import Compute
 from sinkprune.runtime.backends.openvino_graphs import group_in_int8
 from sinkprune.runtime.cores import usable_cores
@@ -78,7 +79,7 @@ class Gpu(Device):
                 f"{', '.join(core.available_devices)}. Install the GPU's OpenCL driver (Debian, Ubuntu: apt install "
                 "intel-opencl-icd) and add this user to the group 'render', or take --backend openvino."
             ) from error
-        self._fp32 = compute == "fp32"
+        self._core, self._fp32 = core, compute == "fp32"
         self.cache = "fp32" if self._fp32 else "fp16"
         self.compute = "fp32" if self._fp32 else "fp16, int8 where openvino finds it faster"
 
@@ -87,6 +88,11 @@ class Gpu(Device):
         asked: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
         asked |= {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
         return asked | ({"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if self._fp32 else {})
+
+    def free_bytes(self) -> int:
+        """Bytes of its memory that are free; 0 for one beside the processor, whose openvino tells only in all."""
+        within = str(self._core.get_property(self.name, "DEVICE_TYPE")) == "Type.INTEGRATED"
+        return available_bytes() if within else 0
 
 
 DEVICES: dict[str, type[Cpu | Gpu]] = {"openvino": Cpu, "openvino-gpu": Gpu}

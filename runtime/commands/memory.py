@@ -1,4 +1,4 @@
-"""What a command needs of the machine's memory, told and compared before anything is loaded."""
+"""What a command needs of memory, told and compared before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import NamedTuple
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system_memory import available_bytes
 from sinkprune.runtime.backends.compatibility import usual_backend
+from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import see
@@ -41,8 +41,8 @@ class Memory(NamedTuple):
     """None where the system does not tell."""
 
 
-def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) -> Memory | None:
-    """Tell on stderr what `planned` needs and what is free, where it is much; None for a backend on a GPU.
+def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) -> Memory:
+    """Tell on stderr what `planned` needs and what is free where it computes, if it is much.
 
     `options` are those of `bundle_parser`. Raises `TooLittleMemoryError`, and what seeing the pictures raises.
     """
@@ -55,12 +55,10 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     for budget in planned.budgets:
         rows = schedule(manifest, planned.method, budget, layouts)
         built = options.engines is not None or bundle.engines is not None
-        need = running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
-        if need is None:
-            return None
-        needs.append(need)
-    need, free = max(needs, key=lambda one: one.bytes), available_bytes()
+        needs.append(running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens))
+    need, free = max(needs, key=lambda one: one.bytes), free_bytes(backend)
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
-    if need.bytes >= TOLD_BYTES:
+    # Libraries take theirs of small bundles too.
+    if need.bytes - need.fixed >= TOLD_BYTES:
         sys.stderr.write(f"{told_need(need, free)}\n")
     return Memory(need.bytes, free or None)

@@ -159,7 +159,7 @@ def _late(deadline: DeadlineReport) -> str:
     return f"{told}. No budget can bring a token sooner than in about {deadline.predicted_first_ms:.0f} ms.\n"
 
 
-def _summary(pipeline: Pipeline, answer: Answer, memory: Memory | None) -> dict[str, Any]:
+def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, Any]:
     return {
         "text": answer.text,
         "token_ids": answer.token_ids,
@@ -175,6 +175,6 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: Memory | None) -> dict[
         "kv_bytes": answer.kv_bytes,
         "ms": answer.ms,
         "load_ms": pipeline.load_ms,
-        "memory": memory and memory._asdict(),
+        "memory": memory._asdict(),
         "deadline": to_json(answer.deadline),
     }

@@ -1,4 +1,4 @@
-"""What a command needs of the machine's memory: told beforehand, near the truth, refused where it is not there."""
+"""What a command needs of memory: told beforehand, near the truth, refused where it is not there."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ import pytest
 
 from commands import BIN, run
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
 from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system_memory import available_bytes
+from sinkprune.runtime.backends import ON_GPU, free_memory
+from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.families import load_family
 
 # Under a limit of so many bytes beyond what the process has; prints the peak of one without.
@@ -43,7 +47,7 @@ def in_own_process(room: int, command: str, *arguments: object) -> subprocess.Co
 
 def need_of(
     manifest: Manifest, budget: str = "none", backend: str = "ort-cpu", built: bool = False, tokens: int = 80
-) -> MemoryNeed | None:
+) -> MemoryNeed:
     layouts = [next(iter(load_family(manifest).largest().values()))]
     rows = schedule(manifest, "sinkpruner", budget, layouts)
     return running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
@@ -53,8 +57,6 @@ def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable
     manifest = read_bundle(bundle("gqa-112")).manifest
     lm, needs = manifest.language_model, [need_of(manifest, budget) for budget in ("none", "retain-64")]
     none, pruned = needs
-    assert none is not None
-    assert pruned is not None
     row = 2 * lm.num_kv_heads * lm.head_dim * 4
     assert none.cache == round(1.1 * row * lm.num_layers * (64 + 80))
     planned = manifest.plans["sinkpruner"]["retain-64"]
@@ -70,14 +72,12 @@ def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Pat
     for form, held in (("fp32", 1.0), ("int8", 1.4), ("int4", 1.2)):
         manifest = read_bundle(bundle("gqa-112", weights=form)).manifest
         need = need_of(manifest)
-        assert need is not None
         bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
         vision = 1.0 if form == "fp32" else 1.4
         others = sum(bytes_of.values()) - bytes_of["vision"]
         assert need.weights == pytest.approx(held * others + vision * bytes_of["vision"], rel=1e-6)
         assert need.loading > 0
         mapped = need_of(manifest, built=True)
-        assert mapped is not None
         assert mapped.loading == 0
         # OpenVINO packs what it loads, of engines too.
         assert need_of(manifest, backend="openvino", built=True) == need_of(manifest, backend="openvino")
@@ -91,7 +91,6 @@ def test_what_the_tower_gives_beside_its_tokens_is_counted(bundle: Callable[...,
     assert len(left) == len(decoder.inputs) - 1
     graphs = {**manifest.graphs, "decoder_0": replace(decoder, inputs=left)}
     needs = [need_of(one) for one in (manifest, replace(manifest, graphs=graphs))]
-    assert needs[0] is not None and needs[1] is not None
     rows = layout.all_tokens + 2 * (layout.all_tokens + 80)
     added = rows * manifest.deepstack_width * 4
     assert needs[0].activations - needs[1].activations == pytest.approx(1.1 * added, abs=1)
@@ -103,11 +102,41 @@ def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:
     for form in get_args(WeightsName):
         for backend in ("ort-cpu", "openvino"):
             need = need_of(replace(manifest, weights=WeightForms(form, form, 32)), backend=backend)
-            assert need is not None and need.weights >= sum(map(manifest.weight_bytes, manifest.graphs))
+            assert need.weights >= sum(map(manifest.weight_bytes, manifest.graphs))
 
 
-def test_what_computes_on_a_gpu_has_no_need_of_the_machine_s_memory(bundle: Callable[..., Path]) -> None:
-    assert need_of(read_bundle(bundle("gqa-112")).manifest, backend="tensorrt") is None
+@pytest.mark.parametrize("backend", ON_GPU)
+def test_a_gpu_holds_what_files_hold_and_a_gigabyte_beside(backend: str, bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112", weights="int4")).manifest
+    need, here = need_of(manifest, backend=backend), need_of(manifest)
+    sizes = [manifest.weight_bytes(graph) for graph in manifest.graphs]
+    assert (need.weights, need.loading) == (sum(sizes), max(sizes))
+    assert (need.cache, need.activations) == (here.cache, here.activations)
+    assert need.on_gpu and need.bytes > 1 << 30
+    assert not here.on_gpu
+
+
+def test_of_what_a_gpu_needs_only_weights_and_cache_are_sure() -> None:
+    need = MemoryNeed(2_000_000_000, 3_000_000_000, 500_000_000, 1_000_000_000, 1 << 30, on_gpu=True)
+    told = r"about 6.1 GB of the GPU's memory \(weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB\)"
+    need.check("it", 2_500_000_000, "")
+    with pytest.raises(TooLittleMemoryError, match=rf"it needs {told}, 2.5 GB are free\. "):
+        need.check("it", 2_499_999_999, "")
+
+
+def test_what_is_free_is_asked_of_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DeviceStandIn:
+        def memory(self) -> tuple[int, int]:
+            return 5, 8
+
+    def no_gpu() -> DeviceStandIn:
+        raise BackendError("no GPU")
+
+    for opened, free in ((DeviceStandIn, 5), (no_gpu, 0)):
+        monkeypatch.setattr(free_memory, "open_device", opened)
+        assert {free_bytes(name) for name in ("ort-cuda", "tensorrt", "tensorrt-rtx")} == {free}
+        for name in ("ort-cpu", "openvino"):
+            assert free_bytes(name) == pytest.approx(available_bytes(), rel=0.2)
 
 
 def test_the_words() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openvino
+import openvino.properties.device
 import pytest
 from PIL import Image
 
@@ -16,24 +18,26 @@ from conftest import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from same_answers import QUESTION, assert_alike, assert_equal, options_of
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
+from sinkprune.contract.system_memory import available_bytes
 from sinkprune.runtime.backends.openvino_devices import Gpu
 
 BACKEND = "openvino-gpu"
 
 
 class CoreStandIn:
-    """What openvino says on a machine without a GPU, or on one with `gpu`."""
+    """What openvino says on a machine without a GPU, or on one with `gpu`, which is of a `kind`."""
 
     available_devices = ("CPU",)
 
-    def __init__(self, gpu: str | None = None) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: str | None = None, kind: str = "INTEGRATED") -> None:
+        self.gpu, self.kind = gpu, kind
 
-    def get_property(self, device: str, name: str) -> str:
-        assert (device, name) == ("GPU", "FULL_DEVICE_NAME")
+    def get_property(self, device: str, name: str) -> Any:
+        assert device == "GPU"
         if self.gpu is None:
             raise RuntimeError("Cannot load library libopenvino_intel_gpu_plugin.so: libOpenCL.so.1")
-        return self.gpu
+        told = {"FULL_DEVICE_NAME": self.gpu, "DEVICE_TYPE": getattr(openvino.properties.device.Type, self.kind)}
+        return told[name]
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +66,12 @@ def test_selection_is_asked_for_in_fp32_and_all_else_in_fp16_unless_fp32_is_chos
     # Rows rounded to int8 are not fp32
     assert asked_for["fp32", True]["DYNAMIC_QUANTIZATION_GROUP_SIZE"] == 0
     assert "DYNAMIC_QUANTIZATION_GROUP_SIZE" not in asked_for["fastest", True]
+
+
+@pytest.mark.parametrize(("kind", "known"), [("INTEGRATED", True), ("DISCRETE", False)])
+def test_a_gpu_within_the_processor_takes_the_machine_s_memory(kind: str, known: bool) -> None:
+    gpu = Gpu(CoreStandIn("Arc", kind), BACKEND, None, "fastest")
+    assert gpu.free_bytes() == (pytest.approx(available_bytes(), rel=0.2) if known else 0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,26 @@
+"""How much memory is free where a backend computes."""
+
+from __future__ import annotations
+
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.system_memory import available_bytes
+from sinkprune.runtime.backends import ON_GPU
+from sinkprune.runtime.backends.compatibility import TARGETS
+from sinkprune.runtime.backends.openvino_devices import Gpu
+from sinkprune.runtime.device import open_device
+from sinkprune.runtime.openvino_library import import_openvino
+
+
+def free_bytes(backend: str) -> int:
+    """Bytes of the memory that the backend of that name computes in; 0 where nobody tells.
+
+    A GPU's library is asked, before anything is loaded. What is missing there is told when the backend is opened.
+    """
+    if backend not in ON_GPU:
+        return available_bytes()
+    try:
+        if TARGETS[backend] == "openvino":
+            return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
+        return open_device().memory()[0]
+    except BackendError:
+        return 0
