@@ -44,9 +44,11 @@ test-harness: .venv/.dev
 STAND_IN := build/intel-gpu
 OPENCL := $(CURDIR)/$(STAND_IN)/lib
 
+# A process to a test: the stand-in releases nothing.
 test-intel-gpu: .venv/.dev $(STAND_IN)/gpu/libOpenCL.so.1
-	INTEL_GPU_STAND_IN=1 OCL_ICD_FILENAMES=$(OPENCL)/libintelocl.so LD_PRELOAD=$(OPENCL)/libtbb.so.12 \
-		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) $(BIN)/pytest -m intel_gpu -n auto --maxprocesses 4
+	tests="$$($(BIN)/pytest -q --collect-only -m intel_gpu | grep ::)" && echo "$$tests" | \
+		INTEL_GPU_STAND_IN=1 OCL_ICD_FILENAMES=$(OPENCL)/libintelocl.so LD_PRELOAD=$(OPENCL)/libtbb.so.12 \
+		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) xargs -P 2 -I TEST $(BIN)/pytest -q -n 1 -m intel_gpu TEST
 
 # The stand-in needs the library that it stands in front of, and both are libOpenCL.so.1: an empty one lends another name.
 $(STAND_IN)/gpu/libOpenCL.so.1: tests/intel_gpu_stand_in.c | $(BIN)/python

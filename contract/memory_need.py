@@ -58,7 +58,9 @@ _OPENVINO: dict[WeightsName, _Copies] = {
 _GPU = _Copies(1.0, 1.0)
 """In every form: a GPU holds weights as their file does, which is in memory too while it is loaded. On boards, and
 within processors, both are the same memory."""
-_MEASURED = {"ort-cpu": _ORT_CPU, "openvino": _OPENVINO}
+_MEASURED = {"ort-cpu": _ORT_CPU, "ort-cpu+openvino": _ORT_CPU, "openvino": _OPENVINO}
+_MEASURED_VISION = {**_MEASURED, "ort-cpu+openvino": _OPENVINO}
+"""Those of the vision tower."""
 _PACKED_ENGINES = ("ort-cpu",)
 
 
@@ -124,8 +126,8 @@ def running_need(
     openvino's are packed when they are loaded, as a bundle is. `rows` is what a budget keeps of the pictures;
     `tokens` is how many there are of text, prompt and answer together.
     """
-    measured = _MEASURED.get(backend)
-    copies = {graph: measured[_form(manifest, graph)] if measured else _GPU for graph in manifest.graphs}
+    measured = backend in _MEASURED
+    copies = {graph: _copies(manifest, backend, graph) if measured else _GPU for graph in manifest.graphs}
     if built and backend in _PACKED_ENGINES:
         copies = {graph: each._replace(loading=0) for graph, each in copies.items()}
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
@@ -151,9 +153,11 @@ def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
     return lengths * 2 * lm.num_kv_heads * lm.head_dim * DTYPES[manifest.precision].itemsize
 
 
-def _form(manifest: Manifest, graph: str) -> WeightsName:
-    """The form of the weights of a graph."""
-    return manifest.weights.vision if graph == "vision" else manifest.weights.decoder
+def _copies(manifest: Manifest, backend: str, graph: str) -> _Copies:
+    """How one of the measured backends holds the weights of a graph."""
+    if graph == "vision":
+        return _MEASURED_VISION[backend][manifest.weights.vision]
+    return _MEASURED[backend][manifest.weights.decoder]
 
 
 def told_need(need: MemoryNeed, free: int) -> str:

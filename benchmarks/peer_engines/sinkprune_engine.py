@@ -38,6 +38,7 @@ class _Way:
 _BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.125}
 _FORMS = {f"ort-cpu {name}": _Way(_BITS[name], name, "ort-cpu") for name in ("fp32", "int8", "int4")}
 _FORMS["openvino fp32"] = _Way(_BITS["fp32"], "fp32", "openvino", {"compute": "fp32"})
+_FORMS |= {f"ort-cpu+openvino {name}": _Way(_BITS[name], name, "ort-cpu+openvino") for name in ("int8", "int4")}
 _FORMS |= {f"openvino {name}": _Way(_BITS[name], name, "openvino") for name in ("bf16", "int8", "int4")}
 _VISION = ("preprocess", "vision", "sanitizer", "projector")
 

@@ -49,7 +49,7 @@ The budget is added to the bundle in its place: kilobytes, no weights are writte
 build engines again, and sign it again with --sign where it is signed. Run it on the machine that will answer, when
 it does nothing else.
 """
-_BACKENDS = ("ort-cpu", "openvino", "ort-cuda")
+_BACKENDS = ("ort-cpu", "ort-cpu+openvino", "openvino", "ort-cuda")
 """Those that run a budget's graphs as they are."""
 _TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")

@@ -18,7 +18,7 @@ Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
 
 BACKENDS = tuple(TARGETS)
-ON_GPU = tuple(name for name in BACKENDS if name not in ("ort-cpu", "openvino"))
+ON_GPU = tuple(name for name in BACKENDS if name not in ("ort-cpu", "ort-cpu+openvino", "openvino"))
 """Those of `BACKENDS` that compute on a GPU."""
 THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
@@ -27,7 +27,7 @@ Compute = Literal["fastest", "bf16", "fp32"]
 """What a backend that has the choice computes in. Selection is in fp32 always.
 
 `fastest`: int8 for rows that meet int8 or int4 weights, and in openvino bf16 for the rest where the processor has it;
-in openvino-gpu fp16, or int8 where the library chooses it.
+in openvino-gpu fp16, or int8 where the library chooses it; ort-cpu+openvino has the tower in openvino's types.
 `bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.
 """
 COMPUTES: tuple[Compute, ...] = get_args(Compute)
@@ -35,6 +35,7 @@ _CHOICES: dict[str, tuple[Compute, ...]] = {
     "openvino": COMPUTES,
     "openvino-gpu": ("fastest", "fp32"),
     "ort-cpu": ("fastest", "fp32"),
+    "ort-cpu+openvino": ("fastest", "fp32"),
 }
 """What can be chosen, of the backends that have a choice."""
 _WITHOUT_THREADS = ("openvino-gpu", "tensorrt", "tensorrt-rtx")
@@ -126,8 +127,8 @@ def load_backend(
 ) -> Backend:
     """The backend `name`, found to fit the engines `built`, without which TensorRT alone cannot do.
 
-    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for openvino, openvino-gpu and
-    ort-cpu (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
+    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for all but ort-cuda and TensorRT
+    (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
@@ -145,6 +146,10 @@ def load_backend(
         if built is not None:
             built.check_library("openvino", openvino.versions["openvino"])
         return openvino
+    if name == "ort-cpu+openvino":
+        from sinkprune.runtime.backends.ort_with_openvino import OrtWithOpenVinoBackend
+
+        return OrtWithOpenVinoBackend(name, threads, compute or "fastest")
     if name in _PROVIDERS:
         from sinkprune.runtime.backends.ort import OrtBackend
 

@@ -13,16 +13,17 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.processor import instructions, machine
 
-TARGETS: dict[str, Target] = {
+TARGETS: dict[str, Target | None] = {
     "ort-cpu": "onnxruntime",
+    "ort-cpu+openvino": None,
     "ort-cuda": "onnxruntime",
     "openvino": "openvino",
     "openvino-gpu": "openvino",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }
-"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; the first
-of a target runs its engines where no backend is named."""
+"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; None for
+one that runs bundles only. The first of a target runs its engines where no backend is named."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class BuiltEngines:
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, TARGETS[backend]
+        if expected is None:
+            raise EnginesError(
+                f"{self._were} built for target {built}, and backend '{backend}' runs bundles only. Give the bundle "
+                f"without engines, or take --backend {backend_of(built)}."
+            )
         if built != expected:
             raise EnginesError(
                 f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "

@@ -53,7 +53,7 @@ class OrtBackend(Backend):
         self.versions = {"onnxruntime": ort.__version__}
         self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
-    def load(self, model: Model) -> _OrtEngine:
+    def load(self, model: Model) -> Engine:
         return self._load(model, {})
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:

@@ -68,7 +68,7 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
     add(
         "--compute",
         choices=COMPUTES,
-        help="openvino, openvino-gpu, ort-cpu: fp32 rounds no rows for int8 and int4 weights, as fastest does; bf16: "
+        help="ort-cpu, openvino and the like: fp32 rounds no rows for int8 and int4 weights, as fastest does; bf16: "
         "openvino (default: fastest)",
     )
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")

@@ -54,7 +54,7 @@ def test_words_choose_forms_and_ways_and_the_reference_stays() -> None:
 
 
 def test_a_form_and_a_way_in_one_word_are_one_row() -> None:
-    forms, _ = peers.wanted_forms(QWEN3, "openvino int8:prune-8, ort-cpu int4:none", OURS)
+    forms, _ = peers.wanted_forms(QWEN3, "sinkprune openvino int8:prune-8, ort-cpu int4:none", OURS)
     chosen = {form.label: form.ways for form in forms}
     everything = ("none", "prune-66.7", "prune-77.8", "prune-80", "prune-88.9")
     assert chosen[OURS] == everything

@@ -1,0 +1,102 @@
+"""Backend ort-cpu+openvino against ort-cpu and openvino: whose numbers each part has, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from commands import assert_refused, run
+from same_answers import QUESTION, asked, assert_alike, assert_equal, options_of
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.memory_need import running_need
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.backends import load_backend, openvino
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.families import load_family
+
+BACKEND = "ort-cpu+openvino"
+
+
+@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen", "qwen3-vl"])
+def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
+    name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend=BACKEND, compute="fp32")
+    for budget in ("none", list(theirs.bundle.manifest.budgets)[-1]):
+        assert_equal(ours, theirs, photo, budget=budget)
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16", "int8", "int4"])
+def test_the_tower_is_openvino_s_to_the_bit_and_the_rest_nearby(
+    form: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    precision, weights = options_of(form)
+    root = bundle("gqa-112", precision, weights=weights)
+    ours, towers, decoders = (Pipeline.load(root, backend=name) for name in (BACKEND, "openvino", "ort-cpu"))
+    (answer, _), (expected, _) = (asked(pipe, photo, budget="none") for pipe in (ours, towers))
+    np.testing.assert_array_equal(answer.kept.norms, expected.kept.norms)
+    np.testing.assert_array_equal(answer.kept.salience, expected.kept.salience)
+    assert_alike(ours, decoders, photo)
+
+
+def test_every_graph_but_the_tower_is_onnxruntime_s(
+    bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    compiled = openvino.OpenVinoBackend.load
+
+    def noted(backend: openvino.OpenVinoBackend, model: Model) -> object:
+        loaded.append(model.graph)
+        return compiled(backend, model)
+
+    monkeypatch.setattr(openvino.OpenVinoBackend, "load", noted)
+    pipeline = Pipeline.load(bundle("gqa-112"), backend=BACKEND)
+    asked(pipeline, photo, budget="retain-64")
+    assert loaded == ["vision"]
+
+
+def test_reports_tell_of_both() -> None:
+    fast, exact = (load_backend(BACKEND, 1, compute=compute) for compute in ("fastest", "fp32"))
+    tower = load_backend("openvino").compute
+    assert fast.compute == f"the graphs' types, int8 where weights are; vision in {tower}"
+    assert exact.compute == "the graphs' types; vision in fp32"
+    assert [*fast.versions] == ["onnxruntime", "openvino"]
+    assert (fast.name, fast.threads) == (BACKEND, 1)
+
+
+def test_each_part_s_weights_are_counted_as_its_library_holds_them(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112", weights="int4")).manifest
+    assert (manifest.weights.vision, manifest.weights.decoder) == ("int8", "int4")
+    layouts = [next(iter(load_family(manifest).largest().values()))]
+    rows = schedule(manifest, "sinkpruner", "none", layouts)
+    need = running_need(manifest, BACKEND, built=False, layouts=layouts, rows=rows, tokens=80)
+    bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
+    vision = bytes_of.pop("vision")
+    assert need.weights == pytest.approx(1.2 * sum(bytes_of.values()) + 1.2 * vision, rel=1e-6)
+    assert not need.on_gpu
+
+
+def test_engines_are_refused_with_what_runs_them(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
+    outcome = run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime")
+    assert outcome.code == 0, outcome.stderr
+    words = ("built for target onnxruntime", f"backend '{BACKEND}' runs bundles only", "take --backend ort-cpu.")
+    question = ("--image", photo_file, "--prompt", QUESTION, "--backend", BACKEND)
+    assert_refused(run("sinkprune-run", engines, *question), *words)
+    assert_refused(run("sinkprune-run", root, "--engines", engines, *question), *words)
+    assert_refused(run("sinkprune-run", root, "--compute", "bf16", *question), f"'{BACKEND}' has fastest and fp32")
+
+
+def test_without_openvino_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(BackendError, match="'openvino' needs openvino, which is not installed"):
+        load_backend(BACKEND)
