@@ -25,7 +25,8 @@ from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
 from sinkprune.contract.flops import decode_bytes, prefill_flops
-from sinkprune.runtime.backends import BACKENDS, THREADS
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.decoder_times import DecoderTimes
 from sinkprune.runtime.pipeline import Pipeline
 

@@ -23,7 +23,8 @@ import numpy as np
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
-from sinkprune.runtime.backends import BACKENDS, THREADS
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -30,8 +30,9 @@ from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import new_builder
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.backends import Compute, load_backend
+from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+from sinkprune.runtime.backends.known import Compute
 
 COMPUTES: dict[Target, tuple[Compute | None, ...]] = {"onnxruntime": (None,), "openvino": ("fastest", "fp32")}
 """What engines of each target are run in."""

@@ -27,8 +27,6 @@ PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 """What is asked and answered, in tokens of text, where needs and bounds are told."""
 BOARD_BACKEND = "tensorrt"
-CPU_BACKENDS = ("ort-cpu", "openvino")
-"""Those that compute in the machine's memory anywhere."""
 Kind = Literal["preset", "bundle", "engines"]
 """What a model is there as: nothing yet, a folder of graphs, a folder of engines."""
 _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {

@@ -10,11 +10,12 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.boards import Board, Boards, JetPack, Source
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
-from sinkprune.jetson.fit import BOARD_BACKEND, CPU_BACKENDS, Kind, ModelFit, Target, fit
+from sinkprune.jetson.fit import BOARD_BACKEND, Kind, ModelFit, Target, fit
 from sinkprune.jetson.machine import Machine
 from sinkprune.jetson.next_steps import next_steps
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.backends.compatibility import usual_backend
+from sinkprune.runtime.backends.known import ON_CPU
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def _own_target(model: str, bundle: Bundle, target: Target) -> Target:
     if bundle.engines is None:
         return target
     backend = usual_backend(bundle)
-    if backend != target.backend and backend not in CPU_BACKENDS:
+    if backend != target.backend and backend not in ON_CPU:
         raise UsageError(
             f"the engines '{model}' are for {bundle.engines.manifest.target}, whose memory is a GPU's own unless it "
             "is a board's: run this there, or add --board NAME."

@@ -25,8 +25,9 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept
 from sinkprune.runtime.answer_text import AnswerText
-from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine, Tensor, load_backend
+from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
+from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
 from sinkprune.runtime.choices import choices

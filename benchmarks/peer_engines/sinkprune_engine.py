@@ -18,7 +18,7 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.flops import decode_bytes
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.backends import BACKENDS
+from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
 
 

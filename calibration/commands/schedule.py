@@ -26,7 +26,8 @@ from sinkprune.contract.signature import read_private_key
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
 from sinkprune.export.packages import packages_told_of
-from sinkprune.runtime.backends import COMPUTES, THREADS
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.known import COMPUTES
 from sinkprune.runtime.commands import key_files, load_pipeline, status
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.images import read_image

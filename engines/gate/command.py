@@ -68,7 +68,7 @@ def _check(arguments: Sequence[str] | None) -> None:
 def _parser() -> argparse.ArgumentParser:
     # Brings numpy, like all that `_check` imports.
     from sinkprune.engines.gate import PROMPT
-    from sinkprune.runtime.backends import BACKENDS, COMPUTES
+    from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
 
     parser = argparse.ArgumentParser(
         prog="sinkprune-check",

@@ -13,13 +13,13 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.schema import to_json
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.fit import CPU_BACKENDS
 from sinkprune.jetson.machine import read_machine
 from sinkprune.jetson.presets import read_presets
 from sinkprune.jetson.python_environment import this_environment
 from sinkprune.jetson.report import Asked, Report, report_on_board, report_on_machine
 from sinkprune.jetson.system_files import SystemFiles
 from sinkprune.jetson.tables import print_report
+from sinkprune.runtime.backends.known import ON_CPU
 from sinkprune.runtime.commands import status, write_line
 
 _EXAMPLES = """\
@@ -88,7 +88,7 @@ def _parser(boards: str, presets: str) -> argparse.ArgumentParser:
     add("--picture", default="640x480", metavar="WxH", help="size of the image asked about (default: 640x480)")
     add(
         "--backend",
-        choices=CPU_BACKENDS,
+        choices=ON_CPU,
         help="what is to run models (default: tensorrt on a board, else what is installed)",
     )
     add("--json", action="store_true", help="print all of it as JSON")

@@ -1,44 +1,25 @@
-"""Engine libraries behind one small interface. Adding one is a module here and its names below."""
+"""Engine libraries behind one small interface. Adding one is a module, a row in `known`, and its loading here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.shown import shown
-from sinkprune.runtime.backends.compatibility import TARGETS, BuiltEngines
+from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
 
 Tensor = Any
 """A tensor in the engine library's own buffer, on its device."""
 
-BACKENDS = tuple(TARGETS)
-ON_GPU = tuple(name for name in BACKENDS if name not in ("ort-cpu", "ort-cpu+openvino", "openvino"))
-"""Those of `BACKENDS` that compute on a GPU."""
 THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
-
-Compute = Literal["fastest", "bf16", "fp32"]
-"""What a backend that has the choice computes in. Selection is in fp32 always.
-
-`fastest`: int8 for rows that meet int8 or int4 weights, and in openvino bf16 for the rest where the processor has it;
-in openvino-gpu fp16, or int8 where the library chooses it; ort-cpu+openvino has the tower in openvino's types.
-`bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.
-"""
-COMPUTES: tuple[Compute, ...] = get_args(Compute)
-_CHOICES: dict[str, tuple[Compute, ...]] = {
-    "openvino": COMPUTES,
-    "openvino-gpu": ("fastest", "fp32"),
-    "ort-cpu": ("fastest", "fp32"),
-    "ort-cpu+openvino": ("fastest", "fp32"),
-}
-"""What can be chosen, of the backends that have a choice."""
-_WITHOUT_THREADS = ("openvino-gpu", "tensorrt", "tensorrt-rtx")
 
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 
@@ -133,13 +114,13 @@ def load_backend(
     if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
-    if threads is not None and name in _WITHOUT_THREADS:
+    if threads is not None and not KNOWN[name].takes_threads:
         raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
     if compute is not None:
         _check_compute(name, compute, built)
     if built is not None:
         built.check_backend(name)
-    if TARGETS[name] == "openvino":
+    if KNOWN[name].target == "openvino":
         from sinkprune.runtime.backends.openvino import OpenVinoBackend
 
         openvino = OpenVinoBackend(name, threads, compute or "fastest")
@@ -164,7 +145,7 @@ def load_backend(
     if built is None:
         raise UsageError(
             f"backend '{name}' runs engines, and none were given. Build them with: sinkprune-build BUNDLE -o ENGINES "
-            f"--target {TARGETS[name]}, and add --engines ENGINES."
+            f"--target {KNOWN[name].target}, and add --engines ENGINES."
         )
     return open_tensorrt(name, built)
 
@@ -173,13 +154,14 @@ def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
     """Refuse what the backend of that name, or the engines `built`, cannot compute in; raises `UsageError`."""
     if not isinstance(compute, str) or compute not in COMPUTES:
         raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
-    if name not in _CHOICES:
+    choices = KNOWN[name].computes
+    if not choices:
         raise UsageError(
             f"compute is '{compute}', but backend '{name}' computes in the types of the bundle's graphs. "
             "Leave it out."
         )
-    if compute not in _CHOICES[name]:
-        raise UsageError(f"compute is '{compute}', backend '{name}' has {' and '.join(_CHOICES[name])}. Choose one.")
+    if compute not in choices:
+        raise UsageError(f"compute is '{compute}', backend '{name}' has {' and '.join(choices)}. Choose one.")
     if built is not None and name == "ort-cpu" and compute != "fastest":
         raise UsageError(
             f"compute is '{compute}', but engines for onnxruntime are built to be fastest. Give the bundle, which "

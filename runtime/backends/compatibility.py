@@ -10,20 +10,9 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import ANY_SHAPE, Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.processor import instructions, machine
-
-TARGETS: dict[str, Target | None] = {
-    "ort-cpu": "onnxruntime",
-    "ort-cpu+openvino": None,
-    "ort-cuda": "onnxruntime",
-    "openvino": "openvino",
-    "openvino-gpu": "openvino",
-    "tensorrt": "tensorrt",
-    "tensorrt-rtx": "tensorrt-rtx",
-}
-"""The target that each backend's engines are built for (`sinkprune-build --target`), by the backend's name; None for
-one that runs bundles only. The first of a target runs its engines where no backend is named."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class BuiltEngines:
 
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
-        built, expected = self.engines.manifest.target, TARGETS[backend]
+        built, expected = self.engines.manifest.target, KNOWN[backend].target
         if expected is None:
             raise EnginesError(
                 f"{self._were} built for target {built}, and backend '{backend}' runs bundles only. Give the bundle "
@@ -179,9 +168,9 @@ def own_engines(bundle: Bundle) -> BuiltEngines | None:
 
 def usual_backend(bundle: Bundle) -> str:
     """The backend that runs `bundle` where none is named: what its engines are for, or the one that runs anywhere."""
-    return next(iter(TARGETS)) if bundle.engines is None else backend_of(bundle.engines.manifest.target)
+    return next(iter(KNOWN)) if bundle.engines is None else backend_of(bundle.engines.manifest.target)
 
 
 def backend_of(target: Target) -> str:
     """The backend that runs engines built for `target` where none is named."""
-    return next(backend for backend, taken in TARGETS.items() if taken == target)
+    return next(name for name, traits in KNOWN.items() if traits.target == target)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.system_memory import available_bytes
-from sinkprune.runtime.backends import ON_GPU
-from sinkprune.runtime.backends.compatibility import TARGETS
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.openvino_devices import Gpu
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.openvino_library import import_openvino
@@ -16,10 +15,10 @@ def free_bytes(backend: str) -> int:
 
     A GPU's library is asked, before anything is loaded. What is missing there is told when the backend is opened.
     """
-    if backend not in ON_GPU:
+    if not KNOWN[backend].on_gpu:
         return available_bytes()
     try:
-        if TARGETS[backend] == "openvino":
+        if KNOWN[backend].target == "openvino":
             return Gpu(import_openvino(backend).Core(), backend, None, "fastest").free_bytes()
         return open_device().memory()[0]
     except BackendError:

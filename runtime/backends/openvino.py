@@ -18,7 +18,8 @@ import numpy as np
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend, Cache, Compute, Decoder, Engine
+from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
+from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino_devices import DEVICES
 from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, paths

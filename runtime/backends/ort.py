@@ -12,7 +12,8 @@ import numpy as np
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm, TensorSpec
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import Backend, Compute, Decoder, Engine
+from sinkprune.runtime.backends import Backend, Decoder, Engine
+from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.ort_buffers import CpuMemory, GpuMemory
 from sinkprune.runtime.backends.row_runs import joined

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sinkprune.runtime.backends import Compute, Engine
+from sinkprune.runtime.backends import Engine
+from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.backends.ort import OrtBackend

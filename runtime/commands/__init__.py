@@ -20,7 +20,8 @@ from sinkprune.contract.files import Output, check_outputs, write_whole
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_trust_options, trusted_bundle
-from sinkprune.runtime.backends import BACKENDS, COMPUTES, THREADS
+from sinkprune.runtime.backends import THREADS
+from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pictures import decoded

@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.energy import IDLE_SECONDS, PartEnergy, PowerReport
 from sinkprune.contract.errors import PowerError, UsageError
-from sinkprune.runtime.backends import ON_GPU
 from sinkprune.runtime.backends.compatibility import usual_backend
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands import status
 from sinkprune.runtime.power import AUTO, SENSORS, Sensor, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
@@ -35,7 +35,7 @@ def wanted_sensor(options: argparse.Namespace, bundle: Bundle) -> Sensor | None:
         if options.idle is not None:
             raise UsageError("--idle is for the power that --power subtracts. Add --power, or leave it out.")
         return None
-    return open_sensor(options.power, on_gpu=(options.backend or usual_backend(bundle)) in ON_GPU)
+    return open_sensor(options.power, on_gpu=KNOWN[options.backend or usual_backend(bundle)].on_gpu)
 
 
 @contextmanager

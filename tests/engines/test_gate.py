@@ -28,8 +28,9 @@ from sinkprune.engines.gate.report import GraphReport, OutputReport
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import new_builder
-from sinkprune.runtime.backends import Compute, load_backend
+from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
+from sinkprune.runtime.backends.known import Compute
 
 GRAPHS = (
     *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"),

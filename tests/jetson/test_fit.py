@@ -75,7 +75,7 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
     layout = next(iter(load_family(manifest).largest().values()))
     rows = schedule(manifest, "sinkpruner", "retain-64", [layout])
     tokens = PROMPT_TOKENS + NEW_TOKENS
-    for backend, board in (("tensorrt", NANO), ("ort-cpu", None), ("openvino", None)):
+    for backend, board in (("tensorrt", NANO), ("ort-cpu", None), ("ort-cpu+openvino", None), ("openvino", None)):
         here = fit("it", "bundle", manifest, Target(backend, 0, board), PICTURE).forms[0]
         expected = running_need(manifest, backend, built=False, layouts=[layout], rows=rows, tokens=tokens)
         assert here.exported

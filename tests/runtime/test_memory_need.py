@@ -20,8 +20,9 @@ from sinkprune.contract.memory_need import MemoryNeed, TooLittleMemoryError, run
 from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system_memory import available_bytes
-from sinkprune.runtime.backends import ON_GPU, free_memory
+from sinkprune.runtime.backends import free_memory
 from sinkprune.runtime.backends.free_memory import free_bytes
+from sinkprune.runtime.backends.known import ON_GPU
 from sinkprune.runtime.families import load_family
 
 # Under a limit of so many bytes beyond what the process has; prints the peak of one without.

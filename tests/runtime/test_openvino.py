@@ -24,7 +24,8 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.backends import COMPUTES, Compute, load_backend
+from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino_devices import Cpu
 
