@@ -46,7 +46,7 @@ OPENCL := $(CURDIR)/$(STAND_IN)/lib
 
 # A process to a test: the stand-in releases nothing.
 test-intel-gpu: .venv/.dev $(STAND_IN)/gpu/libOpenCL.so.1
-	tests="$$($(BIN)/pytest -q --collect-only -m intel_gpu | grep ::)" && echo "$$tests" | \
+	tests="$$($(BIN)/pytest -q --collect-only -m intel_gpu)" && echo "$$tests" | grep :: | \
 		INTEL_GPU_STAND_IN=1 OCL_ICD_FILENAMES=$(OPENCL)/libintelocl.so LD_PRELOAD=$(OPENCL)/libtbb.so.12 \
 		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) xargs -P 2 -I TEST $(BIN)/pytest -q -n 1 -m intel_gpu TEST
 

@@ -18,7 +18,7 @@ from sinkprune.contract.precision import DTYPES, WeightsName
 from sinkprune.contract.schedule import Schedule
 
 TOLD_BYTES = 1_000_000_000
-"""Needs are told from so many bytes on: below, nobody waits, and a terminal is for answers."""
+"""Needs are told from so many bytes on beside libraries: below, nobody waits, and a terminal is for answers."""
 _FIXED_BYTES = 100 << 20
 """Python, numpy and an engine library."""
 _GPU_FIXED_BYTES = 1 << 30
@@ -93,10 +93,10 @@ class MemoryNeed:
     def check(self, what: str, free: int, way_out: str) -> None:
         """Raise `TooLittleMemoryError` for `what`, if fewer than these bytes are `free`; 0 is not known.
 
-        `way_out` says how to need less, as the last of several ways. Of what is assumed, only weights and cache are
-        sure to be needed.
+        `way_out` says how to need less, as the last of several ways. Of what is assumed, half of weights and cache is
+        sure to be needed: a GPU may hold fp32 in fp16.
         """
-        least = self.weights + self.cache if self.on_gpu else self.bytes
+        least = (self.weights + self.cache) // 2 if self.on_gpu else self.bytes
         if 0 < free < least:
             raise TooLittleMemoryError(
                 f"not enough memory: {what} needs {self.told}, {gigabytes(free)} are free. End other programs, use a "

@@ -108,7 +108,8 @@ class Pipeline:
 
         `backend` is one of `BACKENDS` (default: ort-cpu, or the one that a folder of engines is for).
 
-        `compute` is what openvino (fastest, bf16, fp32) and ort-cpu (fastest, fp32) compute in (default: fastest).
+        `compute` is what openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32)
+        compute in (default: fastest).
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
         the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
         the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle

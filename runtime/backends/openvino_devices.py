@@ -91,7 +91,10 @@ class Gpu(Device):
 
     def free_bytes(self) -> int:
         """Bytes of its memory that are free; 0 for one beside the processor, whose openvino tells only in all."""
-        within = str(self._core.get_property(self.name, "DEVICE_TYPE")) == "Type.INTEGRATED"
+        try:
+            within = str(self._core.get_property(self.name, "DEVICE_TYPE")) == "Type.INTEGRATED"
+        except RuntimeError:
+            return 0
         return available_bytes() if within else 0
 
 

@@ -1,6 +1,7 @@
-"""ONNX Runtime on the CPU with OpenVINO's vision tower: each is the faster library for its part.
+"""ONNX Runtime on the CPU with OpenVINO's vision tower.
 
-OpenVINO computes many rows sooner, and a tower is many rows; ONNX Runtime computes the one row of a token sooner.
+OpenVINO computes many rows sooner, and a tower is many rows; ONNX Runtime computes the one row of a token sooner
+where weights are int4.
 """
 
 from __future__ import annotations
