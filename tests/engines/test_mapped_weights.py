@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +24,9 @@ FORMS: tuple[WeightsName, ...] = ("fp32", "int8", "int4")
 def built(
     request: pytest.FixtureRequest, bundle: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A small bundle of each form, and its engines."""
-    path, engines = bundle("gqa-112", weights=request.param), tmp_path_factory.mktemp("mapped") / "engines"
+    """A small bundle of each form, which no other test loads, and its engines."""
+    folder = tmp_path_factory.mktemp("mapped")
+    path, engines = shutil.copytree(bundle("gqa-112", weights=request.param), folder / "bundle"), folder / "engines"
     outcome = run("sinkprune-build", path, "-o", engines, "--target", "onnxruntime")
     assert outcome.code == 0, outcome.stderr
     return path, engines

@@ -38,7 +38,7 @@ def test_the_tower_is_openvino_s_to_the_bit_and_the_rest_nearby(
     form: str, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
     precision, weights = options_of(form)
-    root = bundle("gqa-112", precision, weights=weights)
+    root = bundle("gqa-112", precision, ("retain-64",), weights=weights)
     ours, towers, decoders = (Pipeline.load(root, backend=name) for name in (BACKEND, "openvino", "ort-cpu"))
     (answer, _), (expected, _) = (asked(pipe, photo, budget="none") for pipe in (ours, towers))
     np.testing.assert_array_equal(answer.kept.norms, expected.kept.norms)
