@@ -46,6 +46,12 @@ def assert_equal(ours: Pipeline, theirs: Pipeline, photo: Image.Image, **options
         assert np.abs(own - other).max() < 1e-3 * np.abs(other).max()
 
 
+def assert_equal_at_both_ends(ours: Pipeline, theirs: Pipeline, photo: Image.Image) -> None:
+    """`assert_equal`, unpruned and at the smallest budget."""
+    for budget in ("none", list(theirs.bundle.manifest.budgets)[-1]):
+        assert_equal(ours, theirs, photo, budget=budget)
+
+
 def assert_alike(fast: Pipeline, exact: Pipeline, photo: Image.Image) -> None:
     """As many tokens kept, most of them the same, and norms and logits nearby: what 16 bits may change."""
     for budget in ("none", "retain-64"):

@@ -41,4 +41,3 @@ KNOWN = {
 """By name. The first runs bundles where no backend is named, the first of a target its engines."""
 BACKENDS = tuple(KNOWN)
 ON_CPU = tuple(name for name, traits in KNOWN.items() if not traits.on_gpu)
-ON_GPU = tuple(name for name, traits in KNOWN.items() if traits.on_gpu)

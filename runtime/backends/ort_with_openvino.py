@@ -14,6 +14,7 @@ from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.openvino_library import import_openvino
 
 
 class OrtWithOpenVinoBackend(OrtBackend):
@@ -22,6 +23,8 @@ class OrtWithOpenVinoBackend(OrtBackend):
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
         super().__init__(name, "CPUExecutionProvider", threads, compute)
+        # Where it is missing, the message names this backend.
+        import_openvino(name)
         self._openvino = OpenVinoBackend("openvino", threads, compute)
         self.compute = f"{self.compute}; vision in {self._openvino.compute}"
         self.versions |= self._openvino.versions

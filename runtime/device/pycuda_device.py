@@ -44,7 +44,7 @@ class PycudaDevice(Device):
 
         On a board that shares its memory with the CPU, free is what the system can make free.
         """
-        free, total = self._cuda.mem_get_info()
+        free, total = self._do(self._cuda.mem_get_info)
         # What was just read from disk counts as used there, though it is only cached.
         return (max(free, available_bytes()) if self._integrated else free), total
 
