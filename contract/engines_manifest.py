@@ -23,9 +23,9 @@ MANIFEST = "engines.json"
 BUNDLE_FOLDER = "bundle"
 """Within a folder of engines: what a bundle has beside its graphs, so that the folder runs by itself."""
 
-Target = Literal["onnxruntime", "openvino", "tensorrt", "tensorrt-rtx"]
-"""The library that engines are built by and run in."""
-ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "openvino")
+Target = Literal["onnxruntime", "onnxruntime+openvino", "openvino", "tensorrt", "tensorrt-rtx"]
+"""The library, or libraries, that engines are built by and run in."""
+ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "onnxruntime+openvino", "openvino")
 """Those whose engines take any shape: there are no optimisation profiles, and a request may be as long as the model
 takes."""
 Realisation = Literal["plugin", "function", "stripped"]
@@ -86,7 +86,7 @@ class EnginesManifest:
     sinkprune_version: str
     target: Target
     library_version: str
-    """The version of the library; engines load in exactly this one."""
+    """The version of the library, of two with a + between; engines load in exactly this one."""
     compute_capabilities: tuple[Count, ...]
     """The GPUs the engines hold code for, e.g. 87 for sm_87; empty where they are for a processor."""
     bundle_sha256: str
@@ -110,7 +110,7 @@ ENGINES = ManifestFile(
     folder="engines",
     a_folder="a folder of engines",
     error=EnginesError,
-    make="sinkprune-build BUNDLE -o {root} --target onnxruntime|openvino|tensorrt|tensorrt-rtx",
+    make="sinkprune-build BUNDLE -o {root} --target onnxruntime|onnxruntime+openvino|openvino|tensorrt|tensorrt-rtx",
     again="Build or copy the engines again.",
     upgrade="Upgrade sinkprune, or build the engines again with this one.",
 )

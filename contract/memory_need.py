@@ -61,7 +61,6 @@ within processors, both are the same memory."""
 _MEASURED = {"ort-cpu": _ORT_CPU, "ort-cpu+openvino": _ORT_CPU, "openvino": _OPENVINO}
 _MEASURED_VISION = {**_MEASURED, "ort-cpu+openvino": _OPENVINO}
 """Those of the vision tower."""
-_PACKED_ENGINES = ("ort-cpu",)
 
 
 class TooLittleMemoryError(SinkpruneError):
@@ -127,9 +126,7 @@ def running_need(
     `tokens` is how many there are of text, prompt and answer together.
     """
     measured = backend in _MEASURED
-    copies = {graph: _copies(manifest, backend, graph) if measured else _GPU for graph in manifest.graphs}
-    if built and backend in _PACKED_ENGINES:
-        copies = {graph: each._replace(loading=0) for graph, each in copies.items()}
+    copies = {graph: _copies(manifest, backend, graph, built) if measured else _GPU for graph in manifest.graphs}
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
     cache = cache_bytes(manifest, rows, tokens)
@@ -153,11 +150,12 @@ def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
     return lengths * 2 * lm.num_kv_heads * lm.head_dim * DTYPES[manifest.precision].itemsize
 
 
-def _copies(manifest: Manifest, backend: str, graph: str) -> _Copies:
-    """How one of the measured backends holds the weights of a graph."""
-    if graph == "vision":
-        return _MEASURED_VISION[backend][manifest.weights.vision]
-    return _MEASURED[backend][manifest.weights.decoder]
+def _copies(manifest: Manifest, backend: str, graph: str, built: bool) -> _Copies:
+    """How one of the measured backends holds the weights of a graph, or of the engine `built` of it."""
+    vision, forms = graph == "vision", manifest.weights
+    library = (_MEASURED_VISION if vision else _MEASURED)[backend]
+    copies = library[forms.vision if vision else forms.decoder]
+    return copies._replace(loading=0) if built and library is _ORT_CPU else copies
 
 
 def told_need(need: MemoryNeed, free: int) -> str:

@@ -203,7 +203,7 @@ def _engine(
     progress: BuildProgress,
 ) -> EngineSpec:
     """Write the engine of `model` below `root`."""
-    file = f"engines/{model.graph}{builder.suffix}"
+    file = f"engines/{builder.file_name(model.graph)}"
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     try:

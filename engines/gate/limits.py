@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightsName
+from sinkprune.runtime.backends.known import TOWER_IN
 
 Rounding = Literal["fp32", "fp16", "bf16", "int8"]
 """The coarsest type that an engine rounds to on its way: `int8` are rows that meet int8 or int4 weights."""
@@ -47,11 +48,13 @@ def rounding_of(graph: str, manifest: Manifest, compute: str) -> Rounding:
     if not manifest.weight_bytes(graph):
         # Selection is in fp32 everywhere; what it gathers and averages is of the graph's type.
         return manifest.precision
-    form = manifest.weights.vision if graph == "vision" else manifest.weights.decoder
-    if "int8" in compute and form in _INTEGERS:
+    # Where another library runs the tower, its words stand behind those of the rest.
+    rest, _, tower = compute.partition(TOWER_IN)
+    told, form = (tower or rest, manifest.weights.vision) if graph == "vision" else (rest, manifest.weights.decoder)
+    if "int8" in told and form in _INTEGERS:
         return "int8"
     floats: tuple[Rounding, ...] = ("bf16", "fp16")
-    return next((rounding for rounding in floats if rounding in compute), manifest.precision)
+    return next((rounding for rounding in floats if rounding in told), manifest.precision)
 
 
 def coarsest(manifest: Manifest, compute: str) -> Rounding:

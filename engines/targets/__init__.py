@@ -46,12 +46,14 @@ class Builder(Protocol):
     library_version: str
     compute_capabilities: tuple[int, ...]
     flags: dict[str, str]
-    suffix: str
-    """How the names of its engine files end, e.g. `.engine`."""
     disk_copies: float
     """How many times the weights of a graph its engine's files hold, at most."""
     plugins: dict[str, str]
     """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
+
+    def file_name(self, graph: str) -> str:
+        """The name of the file that holds the engine of `graph`, e.g. "vision.engine"."""
+        ...
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle that this library, in this version, cannot build; raises `EnginesError`."""
@@ -86,6 +88,7 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
         )
     try:
         from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+        from sinkprune.engines.targets.onnxruntime_with_openvino import OnnxRuntimeWithOpenVinoBuilder
         from sinkprune.engines.targets.openvino import OpenVinoBuilder
         from sinkprune.engines.targets.tensorrt_libraries import TensorRT, TensorRTRTX
     except ImportError as error:
@@ -96,6 +99,8 @@ def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timin
         ) from error
     if target == "onnxruntime":
         return OnnxRuntimeBuilder()
+    if target == "onnxruntime+openvino":
+        return OnnxRuntimeWithOpenVinoBuilder()
     if target == "openvino":
         return OpenVinoBuilder()
     return TensorRT(timing_cache) if target == "tensorrt" else TensorRTRTX(compute_capabilities)

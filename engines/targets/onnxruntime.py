@@ -32,7 +32,6 @@ class OnnxRuntimeBuilder:
 
     target: Target = "onnxruntime"
     compute_capabilities: tuple[int, ...] = ()
-    suffix = ".onnx"
     # As they were and as they are packed: of int8 that has scales for blocks of its own.
     disk_copies = 2.5
 
@@ -47,6 +46,9 @@ class OnnxRuntimeBuilder:
             "machine": machine(),
             "instructions": instructions(),
         }
+
+    def file_name(self, graph: str) -> str:
+        return f"{graph}.onnx"
 
     def check_bundle(self, bundle: Bundle) -> None:
         """ONNX Runtime takes every bundle."""

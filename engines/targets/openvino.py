@@ -26,7 +26,6 @@ class OpenVinoBuilder:
 
     target: Target = "openvino"
     compute_capabilities: tuple[int, ...] = ()
-    suffix = ".xml"
     disk_copies = 1.05
 
     def __init__(self) -> None:
@@ -35,6 +34,9 @@ class OpenVinoBuilder:
         self.library_version: str = self._backend.versions["openvino"]
         self.plugins: dict[str, str] = {}
         self.flags: dict[str, str] = {}
+
+    def file_name(self, graph: str) -> str:
+        return f"{graph}.xml"
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse a bundle whose decoder does not keep its caches; raises `EnginesError`."""

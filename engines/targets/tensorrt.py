@@ -26,7 +26,6 @@ class TensorRTBuilder:
     """Builds for TensorRT or TensorRT-RTX; `tensorrt_libraries.py` has a class of each, for where the two differ."""
 
     target: Target
-    suffix = ".engine"
     disk_copies = 1.0
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
@@ -36,6 +35,9 @@ class TensorRTBuilder:
         self.compute_capabilities = compute_capabilities
         self.flags = {"strongly_typed": "true", **flags}
         self.plugins: dict[str, str] = {}
+
+    def file_name(self, graph: str) -> str:
+        return f"{graph}.engine"
 
     def check_bundle(self, bundle: Bundle) -> None:
         """Refuse attention in fp32 and weights with zero points, which do not build; raises `EnginesError`."""

@@ -21,7 +21,11 @@ Tensor = Any
 THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
 
-_PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
+_PROVIDERS = {
+    "ort-cpu": "CPUExecutionProvider",
+    "ort-cpu+openvino": "CPUExecutionProvider",
+    "ort-cuda": "CUDAExecutionProvider",
+}
 
 
 class Engine(Protocol):
@@ -127,19 +131,17 @@ def load_backend(
         if built is not None:
             built.check_library("openvino", openvino.versions["openvino"])
         return openvino
-    if name == "ort-cpu+openvino":
-        from sinkprune.runtime.backends.ort_with_openvino import OrtWithOpenVinoBackend
-
-        return OrtWithOpenVinoBackend(name, threads, compute or "fastest")
     if name in _PROVIDERS:
         from sinkprune.runtime.backends.ort import OrtBackend
+        from sinkprune.runtime.backends.ort_with_openvino import OrtWithOpenVinoBackend
 
         if built is not None:
             built.check_processor(_PROVIDERS[name])
-        backend = OrtBackend(name, _PROVIDERS[name], threads, compute or "fastest")
+        kind = OrtWithOpenVinoBackend if name == "ort-cpu+openvino" else OrtBackend
+        ort = kind(name, _PROVIDERS[name], threads, compute or "fastest")
         if built is not None:
-            built.check_library("onnxruntime", backend.versions["onnxruntime"])
-        return backend
+            built.check_library(KNOWN[name].target, "+".join(ort.versions.values()))
+        return ort
     from sinkprune.runtime.backends.tensorrt import open_tensorrt
 
     if built is None:
@@ -162,7 +164,7 @@ def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
         )
     if compute not in choices:
         raise UsageError(f"compute is '{compute}', backend '{name}' has {' and '.join(choices)}. Choose one.")
-    if built is not None and name == "ort-cpu" and compute != "fastest":
+    if built is not None and name in _PROVIDERS and compute != "fastest":
         raise UsageError(
             f"compute is '{compute}', but engines for onnxruntime are built to be fastest. Give the bundle, which "
             "computes in either."

@@ -57,11 +57,6 @@ class BuiltEngines:
     def check_backend(self, backend: str) -> None:
         """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, KNOWN[backend].target
-        if expected is None:
-            raise EnginesError(
-                f"{self._were} built for target {built}, and backend '{backend}' runs bundles only. Give the bundle "
-                f"without engines, or take --backend {backend_of(built)}."
-            )
         if built != expected:
             raise EnginesError(
                 f"{self._were} built for target {built}, backend '{backend}' takes target {expected}. Build others "

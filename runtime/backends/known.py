@@ -10,19 +10,22 @@ from sinkprune.contract.engines_manifest import Target
 Compute = Literal["fastest", "bf16", "fp32"]
 """What a backend that has the choice computes in. Selection is in fp32 always.
 
-`fastest`: int8 for rows that meet int8 or int4 weights, and in openvino bf16 for the rest where the processor has it;
-in openvino-gpu fp16, or int8 where the library chooses it; ort-cpu+openvino has the tower in openvino's types.
+`fastest`: in ort-cpu int8 for rows that meet int8 or int4 weights; in openvino bf16 where the processor has it, and
+int8 for such rows where the library finds that faster; in openvino-gpu fp16, or int8 in the same way;
+ort-cpu+openvino has the tower in openvino's types.
 `bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.
 """
 COMPUTES: tuple[Compute, ...] = get_args(Compute)
+TOWER_IN = "; vision in "
+"""Stands in reports between what graphs are computed in and what the vision tower is, where that is another."""
 
 
 @dataclass(frozen=True)
 class Traits:
     """What a backend is, in words of the contract."""
 
-    target: Target | None
-    """What its engines are built for (`sinkprune-build --target`); None for one that runs bundles only."""
+    target: Target
+    """What its engines are built for (`sinkprune-build --target`)."""
     computes: tuple[Compute, ...] = ()
     """What it can be asked to compute in; nothing where it computes in the types of a bundle's graphs."""
     on_gpu: bool = False
@@ -31,7 +34,7 @@ class Traits:
 
 KNOWN = {
     "ort-cpu": Traits("onnxruntime", ("fastest", "fp32")),
-    "ort-cpu+openvino": Traits(None, ("fastest", "fp32")),
+    "ort-cpu+openvino": Traits("onnxruntime+openvino", ("fastest", "fp32")),
     "ort-cuda": Traits("onnxruntime", on_gpu=True),
     "openvino": Traits("openvino", COMPUTES),
     "openvino-gpu": Traits("openvino", ("fastest", "fp32"), on_gpu=True, takes_threads=False),

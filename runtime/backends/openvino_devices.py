@@ -11,6 +11,7 @@ from sinkprune.runtime.backends.openvino_graphs import group_in_int8
 from sinkprune.runtime.cores import usable_cores
 
 _NAME = "FULL_DEVICE_NAME"
+_INT8 = "int8 where openvino finds it faster"
 
 
 class Device(Protocol):
@@ -32,7 +33,10 @@ class Device(Protocol):
 
 
 class Cpu(Device):
-    """The processor: bf16 where it has it, and rows rounded to int8 for int8 and int4 weights."""
+    """The processor: bf16 where it has it, and rows rounded to int8 for int8 and int4 weights.
+
+    Rows stay bf16 where it has AMX: there OpenVINO rounds none of them.
+    """
 
     name = "CPU"
 
@@ -47,7 +51,7 @@ class Cpu(Device):
         self.threads = threads or usable_cores()
         self.cache = "bf16" if has_bf16 and compute != "fp32" else "fp32"
         self._int8 = compute == "fastest"
-        self.compute = self.cache + (", int8 where weights are" if self._int8 else "")
+        self.compute = self.cache + (f", {_INT8}" if self._int8 else "")
         self.versions = {}
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
@@ -81,7 +85,7 @@ class Gpu(Device):
             ) from error
         self._core, self._fp32 = core, compute == "fp32"
         self.cache = "fp32" if self._fp32 else "fp16"
-        self.compute = "fp32" if self._fp32 else "fp16, int8 where openvino finds it faster"
+        self.compute = "fp32" if self._fp32 else f"fp16, {_INT8}"
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
         precision = "f16" if weights and not self._fp32 else "f32"

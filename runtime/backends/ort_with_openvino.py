@@ -10,27 +10,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from sinkprune.runtime.backends import Engine
-from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.known import TOWER_IN, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.backends.ort import OrtBackend
 from sinkprune.runtime.openvino_library import import_openvino
 
+OF_OPENVINO = "vision"
+"""The graph that OpenVINO runs."""
+
 
 class OrtWithOpenVinoBackend(OrtBackend):
-    """`ort-cpu`, but for the graph `vision`, which `openvino` runs. Tensors are OrtValues."""
+    """`ort-cpu`, but for the graph `OF_OPENVINO`, which `openvino` runs. Tensors are OrtValues."""
 
-    def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
+    def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where one of the libraries is missing."""
-        super().__init__(name, "CPUExecutionProvider", threads, compute)
+        super().__init__(name, provider, threads, compute)
         # Where it is missing, the message names this backend.
         import_openvino(name)
         self._openvino = OpenVinoBackend("openvino", threads, compute)
-        self.compute = f"{self.compute}; vision in {self._openvino.compute}"
+        self.compute = f"{self.compute}{TOWER_IN}{self._openvino.compute}"
         self.versions |= self._openvino.versions
 
     def load(self, model: Model) -> Engine:
-        return self._vision(self._openvino.load(model)) if model.graph == "vision" else super().load(model)
+        return self._vision(self._openvino.load(model)) if model.graph == OF_OPENVINO else super().load(model)
 
     def _vision(self, engine: Engine) -> Engine:
         """OpenVINO's `engine`, which takes and gives arrays, on tensors of this backend."""

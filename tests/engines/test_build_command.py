@@ -154,7 +154,7 @@ def test_what_is_no_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -
     [
         (
             ["--target", "tensorflow"],
-            "unknown target 'tensorflow'; known targets: onnxruntime, openvino, tensorrt, tensorrt-rtx",
+            "unknown target 'tensorflow'; known targets: onnxruntime, onnxruntime+openvino, openvino, tensorrt",
         ),
         (["--target", "onnxruntime", "--sm", "87"], "--sm is for target tensorrt-rtx"),
         (["--target", "tensorrt", "--sm", "87"], "target tensorrt builds for the GPU of this machine"),

@@ -60,7 +60,7 @@ def test_a_backend_that_other_engines_are_for(source: Path, built: Built, photo_
         ("the graphs' types", "fp32"),
         ("bf16", "bf16"),
         ("fp16, int8 where openvino finds it faster", "fp16"),
-        ("bf16, int8 where weights are", "bf16"),
+        ("bf16, int8 where openvino finds it faster", "bf16"),
     ],
 )
 def test_limits_are_those_of_what_a_backend_says_it_computes_in(compute: str, expected: str, source: Path) -> None:
@@ -70,7 +70,14 @@ def test_limits_are_those_of_what_a_backend_says_it_computes_in(compute: str, ex
     assert rounding_of(sanitizer, manifest, compute) == "fp32"
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_a_tower_that_another_library_runs_has_limits_of_its_own(source: Path) -> None:
+    manifest = read_bundle(source).manifest
+    compute = "the graphs' types; vision in bf16"
+    assert {rounding_of(graph, manifest, compute) for graph in manifest.graphs if graph != "vision"} == {"fp32"}
+    assert rounding_of("vision", manifest, compute) == "bf16"
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "onnxruntime+openvino", "openvino"])
 def test_honest_engines(target: str, source: Path, built: Built, photo_file: Path) -> None:
     command = (source, built(target), "--image", photo_file)
     outcome = run("sinkprune-check", *command)

@@ -22,7 +22,7 @@ from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.trust import Trust
 
 NOBODY = 65534
-TARGETS = {"onnxruntime": "ort-cpu", "openvino": "openvino"}
+TARGETS = {"onnxruntime": "ort-cpu", "onnxruntime+openvino": "ort-cpu+openvino", "openvino": "openvino"}
 Built = Callable[[str], Path]
 
 

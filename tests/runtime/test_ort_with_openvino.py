@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
+import openvino
 import pytest
 from PIL import Image
 
@@ -14,11 +19,12 @@ from commands import assert_refused, run
 from same_answers import QUESTION, asked, assert_alike, assert_equal_at_both_ends, options_of
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BackendError
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.memory_need import running_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.backends import load_backend, openvino
+from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.families import load_family
 
 BACKEND = "ort-cpu+openvino"
@@ -49,13 +55,13 @@ def test_every_graph_but_the_tower_is_onnxruntime_s(
     bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    compiled = openvino.OpenVinoBackend._compiled
+    compiled = OpenVinoBackend._compiled
 
-    def noted(backend: openvino.OpenVinoBackend, model: Model) -> object:
+    def noted(backend: OpenVinoBackend, model: Model) -> object:
         loaded.append(model.graph)
         return compiled(backend, model)
 
-    monkeypatch.setattr(openvino.OpenVinoBackend, "_compiled", noted)
+    monkeypatch.setattr(OpenVinoBackend, "_compiled", noted)
     pipeline = Pipeline.load(bundle("gqa-112"), backend=BACKEND)
     asked(pipeline, photo, budget="retain-64")
     assert loaded == ["vision"]
@@ -75,24 +81,52 @@ def test_each_part_s_weights_are_counted_as_its_library_holds_them(bundle: Calla
     assert (manifest.weights.vision, manifest.weights.decoder) == ("int8", "int4")
     layouts = [next(iter(load_family(manifest).largest().values()))]
     rows = schedule(manifest, "sinkpruner", "none", layouts)
-    need = running_need(manifest, BACKEND, built=False, layouts=layouts, rows=rows, tokens=80)
+    need, built = (
+        running_need(manifest, BACKEND, built=built, layouts=layouts, rows=rows, tokens=80) for built in (False, True)
+    )
     bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
     vision = bytes_of.pop("vision")
     assert need.weights == pytest.approx(1.2 * sum(bytes_of.values()) + 1.2 * vision, rel=1e-6)
     assert not need.on_gpu
+    # onnxruntime's engines are packed; the tower is packed when it is loaded.
+    assert need.loading == round(max(vision, 0.9 * max(bytes_of.values())))
+    assert built == replace(need, loading=vision)
 
 
-def test_engines_are_refused_with_what_runs_them(
-    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
-) -> None:
-    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
-    outcome = run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime")
+@pytest.fixture(scope="module")
+def engines(bundle: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root, folder = bundle("gqa-112", budgets=("retain-64",)), tmp_path_factory.mktemp("built") / "engines"
+    outcome = run("sinkprune-build", root, "-o", folder, "--target", "onnxruntime+openvino")
     assert outcome.code == 0, outcome.stderr
-    words = ("built for target onnxruntime", f"backend '{BACKEND}' runs bundles only", "take --backend ort-cpu.")
-    question = ("--image", photo_file, "--prompt", QUESTION, "--backend", BACKEND)
-    assert_refused(run("sinkprune-run", engines, *question), *words)
-    assert_refused(run("sinkprune-run", root, "--engines", engines, *question), *words)
-    assert_refused(run("sinkprune-run", root, "--compute", "bf16", *question), f"'{BACKEND}' has fastest and fp32")
+    return folder
+
+
+def test_its_engines_are_of_the_library_that_runs_each(engines: Path) -> None:
+    names = {path.name for path in (engines / "engines").iterdir() if path.is_file()}
+    assert {"vision.xml", "vision.bin", "projector.onnx", "decoder_0.onnx", "decoder_0.onnx.data"} <= names
+    assert not {"vision.onnx", "decoder_0.xml"} & names
+
+
+def test_other_engines_and_other_computing_are_refused(
+    engines: Path, bundle: Callable[..., Path], photo_file: Path
+) -> None:
+    root, question = bundle("gqa-112", budgets=("retain-64",)), ("--image", photo_file, "--prompt", QUESTION)
+    words = "built for target onnxruntime+openvino, backend 'ort-cpu' takes target onnxruntime."
+    assert_refused(run("sinkprune-run", engines, "--backend", "ort-cpu", *question), words)
+    assert_refused(run("sinkprune-run", engines, "--compute", "fp32", *question), "are built to be fastest")
+    asked_for = ("--backend", BACKEND, "--compute", "bf16")
+    assert_refused(run("sinkprune-run", root, *asked_for, *question), f"'{BACKEND}' has fastest and fp32")
+
+
+@pytest.mark.parametrize("library", ["onnxruntime", "openvino"])
+def test_engines_by_another_version_of_either_library_are_refused(
+    library: str, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(library)
+    version = f"{onnxruntime.__version__}+{openvino.__version__}"
+    monkeypatch.setattr(module, "__version__", "0.1")
+    with pytest.raises(EnginesError, match=rf"openvino {re.escape(version)}, .*0\.1.* is installed"):
+        Pipeline.load(engines)
 
 
 def test_without_openvino_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

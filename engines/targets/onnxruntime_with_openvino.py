@@ -1,0 +1,36 @@
+"""Engines for ONNX Runtime with OpenVINO's vision tower: of each library those graphs that it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sinkprune.contract.engines_manifest import Target
+from sinkprune.engines.progress import BuildProgress
+from sinkprune.engines.targets import Built, Job
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.engines.targets.openvino import OpenVinoBuilder
+from sinkprune.runtime.backends.ort_with_openvino import OF_OPENVINO
+from sinkprune.runtime.openvino_library import import_openvino
+
+
+class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
+    """Builds as target onnxruntime does, but the graph `OF_OPENVINO` as target openvino does."""
+
+    target: Target = "onnxruntime+openvino"
+
+    def __init__(self) -> None:
+        """Raises `BackendError` where one of the libraries is missing."""
+        super().__init__()
+        # Where it is missing, the message names this target.
+        import_openvino(self.target)
+        self._openvino = OpenVinoBuilder()
+        self.library_version = f"{self.library_version}+{self._openvino.library_version}"
+
+    def file_name(self, graph: str) -> str:
+        return self._openvino.file_name(graph) if graph == OF_OPENVINO else super().file_name(graph)
+
+    def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
+        """Write the engine of one graph to the file `output`, its weights beside it; raises `EnginesError`."""
+        if job.model.graph == OF_OPENVINO:
+            return self._openvino.build(job, output, progress)
+        return super().build(job, output, progress)
