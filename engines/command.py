@@ -25,6 +25,7 @@ examples:
   sinkprune-build llava-7b -o engines --target tensorrt-rtx --sm 86,89,120  # anywhere, without a GPU
   sinkprune-build llava-7b -o engines --target tensorrt --max-prompt 128 --max-new-tokens 64
   sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
+  sinkprune-build pocket -o engines --target onnxruntime+openvino           # with OpenVINO's vision tower
   sinkprune-build pocket -o engines --target openvino
   sinkprune-build pocket -o engines --target openvino --check photo.jpg     # refuses engines that compute otherwise
 
