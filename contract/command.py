@@ -44,6 +44,8 @@ _MEMORY_WORDS = (
     "Failed to allocate memory",
 )
 _SHOWN = 160
+# A compiled module's own code runs as it is made, or then.
+_LOADING = ("create_module", "exec_module")
 
 
 def start(module: str) -> int:
@@ -132,7 +134,7 @@ def _last_line(error: BaseException) -> str:
 def _loads_extension(frame: FrameType | None) -> bool:
     """Whether a compiled module is being imported where `frame` is."""
     while frame is not None:
-        if frame.f_code.co_name == "exec_module" and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+        if frame.f_code.co_name in _LOADING and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
             return True
         frame = frame.f_back
     return False

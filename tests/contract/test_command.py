@@ -31,18 +31,25 @@ def asked(bundle: Bundles, photo_file: Path) -> list[str]:
     return own_process("sinkprune-run", small, "--image", photo_file, *question)
 
 
-def test_an_interrupt_waits_while_a_compiled_module_is_loaded() -> None:
+@pytest.mark.parametrize("phase", ["create_module", "exec_module"])
+def test_an_interrupt_waits_while_a_compiled_module_is_loaded(phase: str) -> None:
     """C++ that calls Python as it is loaded ends the process where that raises."""
     done = []
 
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.05)
+        done.append("loaded")
+
     class Loader(ExtensionFileLoader):
+        def create_module(self, spec: object) -> None:
+            interrupted()
+
         def exec_module(self, module: object) -> None:
-            signal.raise_signal(signal.SIGINT)
-            time.sleep(0.05)
-            done.append("loaded")
+            interrupted()
 
     def body(arguments: object) -> None:
-        Loader("name", "path").exec_module(None)
+        getattr(Loader("name", "path"), phase)(None)
         time.sleep(5)
         done.append("not interrupted")
 

@@ -124,7 +124,11 @@ def test_an_altered_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (("target",), "tensorflow", "expected one of 'onnxruntime', 'openvino', 'tensorrt', 'tensorrt-rtx'"),
+        (
+            ("target",),
+            "tensorflow",
+            "expected one of 'onnxruntime', 'onnxruntime+openvino', 'openvino', 'tensorrt', 'tensorrt-rtx'",
+        ),
         (("compute_capabilities",), ["8.6"], "$.compute_capabilities[0]"),
         (("limits", "images"), None, "expected int"),
         (("engines", "head", "file"), "../head.engine", "no size and sha256 for '../head.engine'"),
