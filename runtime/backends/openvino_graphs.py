@@ -28,7 +28,6 @@ _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"
 _SMALL_BYTES = 64 << 20
 _STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
 """The marks of a Convert of weights that are stored in a smaller type than is computed in."""
-_LARGEST_GROUP = 128
 _AXIS_OF_ROWS = 2
 
 
@@ -139,20 +138,6 @@ class GraphReader:
     def _appended(self, node: Any) -> Any:
         """TensorScatter of new rows behind those of a cache: a state has exactly the rows it holds."""
         return self._ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
-
-
-def group_in_int8(read: Any) -> int:
-    """How many values of a row may share a scale when they are rounded to int8 for a model's int8 or int4 weights.
-
-    Larger groups are faster; one larger than a block of the weights, and OpenVINO would not round at all. 0 is none.
-    """
-    shapes = [node.get_output_shape(0) for node in read.get_ops() if _is_quantised(node)]
-    return min([_LARGEST_GROUP, *(shape[1] for shape in shapes if len(shape) == 3)]) if shapes else 0
-
-
-def _is_quantised(node: Any) -> bool:
-    """Whether it is a matrix of int8 or int4 values."""
-    return _is_constant(node, "i8", "i4") and len(node.get_output_shape(0)) > 1
 
 
 def _is_constant(node: Any, *types: str) -> bool:
