@@ -22,6 +22,7 @@ _CODES = ("i8", "i4", "u4")
 _FOUR_BITS = ("i4", "u4")
 _LARGEST_GROUP = 128
 _AXES = 2
+"""A linear layer's matrix has; other constants that something is multiplied with are no layers."""
 # So many rows fit a core's cache while their columns are written.
 _ROWS_AT_ONCE = 128
 
@@ -62,8 +63,8 @@ def matrices(read: Any) -> Iterator[Matrix]:
             continue
         if constants := _constants(node.input_value(1).get_node()):
             codes, *others = constants
-            zeros, scales = [*[None] * (2 - len(others)), *others]
-            yield Matrix(node, codes, zeros, scales)
+            zeros = others.pop(0) if len(others) > 1 else None
+            yield Matrix(node, codes, zeros, *others or [None])
 
 
 def group_in_int8(read: Any) -> int:
@@ -146,7 +147,7 @@ def _constants(node: Any) -> list[Any]:
     if kind == "Constant":
         return [node]
     found = [_constants(node.input_value(place).get_node()) for place in range(_THROUGH.get(kind, 0))]
-    return sum(found, []) if all(found) else []
+    return [constant for part in found for constant in part] if all(found) else []
 
 
 def _count(constant: Any) -> int:
