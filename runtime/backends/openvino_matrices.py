@@ -1,8 +1,8 @@
 """The matrices of linear layers in OpenVINO models: what they are stored as, and how OpenVINO's own exports lay them.
 
 ONNX has a matrix [inputs,outputs], for its MatMul cannot turn one. OpenVINO's exports have it [outputs,inputs], with
-the inputs of a block side by side, and its passes and kernels are written for that: it packs such a matrix sooner, in
-less memory, and some fusions look for no other.
+the inputs of a block side by side, and its passes and kernels are written for that: it packs such a matrix sooner and
+in less memory.
 """
 
 from __future__ import annotations
@@ -78,8 +78,14 @@ def group_in_int8(read: Any) -> int:
 
 
 def turn_matrices(read: Any, openvino: Any) -> None:
-    """Lay the matrices of the model `read`, of a bundle, as OpenVINO's own exports do: the same values, turned."""
+    """Lay the quantised matrices of the model `read`, of a bundle, as OpenVINO's own exports do.
+
+    Those of floats stay: on processors with AMX OpenVINO 2026.4 fuses the MLP of turned ones, which makes prefill a
+    fifth slower where it makes a token a tenth quicker, and with one thread it ends the process.
+    """
     for matrix in matrices(read):
+        if matrix.scales is None:
+            continue
         turned = _turned(matrix, openvino)
         matrix.product.set_attribute("transpose_b", True)
         matrix.product.input(1).replace_source_output(turned.output(0))
@@ -91,28 +97,22 @@ def _turned(matrix: Matrix, openvino: Any) -> Any:
     outputs, inputs, blocks = matrix.outputs, matrix.inputs, matrix.blocks
     in_blocks = [outputs, blocks, inputs // blocks] if blocks > 1 else [outputs, inputs]
     by_block = [*in_blocks[:-1], 1]
-
-    def floats(constant: Any, shape: Sequence[int]) -> Any:
-        laid = _laid(constant, prod(shape) // outputs, outputs, shape, openvino)
-        return laid if laid.get_element_type() == kind else ops.convert(laid, kind)
-
-    value = floats(matrix.codes, in_blocks)
+    value = ops.convert(_laid(matrix.codes, inputs, in_blocks, openvino), kind)
     if matrix.zeros is not None:
-        value = ops.subtract(value, floats(matrix.zeros, by_block))
-    if matrix.scales is not None:
-        value = ops.multiply(value, floats(matrix.scales, by_block))
+        value = ops.subtract(value, ops.convert(_laid(matrix.zeros, blocks, by_block, openvino), kind))
+    value = ops.multiply(value, _laid(matrix.scales, blocks, by_block, openvino))
     return ops.reshape(value, np.array([outputs, inputs], np.int64), False) if blocks > 1 else value
 
 
-def _laid(constant: Any, rows: int, columns: int, shape: Sequence[int], openvino: Any) -> Any:
-    """The constant [rows,columns] turned, as one of `shape`, in memory of its own."""
+def _laid(constant: Any, rows: int, shape: Sequence[int], openvino: Any) -> Any:
+    """The constant [rows,...] turned, as one of `shape`, in memory of its own."""
     tensor = openvino.Tensor(constant.get_element_type(), openvino.Shape(list(shape)))
-    stored = tensor.data.reshape(-1).view(_bits(tensor.data))
-    values = np.asarray(constant.data).reshape(-1).view(stored.dtype)
+    stored, values = tensor.data.reshape(-1), np.asarray(constant.data).reshape(-1)
     if _type(constant) in _FOUR_BITS:
-        stored[:] = _packed(_turned_array(_unpacked(values).reshape(rows, columns)).reshape(-1))
+        values = _unpacked(values.view(np.uint8))
+        stored.view(np.uint8)[:] = _packed(_turned_array(values.reshape(rows, -1)).reshape(-1))
     else:
-        stored[:] = _turned_array(values.reshape(rows, columns)).reshape(-1)
+        stored[:] = _turned_array(values.reshape(rows, -1)).reshape(-1)
     return openvino.opset15.constant(tensor)
 
 
@@ -134,11 +134,6 @@ def _unpacked(pairs: Array) -> Array:
 def _packed(values: Array) -> Array:
     pairs: Array = values[0::2] | values[1::2] << 4
     return pairs
-
-
-def _bits(array: Array) -> np.dtype[Any]:
-    """The unsigned type of as many bytes: openvino lends numpy types to those that it does not know."""
-    return np.dtype(f"u{array.dtype.itemsize}")
 
 
 def _constants(node: Any) -> list[Any]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
-import openvino
 import pytest
 from onnx import numpy_helper
 from PIL import Image
@@ -27,7 +26,9 @@ from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.backends.openvino_graphs import GraphReader
 from sinkprune.runtime.backends.openvino_matrices import group_in_int8, matrices, turn_matrices
+from sinkprune.runtime.openvino_library import import_openvino
 
+openvino = import_openvino("openvino")
 INPUTS, OUTPUTS = 256, 72
 LARGEST_GROUP = 128
 
@@ -47,13 +48,14 @@ class Stored(NamedTuple):
 
 FLOATS = [Stored("fp32"), Stored("fp16"), Stored("bf16"), Stored("fp16", precision="fp16")]
 QUANTISED = [Stored("int8"), *(Stored(form, block) for form in ("int4", "uint4") for block in (32, 64, 128))]
+IN_FP16 = [Stored("int8", precision="fp16"), Stored("uint4", 64, "fp16")]
 
 
 def name_of(stored: Stored) -> str:
     return "-".join(str(part) for part in stored if part is not None)
 
 
-@pytest.fixture(params=[*FLOATS, *QUANTISED], ids=name_of)
+@pytest.fixture(params=[*FLOATS, *QUANTISED, *IN_FP16], ids=name_of)
 def stored(request: pytest.FixtureRequest) -> Stored:
     found: Stored = request.param
     return found
@@ -91,16 +93,17 @@ def computed(model: Any, rows: Array, **properties: object) -> Array:
 
 
 def slowly_read(constant: Any) -> Array:
-    """The values of a constant, one by one where they have 4 bits; those of 16 bits as they are stored."""
+    """The values of a constant, one by one where they have 4 bits."""
     shape, kind = list(constant.get_output_shape(0)), constant.get_element_type().get_type_name()
     data = np.asarray(constant.data)
     if kind not in ("i4", "u4"):
-        return (data.view(np.uint16) if kind in ("f16", "bf16") else data).reshape(shape)
+        return data.reshape(shape)
     halves = [half for byte in data.view(np.uint8).ravel().tolist() for half in (byte & 15, byte >> 4)]
     values = [half - 16 if kind == "i4" and half > 7 else half for half in halves]
     return np.array(values).reshape(shape)
 
 
+@pytest.mark.parametrize("stored", [*QUANTISED, *IN_FP16], ids=name_of)
 def test_an_engine_has_the_bundle_s_values_in_openvino_s_own_layout(
     stored: Stored, layer: Model, tmp_path: Path
 ) -> None:
@@ -115,14 +118,12 @@ def test_an_engine_has_the_bundle_s_values_in_openvino_s_own_layout(
         key=lambda node: -np.prod(node.get_output_shape(0)),
     )
     codes = expected.pop("own.weight")
-    if codes.dtype.itemsize == 2:
-        codes = codes.view(np.uint16)
     blocked = [OUTPUTS, stored.blocks, INPUTS // stored.blocks] if stored.blocks > 1 else [OUTPUTS, INPUTS]
     np.testing.assert_array_equal(slowly_read(matrix), codes.astype(slowly_read(matrix).dtype).T.reshape(blocked))
     by_type = {node.get_element_type().get_type_name(): slowly_read(node) for node in others}
     assert len(by_type) == len(others) == len(expected)
     for name, values in expected.items():
-        turned = by_type["u4" if name.endswith("zero") else "f32"]
+        turned = by_type["u4" if name.endswith("zero") else "f16" if stored.precision == "fp16" else "f32"]
         np.testing.assert_array_equal(turned, values.reshape(stored.blocks, OUTPUTS).T.reshape([*blocked[:-1], 1]))
 
 
@@ -151,9 +152,12 @@ def test_rows_of_every_quantised_form_are_rounded(stored: Stored, layer: Model, 
 
 
 @pytest.mark.parametrize("stored", FLOATS, ids=name_of)
-def test_rows_for_floats_are_not_rounded(stored: Stored, layer: Model, tmp_path: Path) -> None:
-    assert group_in_int8(GraphReader(openvino, openvino.Core()).read(layer)) == 0
-    assert group_in_int8(written(layer, tmp_path)) == 0
+def test_floats_are_neither_turned_nor_are_their_rows_rounded(stored: Stored, layer: Model, tmp_path: Path) -> None:
+    """OpenVINO 2026.4 ends the process where it fuses turned ones, with AMX and one thread."""
+    for model in (GraphReader(openvino, openvino.Core()).read(layer), written(layer, tmp_path)):
+        (matrix,) = matrices(model)
+        assert not matrix.product.get_attributes()["transpose_b"]
+        assert group_in_int8(model) == 0
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4, 5), (4, 5)], ids=str)
