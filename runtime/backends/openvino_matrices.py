@@ -72,9 +72,8 @@ def group_in_int8(read: Any) -> int:
 
     Larger groups are faster; one larger than a block of the weights, and OpenVINO would not round at all. 0 is none.
     """
-    quantised = [matrix for matrix in matrices(read) if _type(matrix.codes) in _CODES]
-    blocks = (matrix.inputs // matrix.blocks for matrix in quantised if matrix.blocks > 1)
-    return min([_LARGEST_GROUP, *blocks]) if quantised else 0
+    blocks = [matrix.inputs // matrix.blocks for matrix in matrices(read) if _type(matrix.codes) in _CODES]
+    return min(_LARGEST_GROUP, *blocks) if blocks else 0
 
 
 def turn_matrices(read: Any, openvino: Any) -> None:
@@ -109,7 +108,7 @@ def _laid(constant: Any, rows: int, shape: Sequence[int], openvino: Any) -> Any:
     tensor = openvino.Tensor(constant.get_element_type(), openvino.Shape(list(shape)))
     stored, values = tensor.data.reshape(-1), np.asarray(constant.data).reshape(-1)
     if _type(constant) in _FOUR_BITS:
-        values = _unpacked(values.view(np.uint8))
+        values = _unpacked(values.view(np.uint8))[: prod(shape)]
         stored.view(np.uint8)[:] = _packed(_turned_array(values.reshape(rows, -1)).reshape(-1))
     else:
         stored[:] = _turned_array(values.reshape(rows, -1)).reshape(-1)
@@ -132,7 +131,9 @@ def _unpacked(pairs: Array) -> Array:
 
 
 def _packed(values: Array) -> Array:
-    pairs: Array = values[0::2] | values[1::2] << 4
+    """Two values in each byte; an odd last one has zeros beside it."""
+    pairs: Array = values[0::2].copy()
+    pairs[: len(values) // 2] |= values[1::2] << 4
     return pairs
 
 
