@@ -23,7 +23,6 @@ from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino_devices import DEVICES
 from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, paths
-from sinkprune.runtime.backends.openvino_matrices import turn_matrices
 from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.openvino_library import import_openvino, words
 
@@ -59,13 +58,10 @@ class OpenVinoBackend(Backend):
     def write(self, model: Model, file: Path) -> None:
         """Write the graph as openvino's own format has it, to `file`.xml, and its weights to a file of the same name.
 
-        Its functions are inlined, its caches are states, and its matrices are turned (`openvino_matrices`). Raises
-        what `load` raises.
+        Its functions are inlined and its caches are states. Raises what `load` raises.
         """
         with self._refusals(model), paths(model):
-            read = self._reader.read(model)
-            turn_matrices(read, self._openvino)
-            self._openvino.serialize(read, file, file.with_suffix(WEIGHTS))
+            self._openvino.serialize(self._reader.read(model), file, file.with_suffix(WEIGHTS))
 
     def _compiled(self, model: Model) -> _Compiled:
         """The compiled model of a graph, run once.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.system_memory import available_bytes
 from sinkprune.runtime.backends.known import Compute
-from sinkprune.runtime.backends.openvino_matrices import group_in_int8
+from sinkprune.runtime.backends.openvino_rounding import group_in_int8
 from sinkprune.runtime.cores import usable_cores
 
 _NAME = "FULL_DEVICE_NAME"
