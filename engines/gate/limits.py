@@ -13,7 +13,7 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends.known import TOWER_IN
 
 Rounding = Literal["fp32", "fp16", "bf16", "int8"]
-"""The coarsest type that an engine rounds to on its way: `int8` are rows that meet int8 or int4 weights."""
+"""The coarsest type that an engine rounds to on its way: `int8` are rows that meet quantised weights."""
 ROUNDINGS: tuple[Rounding, ...] = ("fp32", "fp16", "bf16", "int8")
 """From the finest to the coarsest."""
 _INTEGERS: tuple[WeightsName, ...] = ("int8", "int4", "uint4")

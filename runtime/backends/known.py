@@ -10,7 +10,7 @@ from sinkprune.contract.engines_manifest import Target
 Compute = Literal["fastest", "bf16", "fp32"]
 """What a backend that has the choice computes in. Selection is in fp32 always.
 
-`fastest`: in ort-cpu int8 for rows that meet int8 or int4 weights; in openvino bf16 where the processor has it, and
+`fastest`: in ort-cpu int8 for rows that meet quantised weights; in openvino bf16 where the processor has it, and
 int8 for such rows where the library finds that faster; in openvino-gpu fp16, or int8 in the same way;
 ort-cpu+openvino has the tower in openvino's types.
 `bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.

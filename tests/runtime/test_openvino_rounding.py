@@ -66,14 +66,15 @@ def computed(model: Any, rows: Array, group: int) -> Array:
     """`rows` times the matrix, in fp32 but for what is rounded in such groups."""
     properties = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": group}
     compiled = openvino.Core().compile_model(model, "CPU", properties)
-    result: Array = compiled.create_infer_request().infer([rows])[0].copy()
+    result: Array = compiled.create_infer_request().infer([rows])[0].astype(np.float32)
     return result
 
 
-@pytest.mark.parametrize("stored", QUANTISED, ids=name_of)
+@pytest.mark.parametrize("stored", [*QUANTISED, *IN_FP16], ids=name_of)
 def test_rows_for_every_quantised_form_are_rounded(stored: Stored, tmp_path: Path) -> None:
     """A group larger than a block, or none, and OpenVINO computes in fp32, in up to twice the time."""
     rows = np.random.default_rng(0).standard_normal((1, 5, INPUTS), np.float32)
+    rows = rows.astype(PRECISIONS[stored.precision].numpy)
     for model in layers(stored, tmp_path):
         exact, rounded = (computed(model, rows, group) for group in (0, group_in_int8(model)))
         error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
