@@ -89,7 +89,7 @@ def test_an_interrupt_at_any_moment_is_no_traceback(
         assert process.returncode in (0, INTERRUPTED), (moment, said)
         assert (said == "interrupted; nothing half-written was left.\n") == (process.returncode == INTERRUPTED)
         for left in tmp_path.iterdir():
-            # Interrupted as it told of what it had done
+            # An interrupt may be taken only when all is done.
             assert left.name == "bundle"
             read_bundle(left).verify()
             shutil.rmtree(left)
