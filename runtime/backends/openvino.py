@@ -21,6 +21,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.openvino_blocks import fill_blocks
 from sinkprune.runtime.backends.openvino_devices import DEVICES
 from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, paths
 from sinkprune.runtime.backends.row_runs import joined
@@ -71,6 +72,8 @@ class OpenVinoBackend(Backend):
         """
         with self._refusals(model):
             read = self._reader.read(model)
+            if model.weight_bytes and self._device.fills_blocks:
+                fill_blocks(self._openvino, read)
             properties = self._device.properties(read, weights=model.weight_bytes > 0)
             inputs, outputs = ([port.any_name for port in ports] for ports in (read.inputs, read.outputs))
             with paths(model):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import numpy as np
+
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.system_memory import available_bytes
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.openvino_rounding import group_in_int8
 from sinkprune.runtime.cores import usable_cores
+from sinkprune.runtime.openvino_library import import_openvino
 
 _NAME = "FULL_DEVICE_NAME"
 _INT8 = "int8 where openvino finds it faster"
@@ -27,6 +30,8 @@ class Device(Protocol):
     """The type of keys and values, in words for reports."""
     versions: dict[str, str]
     """What reports tell of it, by name."""
+    fills_blocks: bool
+    """Whether rows that fill no block take it longer than such as do."""
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
         """What the model `read` is compiled with; one without `weights` selects tokens."""
@@ -53,6 +58,7 @@ class Cpu(Device):
         self._int8 = compute == "fastest"
         self.compute = self.cache + (f", {_INT8}" if self._int8 else "")
         self.versions = {}
+        self.fills_blocks = self.cache == "bf16" and _has_amx(import_openvino(backend), core)
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
         precision = "bf16" if weights and self.cache == "bf16" else "f32"
@@ -72,6 +78,7 @@ class Gpu(Device):
     name = "GPU"
     threads = 1
     """The one that gives it work."""
+    fills_blocks = False
 
     def __init__(self, core: Any, backend: str, threads: int | None, compute: Compute) -> None:
         """Raises `BackendError` where there is none, or no driver."""
@@ -100,6 +107,16 @@ class Gpu(Device):
         except RuntimeError:
             return 0
         return available_bytes() if within else 0
+
+
+def _has_amx(openvino: Any, core: Any) -> bool:
+    """Whether openvino multiplies with AMX here: no property tells, so a small product is asked for its kernel."""
+    ops = openvino.opset15
+    rows = ops.parameter([2, 64], np.float32)
+    product = ops.matmul(rows, ops.constant(np.ones((64, 64), np.float32)), False, False)
+    compiled = core.compile_model(openvino.Model([product], [rows]), Cpu.name, {"INFERENCE_PRECISION_HINT": "bf16"})
+    kernels = [node.get_rt_info()["primitiveType"].astype(str) for node in compiled.get_runtime_model().get_ops()]
+    return any("amx" in kernel for kernel in kernels)
 
 
 DEVICES: dict[str, type[Cpu | Gpu]] = {"openvino": Cpu, "openvino-gpu": Gpu}
