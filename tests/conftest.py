@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 from checkpoints import Shape, make_checkpoint
 from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from operator_signatures import keep_signatures
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
@@ -51,6 +52,7 @@ if worker is not None:
     cores = [cores[int(worker.removeprefix("gw")) % len(cores)]]
     os.sched_setaffinity(0, cores)
 torch.set_num_threads(len(cores))
+keep_signatures()
 # A shell's background jobs ignore Ctrl-C, and so would the commands that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -159,8 +159,8 @@ def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> No
 def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -> None:
     options = {"precision": "fp16", "dialect": dialect, "weights": weights, "vision_weights": "int8"}
     # Wide enough that weights, not code, are most of an engine.
-    wide = {**DEEP["text_config"], "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
-    bundle = export_random(tmp_path, {**DEEP, "text_config": wide}, budgets=("retain-64",), **options)
+    wide = {**CONFIG["text_config"], "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    bundle = export_random(tmp_path, {**CONFIG, "text_config": wide}, budgets=("retain-64",), **options)
     for graph in ("vision", "projector", "decoder_1", "head"):
         engine = compile_graph(bundle, graph, tmp_path)
         if graph == "decoder_1":
