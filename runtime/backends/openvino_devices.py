@@ -40,7 +40,7 @@ class Device(Protocol):
 class Cpu(Device):
     """The processor: bf16 where it has it, and rows rounded to int8 for int8 and int4 weights.
 
-    Rows stay bf16 where it has AMX: there OpenVINO rounds none of them.
+    Where it has AMX rows stay bf16, as OpenVINO rounds none of them there, and fill whole blocks.
     """
 
     name = "CPU"
@@ -114,7 +114,13 @@ def _has_amx(openvino: Any, core: Any) -> bool:
     ops = openvino.opset15
     rows = ops.parameter([2, 64], np.float32)
     product = ops.matmul(rows, ops.constant(np.ones((64, 64), np.float32)), False, False)
-    compiled = core.compile_model(openvino.Model([product], [rows]), Cpu.name, {"INFERENCE_PRECISION_HINT": "bf16"})
+    try:
+        compiled = core.compile_model(
+            openvino.Model([product], [rows]), Cpu.name, {"INFERENCE_PRECISION_HINT": "bf16"}
+        )
+    except RuntimeError:
+        # It says that it has bf16 and cannot compute in it: the first graph that is loaded tells why.
+        return False
     kernels = [node.get_rt_info()["primitiveType"].astype(str) for node in compiled.get_runtime_model().get_ops()]
     return any("amx" in kernel for kernel in kernels)
 
