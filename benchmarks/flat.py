@@ -1,4 +1,4 @@
-"""Whether memory and time stay flat over many requests, each with a picture of its own.
+"""Whether memory and time stay flat over many requests, each with a picture and a length of prompt of its own.
 
     python benchmarks/flat.py BUNDLE
     python benchmarks/flat.py BUNDLE --requests 500 --budget retain-64 --json flat.json
@@ -32,6 +32,7 @@ MOST_TIME = 0.10
 MOST_MEMORY, LEAST_MEMORY = 0.01, 4 << 20
 """What may be added to the memory: a share of it, or so many bytes where that is more."""
 _SIDE = 224
+_WORDS = 150
 
 
 class Drift(NamedTuple):
@@ -85,10 +86,11 @@ def _benchmark(arguments: Sequence[str] | None) -> bool:
     pipeline = Pipeline.load(
         options.bundle, backend=options.backend, engines=options.engines, threads=options.threads
     )
-    pictures, memory, seconds = np.random.default_rng(0), [], []
+    drawn, memory, seconds = np.random.default_rng(0), [], []
     for number in range(options.requests):
-        picture = pictures.integers(0, 256, (_SIDE + number % 64, _SIDE, 3), np.uint8)
-        prompt = " ".join(["What is this?"] * (1 + number % 5))
+        picture = drawn.integers(0, 256, (_SIDE + number % 64, _SIDE, 3), np.uint8)
+        # Libraries keep something for each number of rows.
+        prompt = "What is this?" + " Why?" * int(drawn.integers(0, _WORDS))
         began = time.perf_counter()
         pipeline.generate(
             picture,

@@ -15,6 +15,11 @@ from sinkprune.runtime.openvino_library import import_openvino
 
 _NAME = "FULL_DEVICE_NAME"
 _INT8 = "int8 where openvino finds it faster"
+_KERNELS = 100
+"""Of how many sizes OpenVINO keeps what computes them, for each kind of operator of a graph.
+
+By itself it keeps 5000, and a process grows by megabytes with each number of rows that it has not seen before.
+"""
 
 
 class Device(Protocol):
@@ -69,6 +74,7 @@ class Cpu(Device):
             "INFERENCE_PRECISION_HINT": precision,
             "KV_CACHE_PRECISION": precision,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": group_in_int8(read) if self._int8 else 0,
+            "CPU_RUNTIME_CACHE_CAPACITY": _KERNELS,
         }
 
 
