@@ -89,8 +89,9 @@ def _benchmark(arguments: Sequence[str] | None) -> bool:
     drawn, memory, seconds = np.random.default_rng(0), [], []
     for number in range(options.requests):
         picture = drawn.integers(0, 256, (_SIDE + number % 64, _SIDE, 3), np.uint8)
-        # Libraries keep something for each number of rows.
-        prompt = "What is this?" + " Why?" * int(drawn.integers(0, _WORDS))
+        # Libraries keep something for each number of rows, and room for the most, which come first.
+        words = int(drawn.integers(0, _WORDS)) if number > 1 else _WORDS
+        prompt = "What is this?" + " Why?" * words
         began = time.perf_counter()
         pipeline.generate(
             picture,
