@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_graph_is_on_the_list_of_10_3(kind: str, precision: str, tmp_path: Path) -> None:
     config, options = KINDS[kind]

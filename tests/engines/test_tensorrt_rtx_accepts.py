@@ -39,7 +39,7 @@ from sinkprune.runtime.backends.models import Model
 BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
 # Deep enough for the layers that every method prunes after.
 DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
-KINDS = [("opset24", "fp16"), ("opset20", "fp16"), ("opset20", "fp32")]
+KINDS = [("opset24", "fp16"), ("opset20", "fp16"), pytest.param("opset20", "fp32", marks=pytest.mark.slow)]
 # The kernel's name, as it stands in an engine.
 FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = (86, 89, 120)

@@ -40,7 +40,11 @@ def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
 
 
 @pytest.mark.parametrize(
-    ("name", "budgets"), [("gqa-112", ("retain-192", "retain-64+compact")), ("qwen3-vl", ("prune-66.7",))]
+    ("name", "budgets"),
+    [
+        ("gqa-112", ("retain-192", "retain-64+compact")),
+        pytest.param("qwen3-vl", ("prune-66.7",), marks=pytest.mark.slow),
+    ],
 )
 def test_every_method_keeps_the_same(
     name: str, budgets: tuple[str, ...], checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path

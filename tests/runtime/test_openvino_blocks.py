@@ -31,6 +31,8 @@ openvino = import_openvino("openvino")
 ops = openvino.opset15
 TOWERS = {"gqa-112": 17, "next": 17, "qwen": 17, "qwen2-vl": 17, "qwen3-vl": 40}
 """How often a tower repeats and drops rows: around attention, and where patches are merged into tokens."""
+SLOW = ("next", "qwen2-vl")
+"""Whose towers and language models are those of others."""
 BLOCK, FEW = 8, 3
 WIDTH = 6
 DEEPSTACK = 3
@@ -52,7 +54,9 @@ class Filling(Cpu):
         self.fills_blocks = True
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in TOWERS]
+)
 def test_answers_stay_the_same(
     name: str, bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,9 @@ from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.heap import trim_heap
 
-SIZES = 250
+SIZES = 150
 MOST_BYTES = 60e6
-"""After half of the sizes it grows by 3 MB; where OpenVINO keeps what it does by itself, by 300."""
+"""After half of the sizes it grows by some MB; where OpenVINO keeps what it does by itself, by 200."""
 
 
 def resident_bytes() -> int:
