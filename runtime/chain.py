@@ -6,6 +6,7 @@ The baseline and every budget run the same weight engines; a plan only adds its 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Chain:
         self.several_images = manifest.max_images > 1
         self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
         self._plan_engines: dict[str, Engine] = {}
+        self._loading = Lock()
         self.vision = load("vision")
         self.projector = load(manifest.projector) if manifest.projector else None
         self.decoders = [load_decoder(f"decoder_{segment}") for segment in range(len(self.segments))]
@@ -50,11 +52,13 @@ class Chain:
 
     def plan_engine(self, graph: str) -> Engine:
         """A weightless engine of a plan, loaded when first used."""
-        if graph not in self._plan_engines:
-            self._plan_engines[graph] = self._load(graph)
-        return self._plan_engines[graph]
+        with self._loading:
+            if graph not in self._plan_engines:
+                self._plan_engines[graph] = self._load(graph)
+            return self._plan_engines[graph]
 
     def load_plan(self, plan: Plan | None) -> None:
         """Load what `plan` needs: loading an engine is no part of a request's time."""
-        for graph in plan.graphs if plan else ():
-            self.plan_engine(graph)
+        with self.backend.turn:
+            for graph in plan.graphs if plan else ():
+                self.plan_engine(graph)

@@ -218,7 +218,7 @@ class Pipeline:
             if ended:
                 break
             began = time.perf_counter()
-            with observer.during("decode"):
+            with self.backend.turn, observer.during("decode"):
                 logits = self._logits(decode_one_token(self.chain, start.prefill.cache, self.embedding([token])[0]))
             token = sampler(logits)
             steps.append(_ms_since(began))
@@ -245,7 +245,8 @@ class Pipeline:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
         inputs, _ = see(image, decoded(image, self.family), self.family, self.bundle.manifest)
         clock = Stopwatch(self.backend)
-        return encode(self.chain, None, look(self.chain, inputs, clock), clock)
+        with self.backend.turn:
+            return encode(self.chain, None, look(self.chain, inputs, clock), clock)
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
         """Measure what requests like this one cost on this machine, for some `seconds`; sets `costs`.
@@ -254,7 +255,8 @@ class Pipeline:
         """
         manifest, limits = self.bundle.manifest, self.limits
         own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)
-        self.costs = measure_costs(own, request, seconds)
+        with self.backend.turn:
+            self.costs = measure_costs(own, request, seconds)
         return self.costs
 
     def _pace(self, request: Request) -> Pace:
@@ -281,22 +283,24 @@ class Pipeline:
             observer.seen(seen)
             budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
             possible = choices(manifest, self.limits, request, budgets, text, layouts)
-            towers = [look(self.chain, inputs, clock) for inputs, _ in seen]
-            budget, planned = pace.choose(possible, text, layouts)
-            encoded = [encode(self.chain, planned.plan, tower, clock) for tower in towers]
-            observer.encoded(encoded)
-            shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
-            between = self.family.between_rows
-            rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
-            observer.laid_out(rows)
-            result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
-            logits = self._logits(result.logits)
-            token = sampler(logits)
+            with self.backend.turn:
+                towers = [look(self.chain, inputs, clock) for inputs, _ in seen]
+                budget, planned = pace.choose(possible, text, layouts)
+                encoded = [encode(self.chain, planned.plan, tower, clock) for tower in towers]
+                observer.encoded(encoded)
+                shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
+                between = self.family.between_rows
+                rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
+                observer.laid_out(rows)
+                result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
+                logits = self._logits(result.logits)
+                token = sampler(logits)
         pace.first_token()
         observer.prefilled(result)
         observer.chose(token, logits)
         # What is kept for the answer is on the host: embeddings need no memory while it decodes.
-        kept = self._kept(planned, layouts, encoded, rows, result)
+        with self.backend.turn:
+            kept = self._kept(planned, layouts, encoded, rows, result)
         return _Start(clock, result, kept, prompt.text_tokens, token, budget)
 
     def _logits(self, logits: Tensor) -> Array:

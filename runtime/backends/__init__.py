@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from sinkprune.contract.errors import BackendError, UsageError
@@ -76,6 +77,8 @@ class Backend(Protocol):
     """The type of keys and values, in words for reports."""
     versions: dict[str, str]
     """What reports tell of the library and its device, by name."""
+    turn: AbstractContextManager[Any]
+    """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
 
     def load(self, model: Model) -> Engine:
         """The engine of one graph, from the bundle's ONNX file or a built one.

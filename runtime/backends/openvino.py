@@ -26,6 +26,7 @@ from sinkprune.runtime.backends.openvino_devices import DEVICES
 from sinkprune.runtime.backends.openvino_graphs import BEAM, WEIGHTS, GraphReader, paths
 from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.openvino_library import import_openvino, words
+from sinkprune.runtime.turns import Turns
 
 _NO_BEAM = np.zeros(1, np.int32)
 # Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
@@ -39,6 +40,10 @@ class OpenVinoBackend(Backend):
         """Raises `BackendError` where openvino or the device is missing, or cannot compute in what is asked for."""
         openvino = import_openvino(name)
         self._openvino, self._core = openvino, openvino.Core()
+        # Which matrices it reads from a mapped file for as long as it runs depends on the processor, and a file that
+        # is cut off would end the process. So it reads all weights into memory of its own.
+        self._core.set_property({"ENABLE_MMAP": False})
+        self.turn = Turns()
         self._reader = GraphReader(openvino, self._core)
         self._device = DEVICES[name](self._core, name, threads, compute)
         self.name = name
@@ -65,11 +70,7 @@ class OpenVinoBackend(Backend):
             self._openvino.serialize(self._reader.read(model), file, file.with_suffix(WEIGHTS))
 
     def _compiled(self, model: Model) -> _Compiled:
-        """The compiled model of a graph, run once.
-
-        OpenVINO packs matrices when it first runs them, then for rows of any number, and reads their files no more:
-        that is done here, while the files are known to be what was checked.
-        """
+        """The compiled model of a graph, run once: OpenVINO packs matrices when it first runs them, for seconds."""
         with self._refusals(model):
             read = self._reader.read(model)
             if model.weight_bytes and self._device.fills_blocks:

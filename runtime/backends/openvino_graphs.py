@@ -25,7 +25,6 @@ WEIGHTS = ".bin"
 BEAM = "beam_idx"
 """The input that the gather of states needs: the one answer there is, always 0."""
 _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
-_SMALL_BYTES = 64 << 20
 _STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
 """The marks of a Convert of weights that are stored in a smaller type than is computed in."""
 _AXIS_OF_ROWS = 2
@@ -46,9 +45,8 @@ class GraphReader:
     def read(self, model: Model) -> Any:
         """The graph of `model`, with its caches as states; `BEAM` is an input where there are any.
 
-        Of a bundle it is an ONNX file: large weights stay mapped, small ones get memory of their own. Without weights
-        it is read from memory: later, too, when nobody knows what its file's name leads to. An engine is in
-        openvino's own format, and all its weights stay mapped.
+        The graph of a bundle is an ONNX file. One without weights is read from memory, because it may be loaded
+        after its file was replaced. An engine is in openvino's own format.
         Raises `BackendError`, and openvino's `RuntimeError`.
         """
         read = self._engine(model) if model.built else self._of_bundle(model)
@@ -76,13 +74,6 @@ class GraphReader:
         with paths(model) as path:
             read = self._core.read_model(path if model.weights else inlined(model.onnx))
         model.check_interface(_specs(read.inputs), _specs(read.outputs))
-        small = {weight.name: weight for weight in model.weights if not weight.multiplied}
-        for node in read.get_ops():
-            weight = small.get(node.get_friendly_name())
-            if weight is not None and weight.bytes < _SMALL_BYTES:
-                constant = self._ops.constant(model.weight(weight), name=weight.name)
-                for target in node.output(0).get_target_inputs():
-                    target.replace_source_output(constant.output(0))
         self._keep_caches(read, cache_names(model.spec))
         return read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,7 @@ class OrtBackend(Backend):
         self.compute = "the graphs' types" + (", int8 where weights are" if self._rounds_rows else "")
         self.cache = "the graphs' type"
         self.versions = {"onnxruntime": ort.__version__}
+        self.turn: AbstractContextManager[Any] = nullcontext()
         self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
 
     def load(self, model: Model) -> Engine:

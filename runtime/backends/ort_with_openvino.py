@@ -31,6 +31,7 @@ class OrtWithOpenVinoBackend(OrtBackend):
         self._openvino = OpenVinoBackend("openvino", threads, compute)
         self.compute = f"{self.compute}{TOWER_IN}{self._openvino.compute}"
         self.versions |= self._openvino.versions
+        self.turn = self._openvino.turn
 
     def load(self, model: Model) -> Engine:
         return self._vision(self._openvino.load(model)) if model.graph == OF_OPENVINO else super().load(model)

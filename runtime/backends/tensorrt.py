@@ -26,6 +26,7 @@ from sinkprune.runtime.device import Device, open_device
 from sinkprune.runtime.device.memory_pool import MemoryPool
 from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names, fixed_room
 from sinkprune.runtime.tensorrt_library import import_tensorrt, new_error_log
+from sinkprune.runtime.turns import Turns
 
 PLUGINS = "sinkprune.tensorrt_plugins"
 """The entry points that register plugins: called with the library, each returns the sha256 of its kernels by name."""
@@ -64,6 +65,7 @@ class TensorRTBackend(Backend, CacheMemory):
         log = new_error_log(library)
         self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
         self._runtime = library.Runtime(log)
+        self.turn = Turns()
 
     def load(self, model: Model) -> TensorRTEngine:
         return self._load(model, {})
@@ -131,7 +133,9 @@ class TensorRTBackend(Backend, CacheMemory):
             self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
 
     def mark(self) -> Any:
-        return self._device.record_event()
+        # Another thread's calls may be captured, and the event with them.
+        with self.turn:
+            return self._device.record_event()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         return self._device.elapsed_ms(start, end)
