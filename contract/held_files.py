@@ -106,6 +106,16 @@ class HeldFile:
             yield mapping
         self._check_content()
 
+    def is_mapped(self) -> bool:
+        """Whether this process has it in memory that the file backs; False where no Linux lists what is."""
+        try:
+            maps = Path("/proc/self/maps").read_text(errors="replace")
+        except OSError:
+            return False
+        # By the inode alone: on overlay file systems the device listed here is another.
+        inodes = (line.split(maxsplit=5)[4] for line in maps.splitlines())
+        return str(self._stamp.inode) in inodes
+
     @contextmanager
     def by_path(self) -> Iterator[Path]:
         """Its path, for a library that takes nothing else; the name must lead to the same, unaltered file before the
@@ -113,6 +123,10 @@ class HeldFile:
         self._check_name()
         yield self.path
         self._check_name()
+
+    def altered(self) -> Exception:
+        """What to raise for content that is not what it was when the file was opened."""
+        return self._refusal(_ALTERED)
 
     def remove(self) -> None:
         """Remove it from its folder, and let go of it: its place on the disk is free. It must not be read again.
@@ -127,7 +141,7 @@ class HeldFile:
     def _check_content(self) -> None:
         # A new export beside it removes the name, which alters ctime and no byte.
         if _stamp(os.fstat(self._descriptor))[:4] != self._stamp[:4]:
-            raise self._refusal(_ALTERED)
+            raise self.altered()
 
     def _check_name(self) -> None:
         try:
@@ -135,7 +149,7 @@ class HeldFile:
         except OSError:
             same = False
         if not same:
-            raise self._refusal(_ALTERED)
+            raise self.altered()
 
 
 def _stamp(found: os.stat_result) -> _Stamp:

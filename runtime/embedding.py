@@ -1,8 +1,13 @@
-"""The LLM's embedding table, read row by row: the table itself stays in the file. Learned rows beside it."""
+"""The LLM's embedding table, read row by row: the table itself stays in the file. Learned rows beside it.
+
+A robot has no gigabyte to spare for a table of which a request reads some rows. So each row's digest is kept in its
+place, and compared whenever the row is read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -19,6 +24,8 @@ _TABLE = "weight"
 # What stands before the header's own bytes: their number.
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 1 << 20
+_DIGEST_BYTES = 16
+_BLOCK_BYTES = 1 << 22
 
 
 class _Tensor(NamedTuple):
@@ -34,24 +41,30 @@ class Embedding:
     """
 
     def __init__(self, file: HeldFile, manifest: Manifest) -> None:
-        """Raises `BundleError` for a file without such a table for the manifest's model."""
+        """Reads the whole file once. Raises `BundleError` for a file without such a table for the model."""
         lm = manifest.language_model
         self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
         self._dtype, self._beside = DTYPES[manifest.precision], manifest.deepstack_width
         self._tensors = _read_header(file, manifest.precision)
         self._table = self._tensor(_TABLE, (self._vocab, self._width))
+        self._row_bytes = self._width * self._dtype.itemsize
+        self._digests = b"".join(self._row_digests())
+        learned = (name for name, tensor in self._tensors.items() if tensor.shape == (self._width,))
+        self._learned = {name: file.read_at(self._tensors[name].start, self._row_bytes) for name in learned}
 
     def __call__(self, ids: Sequence[int]) -> Array:
         """[len(ids),d] in the table's type; raises `BundleError` for an id that has no row, or an altered file."""
         rows = np.empty((len(ids), self._width), self._dtype)
-        row_bytes = self._width * self._dtype.itemsize
         for place, token in enumerate(ids):
             if not 0 <= token < self._vocab:
                 raise BundleError(
                     f"the tokenizer gave the token {token}, the embedding table in '{self._file.path}' has "
                     f"{self._vocab} rows. They do not belong together: export the bundle again."
                 )
-            rows[place] = np.frombuffer(self._file.read_at(self._table + token * row_bytes, row_bytes), self._dtype)
+            data = self._file.read_at(self._table + token * self._row_bytes, self._row_bytes)
+            if _digest(data) != self._digests[token * _DIGEST_BYTES : (token + 1) * _DIGEST_BYTES]:
+                raise self._file.altered()
+            rows[place] = np.frombuffer(data, self._dtype)
         return rows
 
     def beside(self, rows: int) -> dict[str, Array]:
@@ -63,8 +76,15 @@ class Embedding:
 
         Raises `BundleError` if there is none.
         """
-        start = self._tensor(name, (self._width,))
-        return np.frombuffer(self._file.read_at(start, self._width * self._dtype.itemsize), self._dtype)
+        self._tensor(name, (self._width,))
+        return np.frombuffer(self._learned[name], self._dtype)
+
+    def _row_digests(self) -> Iterator[bytes]:
+        rows = max(1, _BLOCK_BYTES // self._row_bytes)
+        for first in range(0, self._vocab, rows):
+            count = min(rows, self._vocab - first)
+            block = memoryview(self._file.read_at(self._table + first * self._row_bytes, count * self._row_bytes))
+            yield from (_digest(block[row * self._row_bytes :][: self._row_bytes]) for row in range(count))
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> int:
         """Where the tensor of that name and shape begins in the file."""
@@ -76,6 +96,10 @@ class Embedding:
                 "Export the bundle again."
             )
         return found.start
+
+
+def _digest(row: bytes | memoryview) -> bytes:
+    return hashlib.sha256(row).digest()[:_DIGEST_BYTES]
 
 
 def _read_header(file: HeldFile, precision: PrecisionName) -> dict[str, _Tensor]:

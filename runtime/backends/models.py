@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import mmap
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,20 @@ class Model:
             for name in self.names:
                 stack.enter_context(self.folder[name].by_path())
             yield self.file.path
+
+    @contextmanager
+    def mapped_weights(self) -> Iterator[dict[str, mmap | bytes]]:
+        """The files that its weights lie in, by the names that the ONNX file has for them, while the block runs.
+
+        Raises what `HeldFile.mapped` raises.
+        """
+        with ExitStack() as stack:
+            named = {weight.location: self.folder[self._file_of(weight)] for weight in self.weights}
+            yield {location: stack.enter_context(file.mapped()) for location, file in named.items()}
+
+    def is_mapped(self) -> bool:
+        """Whether one of its files is mapped into this process; False where no Linux lists what is."""
+        return any(self.folder[name].is_mapped() for name in self.names)
 
     def _file_of(self, weight: Weight) -> str:
         """The name in the folder of the file that a weight lies in."""

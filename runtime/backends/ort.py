@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ _DTYPES: dict[str, Any] = {
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
-_SMALL_BYTES = 64 << 20
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -79,16 +79,10 @@ class OrtBackend(Backend):
         # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
         source = model.by_path() if model.weights else nullcontext(model.onnx)
         with source as path_or_bytes:
-            try:
-                # It would try the same again, and say so on stdout.
-                session = self._ort.InferenceSession(
-                    path_or_bytes, options, providers=[self._provider], enable_fallback=0
-                )
-            except Exception as error:
-                # onnxruntime has no common base class for its errors.
-                raise BackendError(
-                    f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}"
-                ) from error
+            session = self._session(model, path_or_bytes, options)
+        if self._device == "cpu" and not model.built and model.is_mapped():
+            # A processor for which onnxruntime does not pack some matrix, and reads it in the file for good.
+            session = self._session_in_memory(model, options)
         if self._provider not in session.get_providers():
             raise BackendError(
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
@@ -99,14 +93,35 @@ class OrtBackend(Backend):
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 
+    def _session(self, model: Model, path_or_bytes: Path | bytes, options: Any) -> Any:
+        try:
+            # It would try the same again, and say so on stdout.
+            return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}") from error
+
+    def _session_in_memory(self, model: Model, options: Any) -> Any:
+        """A session that has copied all weights: it takes longer to load, and more memory while it does."""
+        if not hasattr(options, "add_external_initializers_from_files_in_memory"):
+            raise BackendError(
+                f"backend '{self.name}': onnxruntime {self._ort.__version__} reads the weights of "
+                f"'{model.file.path}' from their file for as long as it runs, on this processor. Install onnxruntime "
+                "1.25 or later, which can read them into memory."
+            )
+        with model.mapped_weights() as files:
+            options.add_external_initializers_from_files_in_memory(
+                list(files), list(files.values()), [len(data) for data in files.values()]
+            )
+            return self._session(model, model.onnx, options)
+
     def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
-        """Small weights in memory of our own, which must live as long as the session.
+        """Weights that are no matrices, in memory of our own that must live as long as the session.
 
         On a CPU onnxruntime maps weights from their file. It packs matrices anew and lets go of the file; all else it
         goes on reading there, and a file that is cut off would end the process.
         """
-        mapped = [weight for weight in model.weights if self._device == "cpu" and not weight.multiplied]
-        small = [weight for weight in mapped if weight.bytes < _SMALL_BYTES]
+        small = [weight for weight in model.weights if self._device == "cpu" and not weight.multiplied]
         values = [self._ort.OrtValue.ortvalue_from_numpy(model.weight(weight)) for weight in small]
         options.add_external_initializers([weight.name for weight in small], values)
         return values
