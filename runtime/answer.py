@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
+from sinkprune.contract.report import OF_TTFT, PARTS
 from sinkprune.contract.schedule import PictureSchedule
 
 
@@ -85,3 +86,16 @@ class Answer:
     def kept(self) -> Kept:
         """What became of the first picture's tokens."""
         return self.images[0]
+
+
+def timings(ms: Mapping[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:
+    """Milliseconds by the parts of `sinkprune.contract.report.PARTS`.
+
+    `ms` are those up to the first token by part, `steps` those of each later token, `text` those of decoding tokens
+    to text.
+    """
+    found: dict[str, float | None] = {part: ms.get(part, 0.0) for part in PARTS}
+    found["rest"] = ms["ttft"] - sum(ms.get(part, 0.0) for part in OF_TTFT)
+    found["per_token"] = sum(steps) / len(steps) if steps else None
+    found["latency"] = ms["ttft"] + sum(steps) + text
+    return found

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import Schedule
+from sinkprune.runtime.answer import Kept
 from sinkprune.runtime.backends import Cache, Tensor
 from sinkprune.runtime.chain import Chain
+from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.prompt_rows import PromptRows
 from sinkprune.runtime.stopwatch import Stopwatch
 
@@ -105,6 +109,24 @@ def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[in
         _check_rows(f"the select behind layer {layer}", len(rows) - text, sum(schedule.kept_after(layer)))
         survivors[layer] = rows
     return survivors
+
+
+def kept_tokens(
+    chain: Chain,
+    schedule: Schedule,
+    layouts: Sequence[VisualLayout],
+    encoded: Sequence[Encoded],
+    rows: PromptRows,
+    result: Prefill,
+) -> tuple[Kept, ...]:
+    """What became of each picture's visual tokens; raises what `surviving_rows` raises."""
+    survivors, kept = surviving_rows(chain, schedule, result), []
+    for number, (layout, own, picture) in enumerate(zip(layouts, encoded, schedule.pictures, strict=True)):
+        own_rows = rows.picture == number
+        visual, source = rows.visual[own_rows], rows.source[own_rows]
+        after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
+        kept.append(Kept(layout, picture, own.kept_index, own.norms, own.salience, after_stage))
+    return tuple(kept)
 
 
 def _check_rows(graph: str, found: int, expected: int) -> None:

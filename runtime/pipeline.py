@@ -16,14 +16,11 @@ from sinkprune.contract.arguments import check_callable, check_path, check_type
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.costs import Costs
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
-from sinkprune.contract.report import OF_TTFT, PARTS
-from sinkprune.contract.schedule import Schedule
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.runtime.answer import Answer, Kept
+from sinkprune.runtime.answer import Answer, Kept, timings
 from sinkprune.runtime.answer_text import AnswerText
 from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
@@ -34,7 +31,7 @@ from sinkprune.runtime.choices import choices
 from sinkprune.runtime.context_length import check_number
 from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs
 from sinkprune.runtime.deadline import Hurried, Pace
-from sinkprune.runtime.decoding import Prefill, decode_one_token, kv_bytes, prefill, surviving_rows
+from sinkprune.runtime.decoding import Prefill, decode_one_token, kept_tokens, kv_bytes, prefill
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.encoding import Encoded, encode, look
 from sinkprune.runtime.families import load_family
@@ -42,7 +39,7 @@ from sinkprune.runtime.learnt import Learnt
 from sinkprune.runtime.observer import NOBODY, Observer
 from sinkprune.runtime.pictures import PictureLike, decoded, see
 from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.prompt_rows import PromptRows, lay_out
+from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.request import Request, new_request
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.stopwatch import Stopwatch
@@ -78,7 +75,7 @@ class Pipeline:
             return backend.load_decoder(model(graph), manifest.cache, own)
 
         self.costs: Costs | None = None
-        """What requests cost on this machine: measured by the first that has a deadline, unless it is set before."""
+        """What requests cost on this machine; a request with a deadline needs it: see `warm_up`."""
         self._learnt = Learnt()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
@@ -234,7 +231,7 @@ class Pipeline:
             visual_tokens=sum(kept.layout.all_tokens for kept in start.kept),
             tokens_per_layer=[tokens - start.text_tokens for tokens in start.prefill.tokens_per_layer],
             kv_bytes=cache_bytes,
-            ms=_timings(start.clock.ms(), steps, sum(texts)),
+            ms=timings(start.clock.ms(), steps, sum(texts)),
             images=start.kept,
             deadline=pace.ended(steps),
         )
@@ -248,25 +245,46 @@ class Pipeline:
         with self.backend.turn:
             return encode(self.chain, None, look(self.chain, inputs, clock), clock)
 
-    def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
-        """Measure what requests like this one cost on this machine, for some `seconds`; sets `costs`.
+    def warm_up(
+        self,
+        image: PictureLike | Sequence[PictureLike],
+        prompt: str | Sequence[str],
+        *,
+        seconds: float = SECONDS,
+        **options: Any,
+    ) -> Costs:
+        """Measure what requests like this one cost on this machine, and load all budgets; requests with a deadline
+        need it.
 
-        With a deadline, budgets far too large for it are left out. Raises what `answer` does.
+        It takes about `seconds`, and minutes where the model is large: every budget answers four times or more.
+        Takes what `stream` takes. With `deadline_ms`, budgets far too slow for it are left out. Sets and returns
+        `costs`; raises what `generate` raises.
         """
+        return self.measure_costs(new_request(image, prompt, **options), seconds)
+
+    def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
+        """What `warm_up` does, of a `Request`. Raises what `answer` raises."""
         manifest, limits = self.bundle.manifest, self.limits
+        self.load_plans(request.method)
         own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)
         with self.backend.turn:
             self.costs = measure_costs(own, request, seconds)
         return self.costs
 
+    def load_plans(self, method: str) -> None:
+        """Load the selection graphs of all budgets of a method, for which a request would have to wait."""
+        for plan in self.bundle.manifest.plans.get(method, {}).values():
+            self.chain.load_plan(plan)
+
     def _pace(self, request: Request) -> Pace:
         if request.deadline_ms is None:
             return Pace(request)
-        # Neither this nor loading plans is part of a request's time.
-        costs, manifest = self.costs or self.measure_costs(request), self.bundle.manifest
-        for plan in manifest.plans.get(request.method, {}).values():
-            self.chain.load_plan(plan)
-        return Hurried(request, request.deadline_ms, manifest, costs, self._learnt)
+        if self.costs is None:
+            raise UsageError(
+                "a deadline was given, and the costs of requests on this machine are not known. Measure them first, "
+                "with pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: --costs FILE.json."
+            )
+        return Hurried(request, request.deadline_ms, self.bundle.manifest, self.costs, self._learnt)
 
     def _start(self, request: Request, pace: Pace, sampler: Sampler, observer: Observer) -> _Start:
         """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
@@ -300,28 +318,12 @@ class Pipeline:
         observer.chose(token, logits)
         # What is kept for the answer is on the host: embeddings need no memory while it decodes.
         with self.backend.turn:
-            kept = self._kept(planned, layouts, encoded, rows, result)
+            kept = kept_tokens(self.chain, planned, layouts, encoded, rows, result)
         return _Start(clock, result, kept, prompt.text_tokens, token, budget)
 
     def _logits(self, logits: Tensor) -> Array:
         """[vocab] on the host."""
         return self.backend.numpy(logits)[0]
-
-    def _kept(
-        self,
-        planned: Schedule,
-        layouts: Sequence[VisualLayout],
-        encoded: Sequence[Encoded],
-        rows: PromptRows,
-        result: Prefill,
-    ) -> tuple[Kept, ...]:
-        survivors, kept = surviving_rows(self.chain, planned, result), []
-        for number, (layout, own, picture) in enumerate(zip(layouts, encoded, planned.pictures, strict=True)):
-            own_rows = rows.picture == number
-            visual, source = rows.visual[own_rows], rows.source[own_rows]
-            after_stage = {layer: np.sort(source[np.isin(visual, left)]) for layer, left in survivors.items()}
-            kept.append(Kept(layout, picture, own.kept_index, own.norms, own.salience, after_stage))
-        return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -334,15 +336,6 @@ class _Start:
     text_tokens: int
     token: int
     budget: str
-
-
-def _timings(ms: dict[str, float], steps: Sequence[float], text: float) -> dict[str, float | None]:
-    """The parts of `sinkprune.contract.report.PARTS`: what the clock says, the decode steps, and what `text` took."""
-    timings: dict[str, float | None] = {part: ms.get(part, 0.0) for part in PARTS}
-    timings["rest"] = ms["ttft"] - sum(ms.get(part, 0.0) for part in OF_TTFT)
-    timings["per_token"] = sum(steps) / len(steps) if steps else None
-    timings["latency"] = ms["ttft"] + sum(steps) + text
-    return timings
 
 
 def _ms_since(start: float) -> float:

@@ -35,7 +35,7 @@ from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
 from sinkprune.runtime.cost_measuring import place_of
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import DEADLINE_MS, MAX_NEW_TOKENS, new_request
+from sinkprune.runtime.request import DEADLINE_MS, MAX_NEW_TOKENS
 from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
@@ -44,7 +44,7 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --budget retain-64 --overlay kept.png
   sinkprune-run bundle --image a.jpg --image b.jpg --prompt "Before: {image} After: {image} What has changed?"
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
-  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8
+  sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
 _REQUEST = ("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms")
 """The options that are fields of a request."""
@@ -67,13 +67,19 @@ def _run(arguments: Sequence[str] | None) -> None:
         "--deadline-ms",
         type=DEADLINE_MS,
         metavar="MS",
-        help="have the whole answer in so many milliseconds: chooses the budget, and ends the answer in time",
+        help="have the whole answer in so many milliseconds: chooses the budget, and ends the answer in time; needs "
+        "--warm-up or --costs",
+    )
+    add(
+        "--warm-up",
+        action="store_true",
+        help="measure what requests cost here before the answer; takes seconds, and minutes for a large model",
     )
     add(
         "--costs",
         type=Path,
         metavar="FILE.json",
-        help="what requests cost here, by sinkprune-calibrate schedule (default: measured first, with --deadline-ms)",
+        help="what requests cost here, as sinkprune-calibrate schedule --costs wrote it",
     )
     add("--max-new-tokens", type=MAX_NEW_TOKENS, default=128, help="longest answer (default: 128)")
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
@@ -88,8 +94,13 @@ def _run(arguments: Sequence[str] | None) -> None:
         check_outputs([(options.overlay, PICTURE_SUFFIXES)], read, bundle_folders(options))
         if options.budget == UNPRUNED:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
-    if options.costs and options.deadline_ms is None:
-        raise UsageError("--costs says what to choose a budget by; give --deadline-ms, or leave it out.")
+    if (options.costs or options.warm_up) and options.deadline_ms is None:
+        raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
+    if options.deadline_ms is not None and bool(options.costs) == options.warm_up:
+        raise UsageError(
+            "--deadline-ms chooses a budget by what requests cost on this machine. Add --warm-up to measure that "
+            "before the answer, or --costs FILE.json with what was measured; one of the two."
+        )
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
@@ -99,9 +110,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     asking = {name: getattr(options, name) for name in _REQUEST}
     if options.costs:
         pipeline.costs = read_costs(options.costs, place_of(bundle.manifest, pipeline.backend))
-    elif options.deadline_ms is not None:
+        pipeline.load_plans(options.method)
+    elif options.warm_up:
         with status("measuring what budgets cost on this machine"):
-            pipeline.measure_costs(new_request(images, prompt, **asking))
+            pipeline.warm_up(images, prompt, **asking)
     answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
     if options.json:
         write_line(json.dumps(_summary(pipeline, answer, memory)))

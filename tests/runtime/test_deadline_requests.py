@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from sinkprune.contract.schedule import schedule
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
 from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.request import new_request
 
 Pipelines = Callable[..., Pipeline]
@@ -65,14 +66,43 @@ def test_time_enough_runs_unpruned_and_answers_the_same(bundle: Bundles, photo: 
 
 
 def test_no_time_runs_the_fastest_budget_and_says_so(bundle: Bundles, photo: Image.Image) -> None:
-    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline = loaded(bundle)
     answer = pipeline.generate(photo, QUESTION, deadline_ms=1, max_new_tokens=50, min_new_tokens=50)
     assert_as_told(pipeline, answer)
     assert answer.deadline is not None
     assert (answer.deadline.can_meet, answer.deadline.met) == (False, False)
     assert (answer.finish, len(answer.token_ids)) == ("deadline", 1)
-    # It has measured the machine by itself.
-    assert pipeline.costs is not None
+
+
+def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundles, photo: Image.Image) -> None:
+    """Measuring takes longer than most deadlines, and would be no part of the time that is told."""
+    ran = list[str]()
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
+        def run(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            ran.append(graph)
+            return engine(inputs)
+
+        return run
+
+    pipeline = Pipeline.load(bundle("gqa-112"), wrap=wrap)
+    with pytest.raises(UsageError, match=r"costs .* are not known.*pipeline\.warm_up.*--warm-up.*--costs FILE"):
+        pipeline.generate(photo, QUESTION, deadline_ms=60_000)
+    assert not ran
+    assert pipeline.warm_up(photo, QUESTION, seconds=0.0, deadline_ms=60_000) is pipeline.costs
+    assert pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).deadline is not None
+
+
+def test_the_time_told_is_the_time_in_the_room(bundle: Bundles, photo: Image.Image) -> None:
+    """Also of the first request, and where plans are still to be loaded."""
+    costs = loaded(bundle).costs
+    pipeline = Pipeline.load(bundle("gqa-112"))
+    pipeline.costs = costs
+    began = time.perf_counter()
+    answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
+    room = (time.perf_counter() - began) * 1e3
+    assert answer.deadline is not None
+    assert room - 20 < answer.deadline.measured_ms <= room
 
 
 def test_the_budget_that_was_chosen_runs(bundle: Bundles, photo: Image.Image) -> None:
@@ -141,11 +171,11 @@ def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, phot
 
 def test_the_command_tells_what_was_chosen(bundle: Bundles, photo_file: Path) -> None:
     ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 3)
-    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--json")
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--warm-up", "--json")
     told = json.loads(outcome.stdout)
     assert (outcome.code, outcome.stderr, told["budget"]) == (0, "", "none")
     assert told["deadline"]["budget"] == "none" and told["deadline"]["met"] is True
-    outcome = run("sinkprune-run", *ask, "--deadline-ms", 1)
+    outcome = run("sinkprune-run", *ask, "--deadline-ms", 1, "--warm-up")
     assert outcome.code == 0
     assert "deadline 1 ms: answered in" in outcome.stdout
     assert outcome.stderr.startswith("late: ") and "No budget can bring a token sooner" in outcome.stderr
@@ -164,6 +194,12 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--threads", 3)
     assert_refused(outcome, "of another place: their threads is")
     assert_refused(run("sinkprune-run", *ask, "--costs", path), "--costs", "--deadline-ms")
+    assert_refused(run("sinkprune-run", *ask, "--warm-up"), "--warm-up", "--deadline-ms")
+    assert_refused(
+        run("sinkprune-run", *ask, "--deadline-ms", 300), "--deadline-ms", "--warm-up", "--costs FILE.json"
+    )
+    both = ("--warm-up", "--costs", path)
+    assert_refused(run("sinkprune-run", *ask, "--deadline-ms", 300, *both), "one of the two")
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", tmp_path / "none.json")
     assert_refused(outcome, "none.json", "is missing")
 
