@@ -19,12 +19,17 @@ lint: .venv/.dev
 types: .venv/.dev
 	MYPYPATH=src $(BIN)/mypy -p sinkprune
 
+# Not loadfile: after a crash it runs the crashed test again, and waits for good where a worker has finished files.
+PARALLEL := -n auto --maxprocesses 4 --max-worker-restart 50 --dist worksteal
+# The time limit of tests that are expected to take minutes.
+LONG := -o faulthandler_timeout=3600
+
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
-	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not harness and not intel_gpu"
+	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not intel_gpu"
 
 test-slow: .venv/.dev
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest $(LONG) -m slow
 
 # Wrong inputs until Ctrl-C, or for as many seconds: SECONDS=1200 make fuzz. SEED=1 repeats a run.
 fuzz: .venv/.dev
@@ -38,7 +43,7 @@ HARNESS := accelerate datasets dill evaluate fsspec jsonlines loguru multiproces
 test-harness: .venv/.dev
 	$(BIN)/pip install --quiet --no-deps lmms-eval==0.7.3
 	$(BIN)/pip install --quiet $(HARNESS)
-	$(BIN)/pytest -m harness
+	$(BIN)/pytest $(LONG) -m harness
 
 # A stand-in for a GPU of Intel on x86-64: OpenVINO's GPU plugin and its kernels, on Intel's OpenCL for processors.
 STAND_IN := build/intel-gpu
@@ -48,7 +53,7 @@ OPENCL := $(CURDIR)/$(STAND_IN)/lib
 test-intel-gpu: .venv/.dev $(STAND_IN)/gpu/libOpenCL.so.1
 	tests="$$($(BIN)/pytest -q --collect-only -m intel_gpu)" && echo "$$tests" | grep :: | \
 		INTEL_GPU_STAND_IN=1 OCL_ICD_FILENAMES=$(OPENCL)/libintelocl.so LD_PRELOAD=$(OPENCL)/libtbb.so.12 \
-		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) xargs -P 2 -I TEST $(BIN)/pytest -q -n 1 -m intel_gpu TEST
+		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) xargs -P 2 -I TEST $(BIN)/pytest -q -n 1 $(LONG) -m intel_gpu TEST
 
 # The stand-in needs the library that it stands in front of, and both are libOpenCL.so.1: an empty one lends another name.
 $(STAND_IN)/gpu/libOpenCL.so.1: tests/intel_gpu_stand_in.c | $(BIN)/python

@@ -57,7 +57,7 @@ part() {
 }
 
 gpu_tests() {
-    (cd "$root" && "$python" -m pytest -m gpu -q -rs -p no:cacheprovider --junitxml "$out/gpu-tests.xml")
+    (cd "$root" && "$python" -m pytest -m gpu -o faulthandler_timeout=3600 -q -rs -p no:cacheprovider --junitxml "$out/gpu-tests.xml")
 }
 
 kernels() {

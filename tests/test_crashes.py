@@ -1,0 +1,78 @@
+"""Tests that crash or hang fail by name, and the run that holds them goes on to its end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+# How each test ends the process of its worker, or never returns.
+# `hangs_in_c` keeps the interpreter's lock; `hangs_in_system` waits in the kernel and blocks all signals.
+ENDINGS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "bus_error": "os.kill(os.getpid(), signal.SIGBUS)",
+    "left": "os._exit(0)",
+    "hangs_in_c": "re.match('(a+)+$', 'a' * 64 + 'b')",
+    "hangs_in_system": "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()); threading.Event().wait()",
+}
+FILES, PASSING = 8, 4
+
+
+def parallel() -> list[str]:
+    """Return the options of `make pytest` for several processes."""
+    lines = (ROOT / "Makefile").read_text().splitlines()
+    return next(line.partition(":=")[2].split() for line in lines if line.startswith("PARALLEL :="))
+
+
+def run_session(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the tests in `folder` with the options of `make pytest`, but a time limit of 5 seconds a test."""
+    limit = ("-o", "faulthandler_timeout=5")
+    options = (
+        "-c",
+        ROOT / "pyproject.toml",
+        "--rootdir",
+        folder,
+        "-p",
+        "no:cacheprovider",
+        *limit,
+        *parallel(),
+        "-n",
+        "2",
+    )
+    # The variables of this worker are not the other session's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    command = [sys.executable, "-m", "pytest", *map(str, options), str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, cwd=folder)
+
+
+def test_a_test_that_crashes_or_hangs_fails_and_all_others_run(tmp_path: Path) -> None:
+    names = list(ENDINGS)
+    for number in range(FILES):
+        # Some files are done before the first crash, some come after the last.
+        crashing = names[number - 2 : number - 1] if number >= 2 else []
+        lines = ["import os, re, signal, threading", "import pytest"]
+        lines += [f"@pytest.mark.parametrize('n', range({PASSING}))", "def test_passes(n): pass"]
+        lines += [f"def test_{name}(): {ENDINGS[name]}" for name in crashing]
+        lines += ["def test_follows(): pass"]
+        (tmp_path / f"test_{number}.py").write_text("\n".join(lines))
+    done = run_session(tmp_path)
+    assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
+    for number, name in enumerate(names, start=2):
+        assert f"crashed while running 'test_{number}.py::test_{name}'" in done.stdout
+    summary = done.stdout.splitlines()[-1]
+    assert f"{len(names)} failed, {FILES * (PASSING + 1)} passed" in summary
+    # The two that hang leave the place where they did.
+    assert done.stderr.count("Timeout (0:00:05)!") == 2
+    assert "in test_hangs_in_c" in done.stderr
+    assert "in test_hangs_in_system" in done.stderr
+
+
+def test_every_test_has_a_time_limit() -> None:
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert 0 < float(options["faulthandler_timeout"]) <= 600
+    assert options["faulthandler_exit_on_timeout"] is True
