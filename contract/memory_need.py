@@ -47,13 +47,14 @@ _ORT_CPU: dict[WeightsName, _Copies] = {
     "uint4": _Copies(1.2, 0.9),
 }
 _OPENVINO: dict[WeightsName, _Copies] = {
-    # Beside the files, which are mapped and can be had again. Measured on one segment; 16 bits: no more than that.
-    "fp32": _Copies(1.0, 1.0),
-    "fp16": _Copies(2.0, 1.0),
-    "bf16": _Copies(2.0, 1.0),
-    "int8": _Copies(1.2, 1.0),
-    "int4": _Copies(1.4, 1.0),
-    "uint4": _Copies(1.4, 1.0),
+    # What the file holds, in memory of the process's own, beside what is packed. Measured on one segment; 16 bits: no
+    # more than that.
+    "fp32": _Copies(2.0, 0.3),
+    "fp16": _Copies(3.0, 0.3),
+    "bf16": _Copies(3.0, 0.3),
+    "int8": _Copies(2.2, 0.3),
+    "int4": _Copies(2.4, 0.3),
+    "uint4": _Copies(2.4, 0.3),
 }
 _GPU = _Copies(1.0, 1.0)
 """In every form: a GPU holds weights as their file does, which is in memory too while it is loaded. On boards, and
@@ -122,7 +123,7 @@ def running_need(
     """What an answer about pictures of these `layouts` takes of the memory that `backend` computes in.
 
     `built` says whether engines are loaded in the bundle's place: onnxruntime's map what is packed already, and
-    openvino's are packed when they are loaded, as a bundle is. `rows` is what a budget keeps of the pictures;
+    openvino's are read and packed when they are loaded, as a bundle is. `rows` is what a budget keeps of the pictures;
     `tokens` is how many there are of text, prompt and answer together.
     """
     measured = backend in _MEASURED

@@ -51,8 +51,12 @@ Wrap = Callable[[str, Engine, Backend], Engine]
 class Pipeline:
     """A loaded bundle; every budget and the unpruned baseline run on the same engines.
 
-    Its parts are public (`family`, `prompts`, `embedding`, `chain`), for whoever wants to run the steps of a request
-    one by one: `see`, `encode`, `lay_out`, `prefill` and `decode_one_token` are functions on these.
+    Any number of threads may share it, and streams may take turns, be closed or be left: each answer is the one that
+    the request gets alone. On `ort-cpu` and `ort-cuda` threads compute at the same time. On the other backends they
+    take turns: a prefill, or one token.
+
+    Its parts are public (`family`, `prompts`, `embedding`, `chain`). `see`, `encode`, `lay_out`, `prefill` and
+    `decode_one_token` run the steps of a request on them, one by one; threads that do so hold `backend.turn`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Models in OpenVINO's own format: functions inlined, caches as states, weights to be mapped.
+"""Models in OpenVINO's own format: functions inlined, caches as states, weights in a file beside.
 
 They are not what OpenVINO caches of a compiled model: with states in it, 2026.4 reads that back and computes NaN, and
 it would save a quarter of the time to load at most, because matrices are packed anew in either case.
