@@ -123,8 +123,8 @@ def running_need(
     """What an answer about pictures of these `layouts` takes of the memory that `backend` computes in.
 
     `built` says whether engines are loaded in the bundle's place: onnxruntime's map what is packed already, and
-    openvino's are read and packed when they are loaded, as a bundle is. `rows` is what a budget keeps of the pictures;
-    `tokens` is how many there are of text, prompt and answer together.
+    openvino's are read and packed as a bundle is. `rows` is what a budget keeps of the pictures; `tokens` is how many
+    there are of text, prompt and answer together.
     """
     measured = backend in _MEASURED
     copies = {graph: _copies(manifest, backend, graph, built) if measured else _GPU for graph in manifest.graphs}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from commands import run
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError
@@ -83,6 +84,20 @@ def test_no_file_stays_mapped(
     assert not mapped(path)
     answers(loaded, photo)
     assert not mapped(path)
+
+
+def test_engines_for_openvino_are_not_read_again(
+    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    engines = tmp_path / "engines"
+    outcome = run("sinkprune-build", bundle("gqa-112", "fp32", BUDGETS), "-o", engines, "--target", "openvino")
+    assert outcome.code == 0, outcome.stderr
+    loaded = Pipeline.load(engines)
+    expected = answers(loaded, photo)
+    assert not mapped(engines)
+    for path in engines.rglob("*.bin"):
+        os.truncate(path, 0)
+    assert answers(loaded, photo) == expected
 
 
 def test_onnxruntime_loads_from_memory_what_it_would_leave_mapped(
