@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from sinkprune.contract.child_processes import find_program
+
 LARGE_MODEL_GPU_BYTES = 20e9
 LARGE_MODEL_DISK_BYTES = 20e9
 SMALL_MODEL_DISK_BYTES = 8e9
@@ -27,7 +29,7 @@ Reason = str | None
 
 def nvidia_smi(fields: str) -> str | None:
     """What the driver's command tells of the first GPU, comma-separated; None where it tells nothing."""
-    command = shutil.which("nvidia-smi")
+    command = find_program("nvidia-smi")
     if command is None:
         return None
     words = [command, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
@@ -118,7 +120,10 @@ def tensorrt_gate(folder: Path) -> Reason:
         return reason
     if not (folder / "tensorrt" / "bundle.json").is_file():
         return "its bundle was not exported: see the log of tensorrt-build"
-    told = subprocess.run(["sinkprune-build", "--help"], capture_output=True, text=True, check=False).stdout
+    command = find_program("sinkprune-build")
+    if command is None:
+        return "there is no sinkprune-build in PATH"
+    told = subprocess.run([command, "--help"], capture_output=True, text=True, check=False).stdout
     return None if "--check" in told else "this sinkprune-build has no --check"
 
 

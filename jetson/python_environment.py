@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from sinkprune.contract.child_processes import python_command
 from sinkprune.contract.terminal import escaped
 
 # Each in a process of its own: a library for another machine may end the process that imports it.
@@ -102,7 +103,7 @@ def _includes_system(configuration: Path) -> bool:
 def _library(program: str) -> Library:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program], capture_output=True, text=True, errors="replace", timeout=_SECONDS
+            python_command(program), capture_output=True, text=True, errors="replace", timeout=_SECONDS
         )
     except subprocess.TimeoutExpired:
         return Library(None, f"importing it took more than {_SECONDS} s")

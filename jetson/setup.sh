@@ -6,6 +6,14 @@
 # run finds that this one was cut off, what was begun is undone. A second run changes nothing that is as it should be.
 set -Eeuo pipefail
 
+# Root may run this in any folder: no program of the current folder is run, and -I keeps its modules out of Python.
+IFS=: read -ra folders <<<"$PATH"
+trusted=''
+for folder in "${folders[@]}"; do
+  if [[ $folder == /* ]]; then trusted+=${trusted:+:}$folder; fi
+done
+PATH=$trusted
+
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root='' venv=/opt/sinkprune/venv source='' power_mode='' swap_gb='' clocks=no service=no dry_run=no
 readonly swap_file=/swapfile-sinkprune unit=sinkprune-doctor.service
@@ -150,9 +158,9 @@ check_release() {
 
 check_python() {
   command -v "$python" >/dev/null || refuse "JetPack $jetpack has $python, which is not there. Install it: apt-get install $python"
-  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+  "$python" -I -c 'import venv, ensurepip' 2>/dev/null ||
     refuse "$python cannot make environments. Install what it needs: apt-get install $python-venv"
-  "$python" -c 'import tensorrt' 2>/dev/null ||
+  "$python" -I -c 'import tensorrt' 2>/dev/null ||
     refuse "$python does not import TensorRT. Install it: apt-get install nvidia-jetpack python3-libnvinfer"
 }
 
@@ -208,8 +216,8 @@ make_environment() {
   else
     undo_with rm -rf -- "$place"
   fi
-  change "$python" -m venv --system-site-packages "$place"
-  change "$place/bin/python" -m pip install --no-input --disable-pip-version-check \
+  change "$python" -I -m venv --system-site-packages "$place"
+  change "$place/bin/python" -I -m pip install --no-input --disable-pip-version-check \
     "${source}[cpu]" "$cuda_python" 'onnx>=1.16'
   [[ $dry_run == yes ]] || printf '%s\n' "$wanted" >"$place/sinkprune-setup"
 }

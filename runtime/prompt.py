@@ -85,8 +85,11 @@ class PromptEncoder:
         pieces = [own or ("", "") for own in within] or [("", "")] * (len(texts) - 1)
         images = sum(len(own) - 1 for own in pieces)
         rendered = self._taken_apart(self._render(self._content(texts)), pieces)
+        # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
+        bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
+        adds = not bos or not rendered.startswith(bos[0])
         with _refused("cannot encode the prompt"):
-            encoded = self._encoder.encode(rendered).ids
+            encoded = self._encoder.encode(rendered, add_special_tokens=adds).ids
         found = [place for place, token in enumerate(encoded) if token == self._image]
         if len(found) != images:
             raise BundleError(
@@ -94,9 +97,7 @@ class PromptEncoder:
                 "Mend the checkpoint's chat template and export it again."
             )
         ids = [self._identities.get(token, token) for token in encoded]
-        # A template that writes the first special token itself needs none from the tokenizer.
-        doubled = len(ids) > 1 and ids[0] == ids[1] and ids[0] in self._identities.values()
-        starts = [int(doubled), *(place + 1 for place in found)]
+        starts = [0, *(place + 1 for place in found)]
         return Prompt([ids[start:end] for start, end in zip(starts, [*found, len(ids)], strict=True)])
 
     def _taken_apart(self, rendered: str, pieces: Sequence[Sequence[str]]) -> str:

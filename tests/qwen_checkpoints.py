@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,11 +57,13 @@ class QwenShape:
     """Of an image; 480 as in the paper's runs."""
     deepstack_blocks: tuple[int, ...] = (0, 1, 2)
     """Of Qwen3-VL alone, whose decoder needs 24 layers to be cut behind the third."""
+    merge_size: int = 2
+    """Patches along a side of a merged token."""
 
     @property
     def token_side(self) -> int:
         """Pixels along a side of a merged token."""
-        return 32 if self.kind == "qwen3_vl" else 28
+        return (16 if self.kind == "qwen3_vl" else 14) * self.merge_size
 
     @property
     def min_pixels(self) -> int:
@@ -82,6 +85,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             "intermediate_size": 96,
             "out_hidden_size": 64,
             "fullatt_block_indexes": list(shape.full_attention_blocks),
+            "window_size": 4 * shape.token_side,
         },
         "qwen2_vl": {"embed_dim": 48, "mlp_ratio": 2, "hidden_size": 64},
         "qwen3_vl": {
@@ -98,7 +102,13 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
         sections = {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
     config = AutoConfig.for_model(
         shape.kind,
-        vision_config={"depth": shape.depth, "num_heads": 4, "initializer_range": 0.1, **towers[shape.kind]},
+        vision_config={
+            "depth": shape.depth,
+            "num_heads": 4,
+            "initializer_range": 0.1,
+            "spatial_merge_size": shape.merge_size,
+            **towers[shape.kind],
+        },
         text_config={
             "hidden_size": 64,
             "intermediate_size": 160,
@@ -129,7 +139,10 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
     model.save_pretrained(folder)
     qwen_tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    own = {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}
+    own: dict[str, Any] = (
+        {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}
+    )
+    own["merge_size"] = shape.merge_size
     Qwen2VLImageProcessorPil(min_pixels=shape.min_pixels, max_pixels=shape.max_pixels, **own).save_pretrained(folder)
     if shape.kind == "qwen3_vl":
         settings = {"size": {"shortest_edge": 4096, "longest_edge": 1 << 22}}

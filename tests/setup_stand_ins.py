@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,8 +20,8 @@ printf '%s\n' "$name $*" >>"$STAND_IN_LOG"
 [[ $name != "${STAND_IN_FAILS:-}" ]] || { echo "$name: stand-in fails" >&2; exit 1; }
 case $name in
   python3.*)
-    if [[ $1 == -c ]]; then
-      [[ $2 != *"${STAND_IN_LACKS:-nothing}"* ]]
+    if [[ $2 == -c ]]; then
+      [[ $3 != *"${STAND_IN_LACKS:-nothing}"* ]]
     else
       place=${!#}
       mkdir -p "$place/bin"
@@ -66,14 +67,14 @@ class ScratchBoard:
     def setup(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """Run the script to its end. `environment` tells stand-ins what to do, as in fails="mkswap"."""
         return subprocess.run(
-            self.words(*options), env=self._environment(environment), capture_output=True, text=True, timeout=60
+            self.words(*options), env=self.environment_of(environment), capture_output=True, text=True, timeout=60
         )
 
     def begin(self, *options: str, **environment: str) -> subprocess.Popen[str]:
         """Start the script in a process group of its own."""
         return subprocess.Popen(
             self.words(*options),
-            env=self._environment(environment),
+            env=self.environment_of(environment),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
@@ -89,7 +90,7 @@ class ScratchBoard:
         log = self.programs / "log"
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         log.write_text("", encoding="utf-8")
-        asking = ("df ", "python3.10 -c", "python3.12 -c", "systemctl is-enabled")
+        asking = ("df ", "python3.10 -I -c", "python3.12 -I -c", "systemctl is-enabled")
         return [line.replace(str(self.root), "") for line in lines if not line.startswith(asking)]
 
     def hangs(self) -> bool:
@@ -104,7 +105,8 @@ class ScratchBoard:
             if path.is_file()
         }
 
-    def _environment(self, environment: dict[str, str]) -> dict[str, str]:
+    def environment_of(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """The variables that stand-ins read; `environment` tells them what to do."""
         told = {f"STAND_IN_{name.upper()}": value for name, value in environment.items()}
         return {
             "PATH": f"{self.programs}:{os.environ['PATH']}",

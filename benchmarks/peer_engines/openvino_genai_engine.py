@@ -15,6 +15,7 @@ from typing import Any
 
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
+from sinkprune.contract.child_processes import find_program
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ def prepare(form: Form, place: Path) -> None:
     folder, partial = place / way.folder, place / f"{way.folder}.partial"
     if folder.exists():
         return
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    program = shutil.which("optimum-cli", path=places)
+    program = shutil.which("optimum-cli", path=str(Path(sys.executable).parent)) or find_program("optimum-cli")
     if program is None:
         raise NotRunError("optimum-cli, of optimum-intel, is not in PATH; docs/peers.md says how to install it")
     shutil.rmtree(partial, ignore_errors=True)

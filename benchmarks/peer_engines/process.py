@@ -6,7 +6,6 @@ import json
 import os
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from peer_engines.engine import Form, NotRunError, Question
+from sinkprune.contract.child_processes import python_command
 
 LOADING_SECONDS, ANSWERING_SECONDS, PREPARING_SECONDS = 600, 300, 3600
 _BENCHMARKS = Path(__file__).parents[1]
@@ -91,7 +91,8 @@ def prepare(form: Form, place: Path, threads: int, log: IO[bytes]) -> None:
 
 
 def _start(form: Form, place: Path, threads: int, log: IO[bytes], *more: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "peer_engines.worker", form.engine, form.name, str(place), str(threads), *more]
+    program = "from peer_engines.worker import main; sys.exit(main(sys.argv[1:]))"
+    command = python_command(program, form.engine, form.name, str(place), str(threads), *more)
     paths = [str(_BENCHMARKS), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,

@@ -1,8 +1,7 @@
 """The process of one form: it loads once, then answers when it is told to, and sleeps on its input between.
 
-    python -m peer_engines.worker ENGINE FORM FOLDER THREADS [--prepare]
-
-Lines of JSON come on standard input, one question each; lines of JSON go out. What libraries print goes to stderr.
+`process.py` starts it with the words ENGINE FORM FOLDER THREADS [--prepare]. Lines of JSON come on standard input,
+one question each; lines of JSON go out. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -62,7 +61,3 @@ def main(arguments: list[str]) -> int:
         traceback.print_exc()
         say(failed=f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

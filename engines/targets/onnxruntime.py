@@ -1,8 +1,9 @@
 """Models as ONNX Runtime's CPU provider optimises them when it loads one: done once, and ahead.
 
 They hold operators and memory layouts chosen for this machine's processor, load in this version of onnxruntime, and
-are not for another provider. Matrices lie in them as they are packed for that processor, beside themselves: a session
-maps them, so that it loads at once and processes share them.
+are not for another provider. They hold matrices twice, as they are and prepacked for that processor. A session maps
+the prepacked ones, so that it loads at once and processes share them. Versions of onnxruntime whose prepacked form
+was never tried pack matrices when they load.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Realisation, Target
 from sinkprune.contract.errors import EnginesError
-from sinkprune.engines.aligned_weights import align_weights
+from sinkprune.engines.aligned_weights import align_weights, takes_prepacked
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
@@ -40,6 +41,7 @@ class OnnxRuntimeBuilder:
         self._ort = import_onnxruntime(self.target)
         self.library_version: str = self._ort.__version__
         self.plugins: dict[str, str] = {}
+        self._told = takes_prepacked(self.library_version)
         self.flags = {
             "provider": _PROVIDER,
             "graph_optimization_level": "ORT_ENABLE_ALL",
@@ -60,8 +62,14 @@ class OnnxRuntimeBuilder:
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the optimised model of one graph to the file `output`, its weights beside it; raises `EnginesError`.
 
-        It takes any shape, and `progress` is told nothing: it is done in one call.
+        The model takes any shape.
         """
+        if not self._told:
+            self._told = True
+            progress.tell(
+                f"onnxruntime {self.library_version} was never tried with prepacked weights: these engines hold "
+                "none and pack them at every load"
+            )
         model = read_model(job.model)
         options = session_options(self._ort)
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -70,7 +78,8 @@ class OnnxRuntimeBuilder:
         entry = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")
         options.add_session_config_entry(f"{entry}_min_size_in_bytes", _EXTERNAL_BYTES)
-        options.add_session_config_entry("session.save_external_prepacked_constant_initializers", "1")
+        prepacked = "1" if takes_prepacked(self.library_version) else "0"
+        options.add_session_config_entry("session.save_external_prepacked_constant_initializers", prepacked)
         with job.model.by_path() as path:
             try:
                 # It would try the same again, and say so on stdout.

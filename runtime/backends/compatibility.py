@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import ANY_SHAPE, Engines, Limits, Target, read_engines
@@ -27,9 +27,8 @@ class BuiltEngines:
 
     def model(self, graph: str) -> Model:
         """The engine of the graph of that name, as a backend loads it."""
-        spec, engine = self.bundle.manifest.graphs[graph], self.engines.manifest.engines[graph]
-        count = self.bundle.manifest.weight_bytes(graph)
-        return Model(graph, spec, engine.file, self.engines.files, count, built=True)
+        model, engine = Model.of_bundle(self.bundle, graph), self.engines.manifest.engines[graph]
+        return replace(model, name=engine.file, folder=self.engines.files, built=True)
 
     @property
     def limits(self) -> Limits | None:

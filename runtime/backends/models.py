@@ -39,12 +39,15 @@ class Model:
     """How many bytes its weights have in the bundle; graphs that select have none."""
     built: bool = False
     """Whether it is an engine: only there weights may lie as a library packed them, which nobody can check."""
+    patches_per_token: int = 1
+    """How many patches the bundle's vision tower joins to a visual token."""
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, graph: str) -> Model:
         """The ONNX file of the graph of that name."""
-        spec = bundle.manifest.graphs[graph]
-        return cls(graph, spec, spec.file, bundle.files, bundle.manifest.weight_bytes(graph))
+        manifest = bundle.manifest
+        spec, unit = manifest.graphs[graph], manifest.vision.patches_per_token
+        return cls(graph, spec, spec.file, bundle.files, manifest.weight_bytes(graph), patches_per_token=unit)
 
     @property
     def file(self) -> HeldFile:

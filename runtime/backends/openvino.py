@@ -29,7 +29,7 @@ from sinkprune.runtime.openvino_library import import_openvino, words
 from sinkprune.runtime.turns import Turns
 
 _NO_BEAM = np.zeros(1, np.int32)
-# Whole tokens of every tower, whose tokens are squares of patches, up to eight a side.
+# The fewest patches of the first run, as whole visual tokens.
 _PATCHES = 64
 
 
@@ -174,13 +174,15 @@ class _OpenVinoDecoder(Decoder):
 
 def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
     """Zeros for the inputs `names` of a graph, in a shape that it takes and that is soon computed."""
+    patches = -(-_PATCHES // model.patches_per_token) * model.patches_per_token
     inputs = {
-        tensor.name: np.zeros([_size(size) for size in tensor.shape], tensor.dtype) for tensor in model.spec.inputs
+        tensor.name: np.zeros([_size(size, patches) for size in tensor.shape], tensor.dtype)
+        for tensor in model.spec.inputs
     }
     return [_NO_BEAM if name == BEAM else inputs[name] for name in names]
 
 
-def _size(declared: int | str) -> int:
+def _size(declared: int | str, patches: int) -> int:
     if isinstance(declared, int):
         return declared
-    return _PATCHES if declared == "patches" else 1
+    return patches if declared == "patches" else 1

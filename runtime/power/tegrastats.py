@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import subprocess
 import time
 
+from sinkprune.contract.child_processes import find_program
 from sinkprune.contract.errors import NoSensorError, PowerError
 from sinkprune.runtime.power import SILENT_SECONDS, Reading
 from sinkprune.runtime.power.tegrastats_line import TOTALS, TegrastatsLine, parse_line
@@ -30,7 +30,7 @@ class Tegrastats:
 
     def __init__(self) -> None:
         """Finds the command, and that it tells of power. Raises `NoSensorError` and `PowerError`."""
-        path = shutil.which(COMMAND)
+        path = find_program(COMMAND)
         if path is None:
             raise NoSensorError(f"there is no '{COMMAND}' in PATH, which boards with JetPack have.")
         self._path = path

@@ -61,8 +61,8 @@ def test_the_environment_is_the_one_of_the_jetpack(jetpack: str, python: str, cu
     assert done.returncode == 0, done.stderr
     assert f"JetPack {jetpack}" in done.stdout
     assert board.calls() == [
-        f"{python} -m venv --system-site-packages {VENV}",
-        f"python -m pip install --no-input --disable-pip-version-check sinkprune[cpu] {cuda} onnx>=1.16",
+        f"{python} -I -m venv --system-site-packages {VENV}",
+        f"python -I -m pip install --no-input --disable-pip-version-check sinkprune[cpu] {cuda} onnx>=1.16",
     ]
     assert (board.root / VENV[1:] / "bin" / "sinkprune-doctor").exists()
 
@@ -265,3 +265,24 @@ def test_the_help_names_every_option(board: ScratchBoard) -> None:
     assert done.returncode == 0
     for option in ("--venv", "--source", "--power-mode", "--clocks", "--swap", "--service", "--dry-run", "--root"):
         assert f"  {option} " in done.stdout
+
+
+def test_nothing_of_the_current_folder_is_run(board: ScratchBoard, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("tr", "df", "dirname", "python3.10"):
+        (here / name).write_text(f"#!/bin/sh\ntouch '{tmp_path}/stolen'\n")
+        (here / name).chmod(0o755)
+    environment = board.environment_of({})
+    for path in (":", ".:"):
+        done = subprocess.run(
+            board.words(),
+            cwd=here,
+            env={**environment, "PATH": path + environment["PATH"]},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "stolen").exists()
+    # Python's own -I keeps modules of the current folder out.
+    assert all(" -I " in line for line in board.calls() if line.startswith("python"))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 
 from checkpoints import TEMPLATE
-from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder
+from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder, llama
 from sinkprune.contract.errors import BundleError
 
 
@@ -18,6 +19,43 @@ def test_a_template_that_writes_the_first_token_itself_does_not_give_two(name: s
     for text in ("What is this?", "<s> What is <s>?"):
         assert pair.found(text).count(1) == 1
     assert pair.found("What is this?") == pair.expected("What is this?", bos=False)
+
+
+class TextProcessor(ProcessorMixin):
+    """A processor of transformers' that has a tokenizer only."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str | None = None) -> None:
+        super().__init__(tokenizer, chat_template=chat_template)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(
+    "first",
+    ["", "<s>", "{{ bos_token }}", "<s><s>", "<s><s><s>", "</s></s>", "<pad><pad>", " <s>", "x<s>", "<unk>"],
+)
+def test_first_tokens_are_those_of_transformers_processors(name: str, first: str, both: Pairs) -> None:
+    pair = both(name, first + TEMPLATE)
+    content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    processor = TextProcessor(pair.theirs, chat_template=pair.template)
+    expected = processor.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=True, add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert pair.found("What is this?") == (expected[0] if isinstance(expected[0], list) else expected)
+
+
+def test_a_tokenizer_that_adds_no_first_token_keeps_two_of_the_template(tokenizer_folder: Path) -> None:
+    backend = llama()
+    backend.post_processor = None
+    backend.save(str(tokenizer_folder / "tokenizer.json"))
+    for first, ids in (("<s><s>", [1, 1]), ("<pad><pad>", [SPECIALS["<pad>"]] * 2), ("<s>", [1])):
+        found = encoder(tokenizer_folder, first + "U" + TEMPLATE).encode(["", "What?"]).texts[0]
+        assert [token for token in found if token in SPECIALS.values()] == ids
+
+
+def test_a_typed_first_token_at_the_start_of_a_template_is_no_first_token(tokenizer_folder: Path) -> None:
+    llama().save(str(tokenizer_folder / "tokenizer.json"))
+    texts = encoder(tokenizer_folder, "{{ messages[0].content[1].text }}<image>").encode(["", "<s> What?"]).texts
+    assert texts[0].count(1) == 1 and len(texts[0]) > 3
 
 
 def test_a_template_may_write_special_tokens_of_its_own(both: Pairs) -> None:
