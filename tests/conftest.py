@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from PIL import Image
@@ -16,7 +18,7 @@ from transformers import AutoModelForImageTextToText
 
 from checkpoints import Shape, make_checkpoint
 from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
-from operator_signatures import keep_signatures
+from operator_signatures import keep_inferred_shapes, keep_signatures
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
 from sinkprune.contract.manifest import DialectName
@@ -53,6 +55,14 @@ if worker is not None:
     os.sched_setaffinity(0, cores)
 torch.set_num_threads(len(cores))
 keep_signatures()
+keep_inferred_shapes()
+# PyTorch and transformers are a million objects, which each collection walks through: a sixth of an export's time.
+gc.set_threshold(50_000, 20, 20)
+# On a busy machine a draw that takes milliseconds may take a second.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 # A shell's background jobs ignore Ctrl-C, and so would the commands that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

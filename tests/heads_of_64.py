@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import onnx
+
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -100,3 +102,12 @@ def export_random(folder: Path, config: dict[str, Any] = CONFIG, **request: Any)
     (folder / "config.json").write_text(json.dumps(config))
     export_bundle(ExportRequest(str(folder), random_weights=True, **request), folder / "bundle")
     return read_bundle(folder / "bundle")
+
+
+def operators(bundle: Bundle, graph: str) -> tuple[tuple[str, ...], ...]:
+    """The operators of a graph and of its functions, in order, each with the names of its attributes."""
+    model = onnx.load(bundle.graph_path(graph), load_external_data=False)
+    return tuple(
+        tuple(f"{node.op_type} {sorted(attribute.name for attribute in node.attribute)}" for node in part.node)
+        for part in (model.graph, *model.functions)
+    )

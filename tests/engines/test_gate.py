@@ -89,8 +89,17 @@ def share(output: OutputReport) -> float:
     return max(output.typical / output.typical_limit, output.worst / output.worst_limit)
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("form", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("form", "target"),
+    [
+        *(("fp32", target) for target in TARGETS),
+        *(("fp16", "openvino"), ("int8", "onnxruntime"), ("int4", "openvino")),
+        *(
+            pytest.param(form, target, marks=pytest.mark.slow)
+            for form, target in (("fp16", "onnxruntime"), ("int8", "openvino"), ("int4", "onnxruntime"))
+        ),
+    ],
+)
 def test_honest_engines_pass(form: str, target: str, honest: Callable[[str], Honest]) -> None:
     made = honest(form)
     built = open_engines(made.engines(target), made.bundle)

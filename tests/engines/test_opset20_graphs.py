@@ -36,8 +36,14 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+# Those for several images and for clips have all of their graphs' operators.
+ALIKE = {"llava-next", "qwen2.5-vl", "qwen2.5-vl, several images"}
+
+
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in ALIKE else []) for kind in KINDS]
+)
 def test_every_graph_is_on_the_list_of_10_3(kind: str, precision: str, tmp_path: Path) -> None:
     config, options = KINDS[kind]
     root = export_random(tmp_path, config, precision=precision, dialect="opset20", **options).path

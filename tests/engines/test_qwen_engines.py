@@ -18,7 +18,7 @@ BUDGETS = ("prune-66.7", "prune-88.9+raster+visual-keys")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     options = {"precision": "fp16", "dialect": dialect, "max_pixels": 376320}
     bundle = export_random(tmp_path, QWEN_CONFIG, budgets=BUDGETS, **options)

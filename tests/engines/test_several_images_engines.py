@@ -32,7 +32,9 @@ NAMES = {"gqa-112": "llava", "next": "llava-next", "qwen": "qwen"}
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
 @pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
-@pytest.mark.parametrize("name", ["llava", pytest.param("llava-next", marks=pytest.mark.slow), "qwen"])
+@pytest.mark.parametrize(
+    "name", ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava-next", "qwen"))]
+)
 def test_tensorrt_rtx_builds_every_graph(name: str, dialect: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "fp16", "dialect": dialect, "max_images": 3}
     config, pixels = CONFIGS[name], {"max_pixels": 376320} if name == "qwen" else {}

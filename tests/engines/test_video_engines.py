@@ -19,10 +19,15 @@ from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
+from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.progress import SILENT
+from sinkprune.engines.targets import Job
+from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
@@ -57,19 +62,23 @@ def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> No
     """Ten frames of an image's 1280 tokens would be 5120 to rank at once, and TensorRT ranks 3840."""
     budgets = ("prune-80", "prune-80+no-sanitizer")
     bundle = export_random(tmp_path, QWEN_CONFIG, budgets=budgets, precision="fp16", max_frames=20)
-    outcome = run(
-        "sinkprune-build", bundle.path, "-o", tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86,89,120"
-    )
-    assert outcome.code == 0, outcome.stderr
-    built = read_engines(tmp_path / "engines").manifest.engines
-    for graph in ("sinkpruner/prune-80/sanitizer", "sinkpruner/prune-80+no-sanitizer/select_after_0"):
-        norms = {name: ranges["norms"] for name, ranges in built[graph].optimisation_profiles.items()}
+    limits = resolve_limits(bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
+    profiles = optimisation_profiles(bundle.manifest, limits)
+    graphs = ("sinkpruner/prune-80/sanitizer", "sinkpruner/prune-80+no-sanitizer/select_after_0")
+    for graph in graphs:
+        norms = {name: ranges["norms"] for name, ranges in profiles[graph].items()}
         assert norms == {"clip": Range((1, 1), (10, 768), (10, 768)), "image": Range((1, 1), (1, 1280), (1, 1280))}
-    rows = {name: ranges["visual_index"].max for name, ranges in built[graph].optimisation_profiles.items()}
+    rows = {name: ranges["visual_index"].max for name, ranges in profiles[graph].items()}
     assert rows == {"clip": (7680,), "image": (1280,)}
-    assert list(built["vision"].optimisation_profiles) == ["clip", "image"]
-    assert list(built["decoder_0"].optimisation_profiles) == ["prefill", "decode"]
-    assert built["decoder_0"].optimisation_profiles["prefill"]["hidden"].max[1] == 7680 + 512
+    assert list(profiles["vision"]) == ["clip", "image"]
+    assert list(profiles["decoder_0"]) == ["prefill", "decode"]
+    assert profiles["decoder_0"]["prefill"]["hidden"].max[1] == 7680 + 512
+    for graph in ("vision", *graphs):
+        job = Job(Model.of_bundle(bundle, graph), profiles[graph])
+        assert list(TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT).optimisation_profiles) == [
+            "clip",
+            "image",
+        ]
 
 
 def test_every_shape_of_every_clip_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:

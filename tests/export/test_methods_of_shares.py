@@ -186,7 +186,7 @@ def mean_of(plan: PlanGraphs, n: int, layers: int) -> Fraction:
     return PictureSchedule.of(plan.kept.resolve(n), 1, tuple(plan.select_after)).mean(layers)
 
 
-@pytest.mark.parametrize("layers", [28, 36])
+@pytest.mark.parametrize("layers", [28, pytest.param(36, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", all_methods())
 def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
     reached = 0

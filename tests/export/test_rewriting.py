@@ -51,16 +51,16 @@ def content(path: Path) -> tuple[Counter[str], list[Any], dict[str, Array]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "dialect", "graphs"),
+    ("name", "precision", "dialect", "graphs", "weights"),
     [
-        ("gqa-112", "fp32", "opset24", ["vision", "projector", "decoder_0", "decoder_3", "head"]),
-        ("gqa-112", "fp16", "opset20", ["vision", "decoder_1"]),
-        ("qwen", "fp32", "opset24", ["vision", "decoder_0"]),
-        ("qwen2-vl", "fp32", "opset24", ["vision"]),
-        ("next", "fp32", "opset24", ["projector"]),
+        ("gqa-112", "fp32", "opset24", ["vision", "projector", "decoder_0", "decoder_3", "head"], "int8"),
+        ("gqa-112", "fp32", "opset24", ["projector", "decoder_0", "decoder_3", "head"], "int4"),
+        ("gqa-112", "fp16", "opset20", ["vision", "decoder_1"], "int4"),
+        ("qwen", "fp32", "opset24", ["vision", "decoder_0"], "int8"),
+        ("qwen2-vl", "fp32", "opset24", ["vision"], "int8"),
+        ("next", "fp32", "opset24", ["projector"], "int4"),
     ],
 )
-@pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_it_is_what_the_export_writes(
     name: str,
     precision: str,

@@ -228,7 +228,7 @@ def test_ties_duplicates_zeros_and_extremes(
         st.sampled_from(_SALIENCE),
     )
 
-    @settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
     @given(st.lists(token, min_size=n, max_size=n))
     def holds(drawn: list[tuple[tuple[float, ...], float, float, float]]) -> None:
         rows, scales, norms, salience = (np.array(column) for column in zip(*drawn, strict=True))

@@ -69,15 +69,20 @@ DOWN = "language_model.layers.3.mlp.down_proj.weight"
 KEYS = "language_model.layers.3.self_attn.k_proj.weight"
 
 
-@pytest.mark.parametrize("name", [EMBEDDING, DOWN, KEYS])
+NOT_FINITE = [
+    (np.nan, "fp32", "holds NaN or infinity, expected finite numbers"),
+    (-np.inf, "fp32", "holds NaN or infinity"),
+    (np.nan, "fp16", "holds NaN or infinity"),
+    (-7e4, "fp16", "holds values up to 7e+04, expected at most 65504, as fp16 can hold. Export with --precision"),
+    (1e38, "fp16", "holds values up to 1e+38"),
+]
+
+
 @pytest.mark.parametrize(
-    ("value", "precision", "said"),
+    ("name", "value", "precision", "said"),
     [
-        (np.nan, "fp32", "holds NaN or infinity, expected finite numbers"),
-        (-np.inf, "fp32", "holds NaN or infinity"),
-        (np.nan, "fp16", "holds NaN or infinity"),
-        (-7e4, "fp16", "holds values up to 7e+04, expected at most 65504, as fp16 can hold. Export with --precision"),
-        (1e38, "fp16", "holds values up to 1e+38"),
+        *((DOWN, *case) for case in NOT_FINITE),
+        *((name, *NOT_FINITE[place]) for name in (EMBEDDING, KEYS) for place in (0, 3)),
     ],
 )
 def test_a_weight_that_is_not_finite_is_named(

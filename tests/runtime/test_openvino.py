@@ -36,7 +36,9 @@ def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend="openvino", compute="fp32")
-    for budget in ("none", *theirs.bundle.manifest.budgets):
+    budgets = list(theirs.bundle.manifest.budgets)
+    # Of the budgets between, graphs differ from these in numbers alone.
+    for budget in ("none", *(budgets if name == "gqa-112" else budgets[-1:])):
         assert_equal(ours, theirs, photo, budget=budget)
 
 
@@ -132,7 +134,9 @@ def test_selection_is_in_fp32_whatever_all_else_is_in(bundle: Callable[..., Path
 
 
 @pytest.mark.parametrize("compute", [compute for compute in COMPUTES if compute != "fp32"])
-@pytest.mark.parametrize("form", ["fp32", "fp16", "bf16", "int4"])
+@pytest.mark.parametrize(
+    "form", ["fp32", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp16", "bf16")), "int4"]
+)
 def test_what_faster_types_change_is_little(
     form: str, compute: Compute, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:

@@ -20,7 +20,7 @@ TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-80": 20
 """Per cent of N."""
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen2_vl", "qwen3_vl"])
+@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen3_vl"])
 def deep_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many layers as the 7B models."""
     folder = tmp_path_factory.mktemp("deep")

@@ -32,13 +32,14 @@ BUDGETS = (
 )
 # 480, 8, 275 and 4 visual tokens of 28 x 28 pixels
 SIZES = [(672, 560), (112, 56), (300, 700), (56, 50)]
-# Its decoder is deep: every budget at one size, and every size at one budget.
+# Of the others every pair of a checkpoint, a size and a budget. The decoder of Qwen3-VL is deep: every budget at one
+# size, and every size at one budget.
 CASES = [
     (name, size, budget)
-    for name, shape in QWEN_SHAPES.items()
-    for size in SIZES
-    for budget in BUDGETS
-    if shape.kind != "qwen3_vl" or size == (300, 700) or budget == "prune-66.7"
+    for row, (name, shape) in enumerate(QWEN_SHAPES.items())
+    for column, size in enumerate(SIZES)
+    for layer, budget in enumerate(BUDGETS)
+    if ((row + column + layer) % 3 == 0 if shape.kind != "qwen3_vl" else size == (300, 700) or budget == "prune-66.7")
 ]
 
 
