@@ -16,6 +16,8 @@ from sinkprune.contract.errors import VideoError
 from sinkprune.contract.untrusted import MissingError, UnreadableError, open_regular
 from sinkprune.runtime.block_chain import gif_is_whole, matroska_is_whole
 from sinkprune.runtime.clip import collected
+from sinkprune.runtime.display_matrix import turned
+from sinkprune.runtime.keyframe_index import KeyframeIndex, LostFrameError
 
 CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
 """What a video file may be, by FFmpeg's names; `mov` is MP4 too, `matroska` WebM, `asf` WMV. None names other files:
@@ -44,10 +46,13 @@ class VideoFile:
     """The first video stream of a file.
 
     A file that is cut off or damaged is refused, as far as that can be known. Opening reads every packet and compares
-    with the length in the header (MP4, AVI, WMV, FLV) or follows the blocks to the end (MKV, WebM, GIF); reading
-    decodes every frame. What cannot be known: where an MPEG stream (TS, PS) should end, or an MKV or MP4 that was
-    recorded live, whose header says no length; frames lost from the middle of an AVI or WMV file; and damage within
-    a frame that its codec can decode to something, as VP8, VP9, HEVC and GIF often can.
+    with the length in the header (MP4, AVI, WMV, FLV) or follows the blocks to the end (MKV, WebM, GIF). Reading
+    decodes, in MP4, MOV, MKV and WebM, from the keyframe before each frame that is read, and all frames of other
+    files. What cannot be known: damage in frames that are not decoded; where an MPEG stream (TS, PS) should end, or
+    an MKV or MP4 that was recorded live, whose header says no length; frames lost from the middle of an AVI or WMV
+    file; and damage within a frame that its codec can decode to something, as VP8, VP9, HEVC and GIF often can.
+
+    Frames are turned and mirrored as the file's display matrix says.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -63,6 +68,7 @@ class VideoFile:
             self.fps = float(rate) if rate else 0.0
             # Frames before and behind what an edit list shows are decoded and not shown.
             self.count, end, end_of_all = 0, 0.0, 0.0
+            self._index = KeyframeIndex(container.format.name)
             for number, packet in enumerate(container.demux()):
                 if number == MOST_PACKETS or self.count > MOST_FRAMES:
                     raise VideoError(
@@ -75,18 +81,35 @@ class VideoFile:
                     until = float((packet.pts + (packet.duration or 0)) * packet.time_base)
                     end_of_all = max(end_of_all, until)
                     end = max(end, until) if packet.stream is stream else end
-                self.count += packet.stream is stream and packet.size > 0 and not packet.is_discard
+                if packet.stream is stream and packet.size > 0:
+                    self.count += not packet.is_discard
+                    self._index.add(packet)
+            self._index.close()
             self._check_end(container, stream, file, end, end_of_all)
         if not self.count:
             raise VideoError(f"video '{path}' has no frames. Give one with a picture in it.")
 
-    def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """The frames at `indices` as RGB images.
+    @property
+    def can_seek(self) -> bool:
+        """Whether a few frames can be read without decoding all: the file lists its keyframes and has several."""
+        return self._index.can_seek
 
-        Every frame is decoded: one that cannot be is an error, and so is a stream that ends before all have come.
+    def read(self, indices: Sequence[int]) -> list[Image.Image]:
+        """The frames at `indices` as RGB images; raises `VideoError` for those that cannot be decoded.
+
+        Where `can_seek` is false, or all are read, every frame is decoded: one that cannot be is an error, and so is
+        a stream that ends before all have come.
         """
+        wanted = set(indices)
+        if self.can_seek and len(wanted) < self.count:
+            try:
+                with self._stream() as (container, stream, _):
+                    return collected(map(turned, self._index.frames(container, stream, wanted)))
+            except (LostFrameError, VideoError):
+                # Whether the file is broken or its index misleads, decoding all of it shows.
+                pass
         with self._stream() as (container, stream, _):
-            return collected(self._frames(container, stream, set(indices)))
+            return collected(self._frames(container, stream, wanted))
 
     def _frames(self, container: Any, stream: Any, wanted: set[int]) -> Iterator[Image.Image]:
         count = 0
@@ -96,7 +119,7 @@ class VideoFile:
             if count == self.count:
                 raise self._broken(f"more than the {count} frames in the file could be decoded")
             if count in wanted:
-                yield frame.to_image()
+                yield turned(frame)
             count += 1
         if count != self.count:
             raise self._broken(f"{self.count} frames are in the file and {count} could be decoded")
@@ -157,7 +180,7 @@ class VideoFile:
                     )
                 context.options = {"err_detect": _CHECKS, "max_pixels": _OPTIONS["max_pixels"]}
                 yield container, stream, file
-        except VideoError:
+        except (LostFrameError, VideoError):
             raise
         except MemoryError as error:
             raise VideoError(f"there is not enough memory for video '{self._path}'. Scale it down.") from error

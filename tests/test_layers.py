@@ -28,10 +28,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain chat_template cores embedding grid_boxes heap image_settings images "
-        "learnt onnxruntime_library openvino_library picture_segments pixel_values plot power processor prompt "
-        "rotary sampling camera stopwatch template_environment template_meter tensorrt_library torchvision_resize "
-        "turns",
+        "__init__ answer answer_text block_chain chat_template cores display_matrix embedding grid_boxes heap "
+        "image_settings images keyframe_index learnt onnxruntime_library openvino_library picture_segments "
+        "pixel_values plot power processor prompt rotary sampling "
+        "camera stopwatch template_environment template_meter tensorrt_library torchvision_resize turns",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",

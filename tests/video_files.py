@@ -22,14 +22,15 @@ def write_video(
     lengths: Sequence[int] = (),
     audio_seconds: float = 0,
     flags: Mapping[str, str] | None = None,
+    coding: Mapping[str, str] | None = None,
 ) -> Path:
     """The pictures in a file; each `lengths` long, in turns and in frames of `fps`, where they are given.
 
-    `flags` are the container's options.
+    `flags` are the container's options, `coding` the codec's.
     """
     av: Any = pytest.importorskip("av")
     with av.open(str(path), "w", options=dict(flags or {})) as container:
-        stream = container.add_stream(codec, rate=fps)
+        stream = container.add_stream(codec, rate=fps, options=dict(coding or {}))
         stream.width, stream.height = pictures[0].size
         stream.pix_fmt, stream.bit_rate = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p"), 4_000_000
         place, sound = 0, None
@@ -58,5 +59,16 @@ def trimmed(path: Path, start: float, seconds: float) -> Path:
     edit = data.index(b"elst") + 12
     first = struct.unpack_from(">i", data, edit + 4)[0]
     struct.pack_into(">Ii", data, edit, int(seconds * 1000), first + int(start * scale))
+    path.write_bytes(data)
+    return path
+
+
+def turned(path: Path, matrix: Sequence[float]) -> Path:
+    """Rewrite the display matrix of an MP4 file of one stream, which phones write to turn it: its a, b, c and d."""
+    data = bytearray(path.read_bytes())
+    place = data.index(b"tkhd") + 44
+    assert struct.unpack_from(">9i", data, place) == (1 << 16, 0, 0, 0, 1 << 16, 0, 0, 0, 1 << 30)
+    a, b, c, d = (int(number * (1 << 16)) for number in matrix)
+    struct.pack_into(">9i", data, place, a, b, 0, c, d, 0, 0, 0, 1 << 30)
     path.write_bytes(data)
     return path

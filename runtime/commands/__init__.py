@@ -32,6 +32,7 @@ from sinkprune.runtime.video_file import VideoFile
 
 R = TypeVar("R")
 
+_LONG_VIDEO = 300
 IMAGE_PLACE = "{image}"
 """Where an image stands in a prompt."""
 
@@ -105,8 +106,18 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None
 
 
 def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
-    """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`."""
-    sources = options.image or [VideoFile(path) for path in options.video]
+    """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`.
+
+    Prints a note about each long video that must be decoded as a whole.
+    """
+    videos = {path: VideoFile(path) for path in options.video or ()}
+    for path, video in videos.items():
+        if not video.can_seek and video.count >= _LONG_VIDEO:
+            sys.stderr.write(
+                f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
+                "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
+            )
+    sources = options.image or [videos[path] for path in options.video]
     family = load_family(bundle.manifest)
     return [decoded(source, family) for source in sources]
 

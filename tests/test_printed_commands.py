@@ -1,0 +1,213 @@
+"""Every command and every Python snippet of the README and the docs, run as printed by a reader without a GPU.
+
+Commands run in a folder that holds small checkpoints, bundles and pictures under the names that the pages use. A
+command that cannot run here has a row in `NOT_RUN`, with the reason, and its options are parsed at least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+from clips import frames
+from commands import run
+from import_statements import ROOT
+from video_files import write_video
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CHECKPOINTS = {
+    "llava-hf/llava-1.5-7b-hf": "gqa-112",
+    "./my-checkpoint": "gqa-112",
+    "Qwen/Qwen2.5-VL-7B-Instruct": "qwen",
+}
+"""The small checkpoint that has the place of a published one."""
+BUNDLES = ("llava-7b", "llava-7b-int4", "llava-int4", "engines", "qwen-7b")
+"""The names of bundles and engines that commands read; `qwen-7b` is made for video, the others for two pictures."""
+OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  ", "stop: ", "1  H ", "p_j = ")
+"""How blocks begin that show what a program prints, or a formula."""
+
+GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
+PARTS = "needs files, keys or programs that only its reader has"
+NOT_RUN: dict[str, str] = {
+    r"pip install": SYSTEM,
+    r"make ": MINUTES,
+    r"sudo ": SYSTEM,
+    r"jetson/setup\.sh": SYSTEM,
+    r"docker ": SYSTEM,
+    r"python3\.11 -m venv|peers/bin/|converter/bin/|export PATH|CMAKE_ARGS": SYSTEM,
+    r"benchmarks/|python benchmarks/|pytest -m gpu": MINUTES,
+    r"python -m lmms_eval": PARTS,
+    r"python demo/photo\.py": PARTS,
+    r"mkdir others|python -m sinkprune\.demo\.write_scenes": MINUTES,
+    r"openssl ": PARTS,
+    r"sinkprune-build .*--target tensorrt": GPU,
+    r"sinkprune-profile ENGINES": GPU,
+    r"sinkprune-check ": GPU,
+    r"sinkprune-profile .*--(power|rate|repeat 9|backend ort-cpu\+openvino)": MINUTES,
+    r"sinkprune-export .*--random-weights": MINUTES,
+    r"sinkprune-export demo/pocket": MINUTES,
+    r"sinkprune-export my-gptq-or-awq": PARTS,
+    r"sinkprune-export .*--sign": PARTS,
+    r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
+    r"sinkprune-(calibrate|evaluate) ": MINUTES,
+    r"sinkprune-run .*--costs": PARTS,
+    r"sinkprune-run .*--deadline-ms": "its answer depends on the machine's load: tests/runtime/test_deadline_requests.py",
+}
+"""By a pattern that begins a command: why it is not run here."""
+FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-int4 --precision": "for a Jetson", "-o orin ": "for a Jetson"}
+"""Exports whose states may be in fp16, which on a CPU take twice the memory: they are for GPUs."""
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    """All fenced blocks of the pages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 2
+            found.append(Block(page.name, line, match[1], match[2]))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """Where each command stands, and its words without the remark behind them."""
+    found = []
+    for block in blocks():
+        if block.language or block.text.startswith(OUTPUT):
+            continue
+        joined = block.text.replace("\\\n", "")
+        for number, line in enumerate(joined.splitlines()):
+            for part in re.split(r" && ", re.split(r"\s+#\s", line)[0]):
+                if part.strip():
+                    found.append((f"{block.page}:{block.line + number}", part.strip()))
+    return found
+
+
+ALL = commands()
+RUN = [(place, text) for place, text in ALL if not any(re.match(pattern, text) for pattern in NOT_RUN)]
+PARSED = [
+    (place, text)
+    for place, text in ALL
+    if text.startswith("sinkprune-") and (place, text) not in RUN and "..." not in text
+]
+
+
+class Parsed(Exception):
+    """A command's options were accepted."""
+
+
+@pytest.fixture(scope="module")
+def readers_folder(
+    bundle: Callable[..., Path],
+    checkpoint: Callable[[str], Path],
+    photo: Image.Image,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """What a reader has before the first command, under the names of the pages."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("kitchen.jpg", "door.jpg", "a.jpg", "b.jpg", "coffee.jpg"):
+        photo.save(folder / name)
+    write_video(folder / "clip.mp4", frames(20, (160, 112), photo))
+    for name, kind in CHECKPOINTS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(checkpoint(kind))
+    for name in BUNDLES:
+        made = (
+            bundle("qwen", budgets=("prune-80",), max_frames=8)
+            if name == "qwen-7b"
+            else bundle("gqa-112", budgets=("retain-64", "retain-32"), max_images=2)
+        )
+        (folder / name).symlink_to(made)
+    return folder
+
+
+@pytest.fixture
+def here(readers_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of one command, which may write there."""
+    for path in readers_folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_command_is_known() -> None:
+    assert len(ALL) > 60
+    unknown = [text for _, text in RUN if not text.startswith("sinkprune-")]
+    assert unknown == []
+    for pattern in NOT_RUN:
+        assert any(re.match(pattern, text) for _, text in ALL), f"no page prints a command of {pattern!r}"
+    for start in OUTPUT:
+        assert any(block.text.startswith(start) for block in blocks() if not block.language) or start == "prompt -> "
+
+
+@pytest.mark.parametrize(("place", "text"), RUN, ids=lambda value: value[:60])
+def test_a_printed_command_runs(place: str, text: str, here: Path) -> None:
+    command, *words = shlex.split(text)
+    if "-o" in words:
+        output = here / words[words.index("-o") + 1]
+        output.unlink(missing_ok=True)
+    if command == "sinkprune-run":
+        words += ["--max-new-tokens", "2"]
+    if command == "sinkprune-profile":
+        words += ["--repeat", "1", "--new-tokens", "2"]
+    outcome = run(command, *words)
+    assert outcome.code == 0, f"{place}: {text}\n{outcome.stderr}"
+
+
+@pytest.mark.parametrize(("place", "text"), PARSED, ids=lambda value: value[:60])
+def test_a_printed_command_s_options_exist(
+    place: str, text: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
+        parse(self, *given, **named)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+    command, *words = shlex.split(text)
+    with pytest.raises(Parsed):
+        run(command, *words)
+
+
+def test_only_exports_for_gpus_have_states_in_fp16() -> None:
+    wrong = [text for _, text in ALL if "--precision fp16" in text and not any(part in text for part in FP16)]
+    assert wrong == []
+
+
+def test_files_and_targets_that_commands_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    extras = set(re.findall(r"^([a-z-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    for place, text in ALL:
+        for name in re.findall(r"(?:benchmarks|demo|jetson)/\w+\.(?:py|sh)|jetson/Dockerfile\.\w+", text):
+            assert (ROOT / name).is_file(), f"{place}: {text}"
+        if text.startswith("make "):
+            assert text.split()[1] in targets, f"{place}: {text}"
+        for named in re.findall(r"(?:\.|sinkprune)\[([a-z,-]+)\]", text):
+            assert set(named.split(",")) <= extras, f"{place}: {text}"
+
+
+@pytest.mark.parametrize("page", sorted({block.page for block in blocks() if block.language == "python"}))
+def test_python_snippets_run(page: str, here: Path, photo: Image.Image, capsys: pytest.CaptureFixture[str]) -> None:
+    snippets = [block for block in blocks() if block.page == page and block.language == "python"]
+    from sinkprune import Pipeline
+
+    known: dict[str, Any] = {"frames": frames(20, (160, 112), photo), "frame": photo}
+    if page != "README.md":
+        known["pipeline"] = Pipeline.load("llava-7b")
+    for block in snippets:
+        exec(compile(block.text, f"{block.page}:{block.line}", "exec"), known)
