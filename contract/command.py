@@ -35,13 +35,18 @@ _DISK_ERRORS = {
 }
 # What Python, the dynamic linker and ONNX Runtime say where no memory is to be had.
 _MEMORY_WORDS = (
-    "can't start new thread",
     "failed to map segment",
     "Cannot allocate memory",
-    "pthread_create failed",
     "bad_alloc",
     "bad allocation",
     "Failed to allocate memory",
+)
+# What they, OpenVINO and oneTBB say where no thread is to be had; the system calls both a lack of resources.
+_THREAD_WORDS = (
+    "can't start new thread",
+    "pthread_create failed",
+    "Resource temporarily unavailable",
+    "thread creation failed",
 )
 _SHOWN = 160
 # A compiled module's own code runs as it is made, or then.
@@ -99,7 +104,14 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
 
 def _mendable(error: Exception) -> str | None:
     """What to tell of an error that the user can mend; None for others."""
+    if isinstance(error, FileNotFoundError) and _current_folder_is_gone():
+        return "the current folder was removed. Change to a folder that exists, and run the command again."
     shortage = _shortage(error)
+    if shortage is not None and _is_of_threads(shortage):
+        return (
+            f"there are too few threads: {_last_line(shortage)}. End other programs, raise the limit that is set "
+            "(ulimit -u, or TasksMax of a systemd unit), or give --threads a smaller number."
+        )
     if shortage is not None:
         return (
             f"there is too little memory: {_last_line(shortage)}. End other programs, raise the limit that is set "
@@ -119,10 +131,23 @@ def _shortage(error: BaseException | None) -> BaseException | None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return error
         # Ours quote what users wrote.
-        if not isinstance(error, SinkpruneError) and any(word in str(error) for word in _MEMORY_WORDS):
+        words = (*_MEMORY_WORDS, *_THREAD_WORDS)
+        if not isinstance(error, SinkpruneError) and any(word in str(error) for word in words):
             return error
         error = error.__cause__
     return None
+
+
+def _is_of_threads(shortage: BaseException) -> bool:
+    return any(word in str(shortage) for word in _THREAD_WORDS)
+
+
+def _current_folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _last_line(error: BaseException) -> str:

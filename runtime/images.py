@@ -6,15 +6,15 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.untrusted import MissingError, UnreadableError, open_regular, read_all
-from sinkprune.runtime.picture_segments import count_jpeg_parts, count_png_chunks
+from sinkprune.contract.untrusted import MissingError, UnreadableError, open_regular
+from sinkprune.runtime.metered_file import MeteredFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What an image file may be. Pillow knows more: some start other programs, others fail in ways of their own."""
@@ -22,24 +22,28 @@ MOST_PIXELS = 1 << 26
 """The most pixels an image file may have: 8192x8192. It takes less than 1 GB to decode."""
 MOST_WEBP_PIXELS = 3 << 24
 """The most pixels a WebP file may have: 8192x6144. Its decoder holds each of them four times."""
-MOST_BYTES = 1 << 29
-"""The most bytes an image file may have: those of `MOST_PIXELS` of 64 bits."""
-MOST_SCANS = 100
-"""The most scans a JPEG file may have: ten times what encoders write. Each goes over all pixels again."""
+MOST_BYTES = 257 << 20
+"""The most bytes an image file may have: those of `MOST_PIXELS` of 32 bits, and 1 MiB more."""
+MOST_TILES = 1 << 16
+"""The most strips or tiles of a TIFF: libtiff decodes all of them in one call, which nothing interrupts."""
 
-MOST_PARTS = 100_000
-"""The most chunks of a PNG file, or segments of a JPEG: Pillow takes microseconds for each."""
-
-_JPEG = b"\xff\xd8"
+# Pillow decodes JPEG files in blocks. In small ones a file cannot ask for much work between two checks of the time.
+_JPEG_BLOCK = 1 << 12
 _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
-# Pixels of a picture with alpha that are made opaque at a time.
+# Greyscale of 16 bits, by Pillow's mode. A 16-bit PGM, and before Pillow 10.3 a PNG, is of mode "I", as 32 bits are.
+_MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
+_FORMATS_OF_16_BITS = ("PPM", "PNG")
+# TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
+_ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
+# Pixels of a picture that are converted at a time.
 _STRIP = 1 << 20
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """The RGB image in a file, turned as its EXIF data says.
+    """The RGB image in a file, turned as its EXIF data says. Greyscale of 16 bits is divided by 257, to 8 bits.
 
-    Raises `ImageError` for what is no regular file, none of `FORMATS`, damaged, or has more than `MOST_PIXELS`.
+    Raises `ImageError` for what is no regular file, none of `FORMATS`, damaged, of 32 bits a channel, or larger than
+    `MOST_PIXELS`, and where decoding reads or takes more than a `MeteredFile` allows.
     """
     try:
         file = open_regular(path)
@@ -56,7 +60,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
                 f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
             )
         try:
-            return _decoded(cast(BinaryIO, _Bounded(file, size)))
+            return _decoded(cast(BinaryIO, MeteredFile(file, size)))
         except UnidentifiedImageError as error:
             raise ImageError(f"'{path}' is not an image Pillow can read ({size} bytes). {_GIVE}") from error
         except ImageError as error:
@@ -78,33 +82,24 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
     _check_size(*image.size)
     with _damage_as_error():
         turned = ImageOps.exif_transpose(image)
-        return turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(turned)
-
-
-class _Bounded:
-    """An open file, of which no more is asked than it has: Python makes room for what is asked before it reads."""
-
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
-        self.seek, self.tell, self.fileno = file.seek, file.tell, file.fileno
-
-    def read(self, count: int = -1) -> bytes:
-        """Up to `count` bytes, or all that are left."""
-        left = max(0, self._size - self._file.tell())
-        return self._file.read(left if count < 0 else min(count, left))
+        return (
+            turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(_with_8_bits(turned, image.format))
+        )
 
 
 def _decoded(file: BinaryIO) -> Image.Image:
     """The image in an open file; raises `ImageError`, and `UnidentifiedImageError` for none of our formats."""
-    with _damage_as_error():
-        _check_parts(file)
-        with Image.open(file, formats=FORMATS) as image:
-            _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            # A WebP's pixels stand there once more.
-            image.fp = None
-            return _opaque(image)
+    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
+        _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
+        if image.format == "TIFF":
+            _check_tiles(image)
+        if image.format == "JPEG":
+            image.decodermaxblock = _JPEG_BLOCK
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        # A WebP's pixels stand there once more.
+        image.fp = None
+        return _opaque(_with_8_bits(image, image.format))
 
 
 def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
@@ -115,15 +110,19 @@ def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
         )
 
 
-def _check_parts(file: BinaryIO) -> None:
-    """Refuse more parts than `MOST_PARTS`, or scans than `MOST_SCANS`; leaves the file at its start."""
-    parts, scans = count_png_chunks(file, MOST_PARTS), 0
-    if file.read(len(_JPEG)) == _JPEG:
-        parts, scans = count_jpeg_parts(read_all(file, MOST_BYTES), MOST_PARTS)
-    file.seek(0)
-    for found, most, what in ((parts, MOST_PARTS, "segments"), (scans, MOST_SCANS, "scans")):
-        if found > most:
-            raise ImageError(f"the image has {found} {what}, expected at most {most}. Give one that is saved anew.")
+def _check_tiles(image: Image.Image) -> None:
+    """Refuse a TIFF whose tiles, most of them outside the picture, have more pixels than a picture may have."""
+    tags = cast(Any, image).tag_v2
+    width = int(tags.get(_TILE_WIDTH, image.width))
+    height = int(tags.get(_TILE_LENGTH, min(image.height, tags.get(_ROWS_PER_STRIP, image.height))))
+    if width < 1 or height < 1:
+        raise ImageError(f"the image has tiles of {width}x{height} pixels. Give a complete image file.")
+    across, down = -(-image.width // width), -(-image.height // height)
+    if across * down > MOST_TILES:
+        raise ImageError(
+            f"the image has {across * down} tiles, expected at most {MOST_TILES}. Save it in larger ones."
+        )
+    _check_size(across * width, down * height)
 
 
 @contextmanager
@@ -148,6 +147,28 @@ def _damage_as_error() -> Iterator[None]:
         raise ImageError(
             f"the image is damaged or truncated: {reason.rstrip('.')}. Give a complete image file."
         ) from error
+
+
+def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
+    """`image`, which came from a file of that format, with 16-bit greyscale divided by 257.
+
+    Kept, because Pillow itself makes all values above 255 white.
+    """
+    of_16_bits = image.mode in _MODES_OF_16_BITS or (image.mode == "I" and from_format in _FORMATS_OF_16_BITS)
+    if not of_16_bits:
+        if image.mode in ("I", "F"):
+            raise ImageError(
+                f"the image has 32 bits a channel (mode {image.mode}), expected 8 or 16. Scale its values to 8 bits."
+            )
+        return image
+    grey = Image.new("L", image.size)
+    transparent, rows = image.info.get("transparency"), max(1, _STRIP // max(1, image.width))
+    for top in range(0, image.height, rows):
+        strip = np.array(image.crop((0, top, image.width, min(top + rows, image.height))), np.uint32)
+        if transparent is not None:
+            strip[strip == transparent] = 65535
+        grey.paste(Image.fromarray(((strip + 128) // 257).astype(np.uint8)), (0, top))
+    return grey
 
 
 def _has_alpha(image: Image.Image) -> bool:

@@ -18,7 +18,7 @@ from sinkprune.runtime.video_file import VideoFile
 
 PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
 """A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or what `decoded`
-made of one."""
+made of one. Greyscale of 16 bits is divided by 257."""
 
 
 def decoded(source: PictureLike, family: Family) -> Picture:

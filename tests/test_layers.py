@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores display_matrix embedding grid_boxes heap "
-        "image_settings images keyframe_index learnt onnxruntime_library openvino_library picture_segments "
+        "image_settings images keyframe_index learnt metered_file onnxruntime_library openvino_library "
         "pixel_values plot power processor prompt rotary sampling "
         "camera stopwatch template_environment template_meter tensorrt_library torchvision_resize turns",
         "device",

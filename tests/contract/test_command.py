@@ -221,18 +221,21 @@ def test_too_little_address_space_is_told(asked: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("error", "few"),
     [
-        MemoryError(),
-        OSError(errno.ENOMEM, "Cannot allocate memory"),
-        RuntimeError("can't start new thread"),
-        ImportError("libx.so: failed to map segment from shared object"),
-        Exception("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"),
+        (MemoryError(), "too little memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "too little memory"),
+        (ImportError("libx.so: failed to map segment from shared object"), "too little memory"),
+        (Exception("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"), "too little memory"),
+        (RuntimeError("can't start new thread"), "there are too few threads: can't start new thread. End"),
+        # What OpenVINO says with too small an RLIMIT_NPROC
+        (RuntimeError("Exception from core.cpp:109:\nResource temporarily unavailable"), "there are too few threads"),
+        (Exception("ThreadMain() pthread_create failed, error code: 11"), "there are too few threads"),
     ],
     ids=str,
 )
-def test_memory_errors_are_told_also_where_another_error_was_made_of_them(
-    error: Exception, capsys: pytest.CaptureFixture[str]
+def test_shortages_are_told_also_where_another_error_was_made_of_them(
+    error: Exception, few: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def plainly(arguments: object) -> None:
         raise error
@@ -243,7 +246,8 @@ def test_memory_errors_are_told_also_where_another_error_was_made_of_them(
     for body in (plainly, wrapped):
         assert run_command(body, []) == 2
         said = capsys.readouterr().err
-        assert said.startswith("error: there is too little memory: ")
+        assert said.startswith("error: ") and few in said
+        assert ("--threads" in said) == ("threads" in few)
         assert said.count("\n") == 1
         assert "not installed" not in said
 
@@ -254,6 +258,22 @@ def test_what_users_wrote_is_not_taken_for_lack_of_memory(capsys: pytest.Capture
 
     assert run_command(body, []) == 2
     assert capsys.readouterr().err == "error: 'bad_alloc.png' is no folder\n"
+
+
+def test_a_current_folder_that_was_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+    def body(arguments: object) -> None:
+        Path("output").absolute()
+
+    assert run_command(body, []) == 2
+    assert capsys.readouterr().err == (
+        "error: the current folder was removed. Change to a folder that exists, and run the command again.\n"
+    )
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -7,8 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.images import FORMATS, MOST_PIXELS, MOST_SCANS, MOST_WEBP_PIXELS, read_image, to_rgb
+from sinkprune.runtime.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
 
 CORPUS = sorted((Path(__file__).parents[1] / "fuzz" / "corpus" / "pictures").iterdir())
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 moveto\nshowpage\n%%EOF\n"
@@ -125,18 +123,14 @@ def test_one_column_too_many_is_refused_before_decoding(kind: str, size: tuple[i
 
 def test_a_file_larger_than_its_pixels_could_be_is_not_read(tmp_path: Path, photo: Image.Image) -> None:
     path = named(tmp_path, encoded(photo, "BMP"))
-    os.truncate(path, (1 << 29) + 1)
-    with pytest.raises(ImageError, match="has 536870913 bytes, expected at most 536870912"):
+    os.truncate(path, MOST_BYTES + 1)
+    with pytest.raises(ImageError, match="has 269484033 bytes, expected at most 269484032"):
         read_image(path)
 
 
-def test_a_jpeg_of_scans_without_end_is_refused_and_cameras_are_not(tmp_path: Path, photo: Image.Image) -> None:
+def test_what_cameras_append_to_a_jpeg_is_ignored(tmp_path: Path, photo: Image.Image) -> None:
+    """Motion photos have a video after the picture, and a thumbnail within the EXIF data."""
     data = encoded(photo, "JPEG", progressive=True)
-    last = data[data.rindex(b"\xff\xc4", 0, data.rindex(b"\xff\xda")) : -2]
-    bomb = data[:-2] + last * MOST_SCANS + b"\xff\xd9"
-    with pytest.raises(ImageError, match=rf"has 1\d\d scans, expected at most {MOST_SCANS}"):
-        read_image(named(tmp_path, bomb))
-    # Motion photos have a video behind the picture, and a thumbnail within its EXIF data.
     thumbnail = b"\xff\xe1\x0f\xff" + b"\xff\xda" * 0x7FE + b"\0"
     camera = data[:2] + thumbnail + data[2:] + b"\0\2" + b"\xff\xda\0\2" * 1000
     with Image.open(io.BytesIO(data)) as expected:
@@ -164,8 +158,8 @@ def plain_rgb(image: Image.Image) -> Image.Image:
 @pytest.mark.parametrize(
     ("mode", "kind"),
     [
-        *[(mode, "PNG") for mode in ("1", "L", "P", "RGB", "LA", "RGBA", "I;16")],
-        *[(mode, "TIFF") for mode in ("1", "L", "P", "RGB", "LA", "RGBA", "CMYK", "I;16", "F", "LAB")],
+        *[(mode, "PNG") for mode in ("1", "L", "P", "RGB", "LA", "RGBA")],
+        *[(mode, "TIFF") for mode in ("1", "L", "P", "RGB", "LA", "RGBA", "CMYK", "LAB")],
         *[("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "JPEG"), ("RGBA", "WEBP"), ("RGB", "WEBP")],
     ],
 )
@@ -175,10 +169,8 @@ def test_odd_modes_give_the_pixels_that_pillow_gives(
     """Large enough to be made opaque in several strips."""
     values = np.random.default_rng(0).integers(0, 256, (1201, 1003, 4), dtype=np.uint8)
     picture = Image.fromarray(values)
-    if mode == "I;16":
-        picture = Image.fromarray(values[..., 0].astype(np.uint16) * 257)
-    elif mode != "RGBA":
-        picture = picture.convert(mode) if mode in ("LA", "L", "1", "F") else picture.convert("RGB").convert(mode)
+    if mode != "RGBA":
+        picture = picture.convert(mode) if mode in ("LA", "L", "1") else picture.convert("RGB").convert(mode)
     exif = Image.Exif()
     if orientation:
         exif[0x112] = orientation
@@ -220,24 +212,35 @@ def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, ro
     assert int(done.stdout) < 1e9
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_picture_of_millions_of_empty_segments_is_refused_soon(kind: str, tmp_path: Path) -> None:
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(buffer, kind)
-    data, empty = buffer.getvalue(), b"\xff\xfe\x00\x02"
-    place = 2
-    if kind == "PNG":
-        # Behind the first chunk, which is the header's
-        place, empty = 33, b"\0\0\0\0teSt" + zlib.crc32(b"teSt").to_bytes(4, "big")
-    (tmp_path / "picture").write_bytes(data[:place] + empty * 1_000_000 + data[place:])
-    began = time.process_time()
-    with pytest.raises(ImageError, match="has 100001 segments, expected at most 100000"):
-        read_image(tmp_path / "picture")
-    assert time.process_time() - began < 2
-    (tmp_path / "picture").write_bytes(data[:place] + empty * 1000 + data[place:])
-    assert read_image(tmp_path / "picture").size == (8, 8)
-
-
 def test_arrays_and_pictures_in_memory_have_the_same_limit() -> None:
     with pytest.raises(ImageError, match="the image is too large"):
         to_rgb(np.broadcast_to(np.zeros(3, np.uint8), (20_000, 20_000, 3)))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_greyscale_of_16_bits_is_scaled_by_its_range(kind: str, tmp_path: Path) -> None:
+    depths = np.linspace(0, 65535, 1201 * 1003).astype(np.uint16).reshape(1201, 1003)
+    path = named(tmp_path, encoded(Image.fromarray(depths), kind))
+    expected = np.rint(depths / 257).astype(np.uint8)
+    grey = np.asarray(read_image(path))
+    assert (grey == expected[..., None]).all()
+    with Image.open(path) as opened:
+        assert np.array_equal(np.asarray(to_rgb(opened)), grey)
+
+
+def test_greyscale_of_16_bits_is_turned_and_its_transparent_value_is_white(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    depths = Image.fromarray(np.array([[0, 257], [514, 65535]], np.uint16))
+    path = named(tmp_path, encoded(depths, "PNG", exif=exif, transparency=514))
+    assert np.asarray(read_image(path))[..., 0].tolist() == [[255, 0], [255, 1]]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path) -> None:
+    picture = Image.fromarray(np.ones((4, 4), dtype))
+    said = r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale its values to 8 bits\."
+    with pytest.raises(ImageError, match=said):
+        read_image(named(tmp_path, encoded(picture, "TIFF")))
+    with pytest.raises(ImageError, match=said):
+        to_rgb(picture)

@@ -1,0 +1,140 @@
+"""Pictures that would take minutes or gigabytes to decode: one bound refuses them all, whatever their format."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sinkprune.contract.errors import ImageError
+from sinkprune.runtime import metered_file
+from sinkprune.runtime.images import MOST_TILES, read_image
+from sinkprune.runtime.metered_file import MeteredFile
+
+# Seconds that the tests allow, in the place of ten.
+_ALLOWED = 0.1
+_SIZE = 1 << 20
+
+
+def saved(kind: str, side: int = 8, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("L", (side, side)).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def gif_of_tiny_comments() -> bytes:
+    data = saved("GIF")
+    place = data.index(b",", 13)
+    return data[:place] + b"!\xfe" + b"\x01x" * _SIZE + b"\0" + data[place:]
+
+
+def ppm_of_whitespace() -> bytes:
+    return b"P6 " + b" " * 2 * _SIZE + b"8 8 255\n" + bytes(192)
+
+
+def ppm_of_a_long_comment() -> bytes:
+    return b"P6 #" + b"x" * 2 * _SIZE + b"\n8 8 255\n" + bytes(192)
+
+
+def ppm_of_16_bits() -> bytes:
+    return b"P6 1024 1024 65535\n" + bytes(6 << 20)
+
+
+def ppm_of_words() -> bytes:
+    return b"P2 2048 2048 255\n" + b"1 " * (4 << 20)
+
+
+def bmp_of_single_pixels() -> bytes:
+    pixels, places = b"\x01\x05" * _SIZE, bytes(range(256)) * 4
+    header = struct.pack("<IiiHHIIiiII", 40, 1024, 1024, 1, 8, 1, len(pixels), 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + places + pixels
+
+
+def jpeg_of_scans() -> bytes:
+    data = saved("JPEG", 2048, progressive=True)
+    last = data[data.rindex(b"\xff\xc4", 0, data.rindex(b"\xff\xda")) : -2]
+    return data[:-2] + last * 2000 + b"\xff\xd9"
+
+
+def jpeg_of_empty_segments() -> bytes:
+    data = saved("JPEG")
+    return data[:2] + b"\xff\xfe\x00\x02" * _SIZE + data[2:]
+
+
+def jpeg_of_exif_segments() -> bytes:
+    data = saved("JPEG")
+    return data[:2] + (b"\xff\xe1\xff\xffExif\0\0" + bytes(0xFFFF - 8)) * 500 + data[2:]
+
+
+def png_of_empty_chunks() -> bytes:
+    data, chunk = saved("PNG"), b"\0\0\0\0teSt" + struct.pack(">I", zlib.crc32(b"teSt"))
+    return data[:33] + chunk * (_SIZE // 4) + data[33:]
+
+
+BOMBS = (
+    gif_of_tiny_comments,
+    ppm_of_whitespace,
+    ppm_of_a_long_comment,
+    ppm_of_16_bits,
+    ppm_of_words,
+    bmp_of_single_pixels,
+    jpeg_of_scans,
+    jpeg_of_empty_segments,
+    jpeg_of_exif_segments,
+    png_of_empty_chunks,
+)
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb.__name__)
+def test_a_picture_that_takes_too_long_is_refused_in_time(
+    bomb: Callable[[], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(bomb())
+    monkeypatch.setattr(metered_file, "MOST_SECONDS", _ALLOWED)
+    began = time.thread_time()
+    with pytest.raises(ImageError, match=r"picture': decoding the image takes more than 0\.1 seconds of processor"):
+        read_image(path)
+    # What is decoded between two reads comes on top.
+    assert time.thread_time() - began < _ALLOWED + 1
+
+
+def tiff(*entries: tuple[int, int, int, int], data: bytes = b"") -> bytes:
+    """A TIFF of the tags (number, type, count, value), with `data` after them."""
+    packed = b"".join(struct.pack("<HHII", *entry) for entry in sorted(entries))
+    return b"II*\0" + struct.pack("<IH", 8, len(entries)) + packed + bytes(4) + data
+
+
+def tiled_tiff(side: int, *tiles: tuple[int, int, int, int]) -> bytes:
+    place = (324, 4, 1, 8)
+    return tiff((256, 4, 1, 1), (257, 4, 1, side), (258, 3, 1, 8), (259, 3, 1, 8), (262, 3, 1, 1), place, *tiles)
+
+
+def test_bytes_that_are_read_again_and_again_are_refused() -> None:
+    """As tags of a TIFF are that share their bytes; newer Pillows refuse that themselves."""
+    file = MeteredFile(io.BytesIO(bytes(1 << 20)), 1 << 20)
+    for _ in range(3):
+        file.seek(0)
+        assert len(file.read()) == 1 << 20
+    file.seek(0)
+    with pytest.raises(ImageError, match=r"^the image refers to the same bytes again and again\. Give one that is"):
+        file.read(1)
+
+
+def test_a_tiff_whose_tiles_lie_outside_the_picture_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "picture"
+    path.write_bytes(tiled_tiff(1 << 14, (322, 4, 1, 8192), (323, 4, 1, 16)))
+    with pytest.raises(ImageError, match=r"has 8192x16384 pixels, expected at most"):
+        read_image(path)
+    path.write_bytes(tiled_tiff(1 << 20, (322, 4, 1, 1), (323, 4, 1, 1)))
+    with pytest.raises(ImageError, match=rf"has 1048576 tiles, expected at most {MOST_TILES}\. Save it in larger"):
+        read_image(path)
+    path.write_bytes(tiled_tiff(8, (322, 4, 1, 0), (323, 4, 1, 0)))
+    with pytest.raises(ImageError):
+        read_image(path)
