@@ -29,6 +29,8 @@ _DTYPES: dict[str, Any] = {
     "tensor(bool)": "bool",
 }
 _SMALL_BYTES = 64 << 20
+_TOO_NEW = ("Unsupported model IR version", "is under development and support for this is limited")
+"""Errors of onnxruntime for a file and for an opset of a later ONNX."""
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -86,7 +88,7 @@ class OrtBackend(Backend):
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
                 raise BackendError(
-                    f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}"
+                    f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}{self._remedy(error)}"
                 ) from error
         if self._provider not in session.get_providers():
             raise BackendError(
@@ -97,6 +99,15 @@ class OrtBackend(Backend):
         trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
+
+    def _remedy(self, error: Exception) -> str:
+        """What to do about a graph that is newer than this onnxruntime. Python 3.10 has none that reads opset24."""
+        if not any(sign in str(error) for sign in _TOO_NEW):
+            return ""
+        return (
+            f". This is onnxruntime {self.versions['onnxruntime']}. Install a later one, which may need a later"
+            " Python, or export the bundle again with --dialect opset20."
+        )
 
     def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
         """Small weights in memory of our own, which must live as long as the session.
