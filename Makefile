@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest test-slow test-harness test-intel-gpu fuzz clean
+.PHONY: demo test lint types pytest test-slow test-harness test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -63,6 +63,15 @@ $(STAND_IN)/gpu/libOpenCL.so.1: tests/intel_gpu_stand_in.c | $(BIN)/python
 	echo | $(CC) -shared -x c - -Wl,-soname,libOpenCL.so.1.0.0 -o $(STAND_IN)/empty.so
 	$(CC) -shared -fPIC -O1 -Wall -Wextra -Werror $< -o $@ -Wl,-soname,libOpenCL.so.1 \
 		-Wl,--no-as-needed $(STAND_IN)/empty.so -ldl
+
+# Other processors, emulated by Debian's qemu: the architecture of Jetsons, and x86-64 without AVX-512 or AVX.
+CPU ?= Haswell
+
+test-aarch64: .venv/.dev
+	tests/emulated/aarch64.sh $(BIN) build/aarch64
+
+test-x86-64: .venv/.dev
+	tests/emulated/x86_64.sh $(BIN) build/x86-64 $(CPU)
 
 clean:
 	rm -rf .venv build demo-output src/*.egg-info

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
 from types import FrameType
 
 from sinkprune.contract.errors import SinkpruneError
@@ -144,7 +145,7 @@ def _is_of_threads(shortage: BaseException) -> bool:
 
 def _current_folder_is_gone() -> bool:
     try:
-        os.getcwd()
+        Path.cwd()
     except FileNotFoundError:
         return True
     return False

@@ -58,7 +58,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
     r"sinkprune-(calibrate|evaluate) ": MINUTES,
     r"sinkprune-run .*--costs": PARTS,
-    r"sinkprune-run .*--deadline-ms": "its answer depends on the machine's load: tests/runtime/test_deadline_requests.py",
+    r"sinkprune-run .*--deadline-ms": "depends on the machine's load: tests/runtime/test_deadline_requests.py",
 }
 """By a pattern that begins a command: why it is not run here."""
 FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-int4 --precision": "for a Jetson", "-o orin ": "for a Jetson"}

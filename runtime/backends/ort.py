@@ -29,6 +29,8 @@ _DTYPES: dict[str, Any] = {
     "tensor(int64)": "int64",
     "tensor(bool)": "bool",
 }
+_TOO_NEW = ("Unsupported model IR version", "is under development and support for this is limited")
+"""Errors of onnxruntime for a file and for an opset of a later ONNX."""
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
@@ -99,7 +101,9 @@ class OrtBackend(Backend):
             return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)
         except Exception as error:
             # onnxruntime has no common base class for its errors.
-            raise BackendError(f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}") from error
+            raise BackendError(
+                f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}{self._remedy(error)}"
+            ) from error
 
     def _session_in_memory(self, model: Model, options: Any) -> Any:
         """A session that has copied all weights: it takes longer to load, and more memory while it does."""
@@ -114,6 +118,15 @@ class OrtBackend(Backend):
                 list(files), list(files.values()), [len(data) for data in files.values()]
             )
             return self._session(model, model.onnx, options)
+
+    def _remedy(self, error: Exception) -> str:
+        """What to do about a graph that is newer than this onnxruntime. Python 3.10 has none that reads opset24."""
+        if not any(sign in str(error) for sign in _TOO_NEW):
+            return ""
+        return (
+            f". This is onnxruntime {self.versions['onnxruntime']}. Install a later one, which may need a later"
+            " Python, or export the bundle again with --dialect opset20."
+        )
 
     def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
         """Weights that are no matrices, in memory of our own that must live as long as the session.

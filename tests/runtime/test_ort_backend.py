@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
+import onnxruntime
+import pytest
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import BackendError
 from sinkprune.runtime.backends import load_backend
 
 
@@ -13,3 +20,24 @@ def test_what_is_read_from_a_tensor_lies_in_memory_of_its_own() -> None:
     read = backend.numpy(backend.tensor(given))
     np.testing.assert_array_equal(read, given)
     assert not np.shares_memory(read, given)
+
+
+@pytest.mark.parametrize(
+    ("library_error", "remedy"),
+    [
+        # Of onnxruntime 1.23, the last for Python 3.10, for a graph of opset24
+        ("Load model failed: Unsupported model IR version: 12, max supported IR version: 11", "--dialect opset20"),
+        ("Load model failed: Protobuf parsing failed.", None),
+    ],
+)
+def test_a_graph_newer_than_the_library_is_refused_with_the_dialect_that_it_reads(
+    library_error: str, remedy: str | None, bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError(library_error)
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    with pytest.raises(BackendError) as raised:
+        Pipeline.load(bundle("gqa-112"), backend="ort-cpu")
+    assert library_error.removesuffix(".") in str(raised.value)
+    assert (remedy in str(raised.value)) if remedy else ("--dialect" not in str(raised.value))
