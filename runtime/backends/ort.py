@@ -111,7 +111,7 @@ class OrtBackend(Backend):
             raise BackendError(
                 f"backend '{self.name}': onnxruntime {self._ort.__version__} reads the weights of "
                 f"'{model.file.path}' from their file for as long as it runs, on this processor. Install onnxruntime "
-                "1.25 or later, which can read them into memory."
+                "1.24 or later, which can read them into memory."
             )
         with model.mapped_weights() as files:
             options.add_external_initializers_from_files_in_memory(
