@@ -144,7 +144,7 @@ def _is_of_threads(shortage: BaseException) -> bool:
 
 def _current_folder_is_gone() -> bool:
     try:
-        os.getcwd()
+        os.getcwd()  # noqa: PTH109 -- pathlib is not loaded yet
     except FileNotFoundError:
         return True
     return False

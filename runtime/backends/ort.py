@@ -20,7 +20,13 @@ from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.heap import trim_heap
 from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, share_arena, words
+from sinkprune.runtime.onnxruntime_library import (
+    import_onnxruntime,
+    session_options,
+    session_path,
+    share_arena,
+    words,
+)
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -77,7 +83,8 @@ class OrtBackend(Backend):
         held = self._hold_small_weights(model, options)
         # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
         source = model.by_path() if model.weights else nullcontext(model.onnx)
-        with source as path_or_bytes:
+        with source as found:
+            path_or_bytes = found if isinstance(found, bytes) else session_path(found)
             try:
                 # It would try the same again, and say so on stdout.
                 session = self._ort.InferenceSession(
