@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader
-from pathlib import Path
 from types import FrameType
 
 from sinkprune.contract.errors import SinkpruneError
@@ -145,7 +144,7 @@ def _is_of_threads(shortage: BaseException) -> bool:
 
 def _current_folder_is_gone() -> bool:
     try:
-        Path.cwd()
+        os.getcwd()  # noqa: PTH109 -- pathlib is not loaded yet
     except FileNotFoundError:
         return True
     return False

@@ -173,8 +173,8 @@ class ManifestFile:
             signed = read_bytes(signature, SIGNATURE_BYTES, follow_links=False)
         except UnreadableError as error:
             raise self.error(
-                f"'{signature}' {error}: the {self.folder} bears no signature to compare with "
-                f"'{trust.signed_by}'. Make it again with --sign, or get a signed one."
+                f"'{signature}' {error}: found no signature of the {self.folder} to compare with "
+                f"'{trust.signed_by}'. Make the {self.folder} again with --sign, or get a signed copy."
             ) from error
         if not verify_signature(trust.signed_by, data, signed):
             raise self.error(

@@ -120,10 +120,12 @@ class QuantisedLayer:
         return zeros
 
     def dequantised(self) -> Array:
-        """[outputs,inputs] fp32, inputs in their own order."""
+        """[outputs,inputs] fp32, inputs in their own order; not finite where scales are infinite or too large."""
         values = self.codes().astype(np.float32).reshape(-1, self.group, self._outputs)
         values -= self.zeros()[:, None]
-        values *= self.scales()[:, None]
+        # `Precision.converted` rejects what is not finite.
+        with np.errstate(invalid="ignore", over="ignore"):
+            values *= self.scales()[:, None]
         matrix = values.reshape(self._inputs, self._outputs)
         if self.order is not None:
             matrix = matrix[np.argsort(self.order)]

@@ -35,6 +35,8 @@ class Camera:
     """Frames a second."""
     frames: int
     """How many come."""
+    duration: float
+    """Seconds for which they come; waiting lasts no longer after the last answer."""
     clock: Callable[[], float] = time.monotonic
     """Seconds that no change of the wall clock moves."""
     sleep: Callable[[float], None] = time.sleep
@@ -53,7 +55,7 @@ class Camera:
             began = self.clock()
             answer(taken)
             yield Served(taken, came, began, self.clock())
-        self._wait_until(start + self.frames / self.rate)
+        self._wait_until(start + self.duration)
 
     def _wait_until(self, moment: float) -> None:
         left = moment - self.clock()
@@ -66,4 +68,4 @@ def camera(rate: float, duration: float) -> Camera:
     """One whose frames come for `duration` seconds, at least one of them; raises `UsageError`."""
     rate, duration = RATE.check(rate), DURATION.check(duration)
     # A whole number of frames stays one, whatever floats make of the product.
-    return Camera(rate, max(1, int(rate * duration + 1e-6)))
+    return Camera(rate, max(1, int(rate * duration + 1e-6)), duration)

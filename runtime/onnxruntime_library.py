@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.errors import BackendError
@@ -55,6 +56,18 @@ def session_options(onnxruntime: Any) -> Any:
     options.log_severity_level = 4
     options.add_session_config_entry("session.load_model_format", "ONNX")
     return options
+
+
+def session_path(path: Path) -> str:
+    """`path` as sessions take it; raises `BackendError` where it is not UTF-8, which onnxruntime cannot open."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise BackendError(
+            f"found the path '{path}', which is not UTF-8. onnxruntime opens UTF-8 paths only. Rename the folder, or "
+            "use --backend openvino."
+        ) from error
+    return str(path)
 
 
 def words(error: Exception) -> str:

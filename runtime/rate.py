@@ -70,7 +70,7 @@ def at_rate(
     return RateReport(
         **vars(described(pipeline, method, answer.prompt_tokens, new_tokens, meter)),
         rate_hz=source.rate,
-        duration_s=source.frames / source.rate,
+        duration_s=source.duration,
         pictures=len(pictures),
         warmup=warmup,
         rates={
@@ -90,7 +90,7 @@ def _budget_rate(
 ) -> BudgetRate:
     latencies = [1e3 * (done.ended - done.came) for done in served]
     began = served[0].came
-    ended = max(served[-1].ended, began + source.frames / source.rate)
+    ended = max(served[-1].ended, began + source.duration)
     joules = curve.joules(began, ended) if curve else None
     return BudgetRate(
         visual_tokens=answer.visual_tokens,

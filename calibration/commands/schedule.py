@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _schedule(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     with packages_told_of("adding budgets"):
-        from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable
+        from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import Proposer, Target
         from sinkprune.calibration.scheduling.trials import Trials
     _check_options(options)
@@ -77,6 +77,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, trusted_bundle(options))
     name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
+    check_name(bundle.manifest, name)
     if sought and not options.dry_run:
         check_addable(bundle, name, force=options.force, signed=sign is not None)
     with status("checking the pictures"):

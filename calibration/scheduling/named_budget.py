@@ -31,12 +31,8 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 _NEEDED_BYTES = 8 << 20
 
 
-def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> None:
-    """Refuse what could not be added later; raises `BudgetError` for the name, `BundleError` for the bundle.
-
-    `force` allows to replace a budget that was added before; `signed` says that the new manifest will be signed.
-    """
-    manifest = bundle.manifest
+def check_name(manifest: Manifest, name: str) -> None:
+    """Reject what no budget of this bundle may be called; raises `BudgetError`."""
     if not _NAME.fullmatch(name):
         raise BudgetError(
             f"the name {shown(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
@@ -47,6 +43,15 @@ def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> No
             f"'{name}' is the name of a budget that every bundle of family '{manifest.family}' may have, and means "
             "the same in each. Choose another --name."
         )
+
+
+def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> None:
+    """Refuse what could not be added later; raises `BudgetError` for the name, `BundleError` for the bundle.
+
+    `force` allows to replace a budget that was added before; `signed` says that the new manifest will be signed.
+    """
+    manifest = bundle.manifest
+    check_name(manifest, name)
     if name in manifest.budgets and not force:
         raise BudgetError(
             f"the bundle holds a budget '{name}' already. Add --force to replace it, or choose another --name."

@@ -19,7 +19,7 @@ from sinkprune.engines.preflight import Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
 from sinkprune.runtime.heap import trim_heap
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
+from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, session_path, words
 from sinkprune.runtime.processor import instructions, machine
 
 _PROVIDER = "CPUExecutionProvider"
@@ -73,7 +73,7 @@ class OnnxRuntimeBuilder:
         model = read_model(job.model)
         options = session_options(self._ort)
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
-        options.optimized_model_filepath = str(output)
+        options.optimized_model_filepath = session_path(output)
         # The name stands in the model, and is looked up beside it.
         entry = "session.optimized_model_external_initializers"
         options.add_session_config_entry(f"{entry}_file_name", f"{output.name}.data")
@@ -81,9 +81,10 @@ class OnnxRuntimeBuilder:
         prepacked = "1" if takes_prepacked(self.library_version) else "0"
         options.add_session_config_entry("session.save_external_prepacked_constant_initializers", prepacked)
         with job.model.by_path() as path:
+            source = session_path(path)
             try:
                 # It would try the same again, and say so on stdout.
-                self._ort.InferenceSession(path, options, providers=[_PROVIDER], enable_fallback=0)
+                self._ort.InferenceSession(source, options, providers=[_PROVIDER], enable_fallback=0)
             except Exception as error:
                 # onnxruntime has no common base class for its errors.
                 raise EnginesError(

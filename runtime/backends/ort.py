@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,13 @@ from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.heap import trim_heap
 from sinkprune.runtime.kv_cache import DECODERS, CacheMemory, cache_names
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, share_arena, words
+from sinkprune.runtime.onnxruntime_library import (
+    import_onnxruntime,
+    session_options,
+    session_path,
+    share_arena,
+    words,
+)
 
 _DTYPES: dict[str, Any] = {
     "tensor(float)": "float32",
@@ -80,7 +85,8 @@ class OrtBackend(Backend):
         held = self._hold_small_weights(model, options)
         # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
         source = model.by_path() if model.weights else nullcontext(model.onnx)
-        with source as path_or_bytes:
+        with source as found:
+            path_or_bytes = found if isinstance(found, bytes) else session_path(found)
             session = self._session(model, path_or_bytes, options)
         if self._device == "cpu" and not model.built and model.is_mapped():
             # A processor for which onnxruntime does not pack some matrix, and reads it in the file for good.
@@ -95,7 +101,7 @@ class OrtBackend(Backend):
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 
-    def _session(self, model: Model, path_or_bytes: Path | bytes, options: Any) -> Any:
+    def _session(self, model: Model, path_or_bytes: str | bytes, options: Any) -> Any:
         try:
             # It would try the same again, and say so on stdout.
             return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)

@@ -15,6 +15,8 @@ from sinkprune.runtime.power.tegrastats_line import TOTALS, TegrastatsLine, pars
 COMMAND = "tegrastats"
 _PERIOD_MS = 100
 _SHOWN = 200
+# The longest line of any board has 700 bytes.
+_LONGEST_LINE = 1 << 16
 # Some first lines come before the meters have been read.
 _TRIED_LINES = 5
 
@@ -55,9 +57,13 @@ class Tegrastats:
             raise PowerError(f"'{self._path}' cannot be started: {error.strerror}.") from error
 
     def read(self) -> Reading:
-        line = self._line()
-        # One may be cut off, or be no such line.
-        while not line.rails.keys() >= set(self._total):
+        line, until = self._line(), time.monotonic() + SILENT_SECONDS
+        # One may be cut off, be no such line, or lack a rail. What was used meanwhile is the mean of its neighbours.
+        while missing := set(self._total) - line.rails.keys():
+            if time.monotonic() > until:
+                raise PowerError(
+                    f"'{self._path}' has printed no {', no '.join(sorted(missing))} for {SILENT_SECONDS:.0f} seconds."
+                )
             line = self._line()
         now, watts = time.monotonic(), sum(line.rails[rail] for rail in self._total) / 1e3
         before, watts_before = self._last
@@ -77,9 +83,12 @@ class Tegrastats:
     def _line(self) -> TegrastatsLine:
         assert self._process is not None and self._process.stdout is not None
         pipe = self._process.stdout.fileno()
+        until = time.monotonic() + SILENT_SECONDS
         while b"\n" not in self._unread:
-            if not select.select([pipe], [], [], SILENT_SECONDS)[0]:
+            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise PowerError(f"'{self._path}' has told nothing for {SILENT_SECONDS:.0f} seconds.")
+            if len(self._unread) > _LONGEST_LINE:
+                raise PowerError(f"'{self._path}' prints a line without end, expected one of some hundred bytes.")
             piece = os.read(pipe, 1 << 16)
             if not piece:
                 words = f": {self._other_words[-_SHOWN:].rstrip('.')}" if self._other_words else ""

@@ -110,6 +110,7 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
         (("--budget-tokens", 10, "--image", tmp_path / "no.png"), ("no such file",)),
         (("--budget-tokens", 10, "--costs", own / "costs.json"), ("which is read",)),
         (("--budget-tokens", 10, "--name", "retain-64"), ("Choose another --name",)),
+        (("--budget-tokens", 10, "--name", "../x", "--dry-run"), ("'../x' cannot be a budget's",)),
         (("--budget-tokens", 64), ("no pruning is needed", "--budget none")),
         (("--budget-tokens", 1), ("no budget takes as little as 1", "the least is")),
         (("--target-ms", 0.001), ("no budget takes as little", "the least is")),

@@ -15,6 +15,7 @@ from quantised_checkpoints import Layout, Made, change_config, make_quantised, q
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint import SafetensorsWeights
+from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.quantisation_config import read_quantisation
 from sinkprune.export.quantised_weights import QuantisedWeights
 
@@ -58,6 +59,19 @@ def test_a_matrix_is_what_was_packed(layout: Layout, size: int, tmp_path: Path) 
     np.testing.assert_array_equal(found.scales(), layer.scales)
     np.testing.assert_array_equal(found.zeros(), layer.zeros)
     assert found.group == (256 if size == -1 else size)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("scale", "dtype"), [(np.inf, np.float16), (np.nan, np.float16), (3e38, np.float32)])
+def test_scales_that_are_infinite_or_too_large_make_no_warning_but_an_error(
+    scale: float, dtype: type[np.generic], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    tensors = stored(NAME, quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng), GPTQ)
+    tensors[f"{STEM}.scales"] = np.full_like(tensors[f"{STEM}.scales"], scale, dtype)
+    matrix = opened(tmp_path, tensors, GPTQ.config).tensor(NAME, [8, 64])
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
+        PRECISIONS["fp32"].converted(NAME, matrix)
 
 
 def test_groups_in_order_need_not_be_told(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -61,7 +63,7 @@ def test_frames_are_answered_as_by_a_queue_of_the_newest(
         time.now += work[len(calls) % len(work)]
         calls.append(frame)
 
-    source = Camera(TICKS / period, frames, time.clock, time.sleep)
+    source = Camera(TICKS / period, frames, period * frames / TICKS, time.clock, time.sleep)
     served = [(one.frame, *(round(TICKS * moment) - start for moment in one[1:])) for one in source.serve(answer)]
     assert served == simulated(period, frames, work)
     assert calls == [frame for frame, *_ in served]
@@ -79,6 +81,13 @@ def test_a_camera_sends_as_many_frames_as_fit_into_its_time() -> None:
         camera(0, 60)
     with pytest.raises(UsageError, match="--duration is nan"):
         camera(5, float("nan"))
+
+
+def test_a_camera_slower_than_its_time_sends_one_frame_and_ends_in_time() -> None:
+    time = Time(0)
+    source = replace(camera(0.01, 0.5), clock=time.clock, sleep=time.sleep)
+    assert [served.frame for served in source.serve(lambda frame: None)] == [0]
+    assert time.clock() == 0.5
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

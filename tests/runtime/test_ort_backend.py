@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +43,10 @@ def test_a_graph_newer_than_the_library_is_refused_with_the_dialect_that_it_read
         Pipeline.load(bundle("gqa-112"), backend="ort-cpu")
     assert library_error.removesuffix(".") in str(raised.value)
     assert (remedy in str(raised.value)) if remedy else ("--dialect" not in str(raised.value))
+
+
+def test_a_path_that_is_not_utf8_is_named_and_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/bundle-\xff"))
+    shutil.copytree(bundle("gqa-112"), folder)
+    with pytest.raises(BackendError, match=r"which is not UTF-8\. onnxruntime opens UTF-8 paths only\. Rename the"):
+        Pipeline.load(folder, backend="ort-cpu")

@@ -106,6 +106,34 @@ def test_a_tegrastats_that_falls_silent_is_dead(monkeypatch: pytest.MonkeyPatch,
         readings(open_sensor("tegrastats", on_gpu=False), 3)
 
 
+def test_a_tegrastats_that_loses_a_rail_is_dead_and_a_short_loss_is_a_gap(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rail, other = "VDD_IN 4000mW/1mW", "VDD_SOC 9000mW/1mW"
+    install_tegrastats(monkeypatch, tmp_path / "bin", [rail, *[other] * 5])
+    found = readings(open_sensor("tegrastats", on_gpu=False), 3)
+    assert watts(found) == pytest.approx(4.0) and found[1].seconds - found[0].seconds > 0.4
+    install_tegrastats(monkeypatch, tmp_path / "bin", [rail, rail, *[other] * 1000])
+    with pytest.raises(PowerError, match=r"has printed no VDD_IN for 3 seconds\.$"):
+        readings(open_sensor("tegrastats", on_gpu=False), 3)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys\nwhile True: sys.stdout.write('x' * 4096)", "prints a line without end, expected one of some"),
+        ("import time\nwhile True: print(end='x', flush=True); time.sleep(0.2)", "has told nothing for 3 seconds"),
+    ],
+)
+def test_a_tegrastats_that_never_ends_a_line_is_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, said: str
+) -> None:
+    command = install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR])
+    command.write_text(f"#!{sys.executable}\n{program}\n")
+    with pytest.raises(PowerError, match=said):
+        open_sensor("tegrastats", on_gpu=False)
+
+
 def test_rapl_counts_packages_and_memory_once_and_past_their_range(tmp_path: Path) -> None:
     tree = Powercap(tmp_path, microjoules=Powercap.RANGE - 500_000)
     sensor = open_sensor("rapl", on_gpu=False, root=tmp_path)
