@@ -35,6 +35,7 @@ OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  "
 
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
+LOAD = "its answer depends on the machine's load: see tests/runtime/test_deadline_requests.py"
 NOT_RUN: dict[str, str] = {
     r"pip install": SYSTEM,
     r"make ": MINUTES,
@@ -58,7 +59,7 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
     r"sinkprune-(calibrate|evaluate) ": MINUTES,
     r"sinkprune-run .*--costs": PARTS,
-    r"sinkprune-run .*--deadline-ms": "depends on the machine's load: tests/runtime/test_deadline_requests.py",
+    r"sinkprune-run .*--deadline-ms": LOAD,
 }
 """By a pattern that begins a command: why it is not run here."""
 FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-int4 --precision": "for a Jetson", "-o orin ": "for a Jetson"}
@@ -98,10 +99,11 @@ def commands() -> list[tuple[str, str]]:
 
 
 ALL = commands()
-RUN = [(place, text) for place, text in ALL if not any(re.match(pattern, text) for pattern in NOT_RUN)]
+ONCE = list({text: (place, text) for place, text in ALL}.values())
+RUN = [(place, text) for place, text in ONCE if not any(re.match(pattern, text) for pattern in NOT_RUN)]
 PARSED = [
     (place, text)
-    for place, text in ALL
+    for place, text in ONCE
     if text.startswith("sinkprune-") and (place, text) not in RUN and "..." not in text
 ]
 

@@ -9,7 +9,10 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.host_buffers import HostBuffers
+from sinkprune.runtime.backends.row_writer import RowWriter
 from sinkprune.runtime.kv_cache import CacheMemory
+
+_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
 
 
 class CpuMemory(CacheMemory):
@@ -40,14 +43,15 @@ class CpuMemory(CacheMemory):
 class GpuMemory(CacheMemory):
     """Buffers in a GPU's memory, of which onnxruntime's own allocator keeps what comes back.
 
-    onnxruntime's Python copies no piece of a tensor from device to device, so that rows go by way of the host.
+    Rows are copied on the device. New buffers are filled with zeros from the host.
     """
 
-    def __init__(self, onnxruntime: Any) -> None:
-        self._ort = onnxruntime
+    def __init__(self, onnxruntime: Any, provider: str = "CUDAExecutionProvider", device: str = "cuda") -> None:
+        self._ort, self._device = onnxruntime, device
+        self._writer = RowWriter(onnxruntime, provider, device)
 
     def tensor(self, array: Array) -> Any:
-        return self._ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+        return self._ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
 
     def rows(self, tensor: Any) -> int:
         rows: int = tensor.shape()[1]
@@ -57,9 +61,7 @@ class GpuMemory(CacheMemory):
         return self.tensor(np.zeros(shape, dtype))
 
     def copy_rows(self, source: Any, target: Any, place: int) -> None:
-        rows, host = source.numpy(), target.numpy()
-        host[:, :, place : place + rows.shape[2]] = rows
-        target.update_inplace(host)
+        self._writer.write(source, target, place, _DTYPES[target.data_type()])
 
     def zero_rows(self, target: Any, first: int) -> None:
         """They are: nothing was written there since `buffer`."""
