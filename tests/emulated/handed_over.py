@@ -23,7 +23,6 @@ BUNDLES: list[tuple[str, dict[str, Any]]] = [
     ("gqa-112", {}),
     ("mha-336", {}),
     ("gqa-112", {"precision": "fp16"}),
-    ("gqa-112", {"dialect": "opset20"}),
     ("qwen", {}),
 ]
 """A name of `tests/conftest.py` and options of its fixture `bundle`."""
