@@ -48,7 +48,7 @@ for glibc in 17 24 26 27 28 31 34 35; do install+=(--platform "manylinux_2_${gli
 "$bin/pip" freeze --exclude-editable | grep '==' >"$folder/versions.new"
 if ! { cmp -s "$folder/versions.new" "$folder/versions" && cmp -s "$checkout/pyproject.toml" "$folder/pyproject.toml"; }; then
   rm -rf "$environment" "$folder/versions"
-  "${install[@]}" --constraint "$folder/versions.new" "${wheel}[cpu,openvino,video,sign]" pytest pytest-timeout hypothesis
+  "${install[@]}" --constraint "$folder/versions.new" "${wheel}[cpu,openvino,video,sign]" pytest hypothesis
   cp "$checkout/pyproject.toml" "$folder"
   mv "$folder/versions.new" "$folder/versions"
 else

@@ -39,9 +39,7 @@ run_tests() {
   mapfile -t tests < <(sed -E 's/#.*//; /^[[:space:]]*$/d' "$@")
   (
     cd "$checkout" || exit
-    # pytest-timeout's limit for each test: emulated ones take longer than the suite's limit allows.
-    export PYTEST_TIMEOUT=900
     HANDED_OVER=$folder/handed-over "$python" -m pytest --noconftest -p emulated.handed_over -p no:cacheprovider \
-      -q --durations=10 -m "not slow and not gpu and not intel_gpu" "${tests[@]}"
+      -o faulthandler_timeout=900 -q --durations=10 -m "not slow and not gpu and not intel_gpu" "${tests[@]}"
   )
 }
