@@ -105,10 +105,7 @@ def save_mode(photo: Image.Image, mode: str, folder: Path) -> Path:
     """The photo in a file of another pixel mode, `mode+key` with one of its colours transparent."""
     mode, key = mode.removesuffix("+key"), mode.endswith("+key")
     alpha = Image.linear_gradient("L").resize(photo.size)
-    if mode == "I;16":
-        grey = np.asarray(photo.convert("L"), np.uint16) * 257
-        image, name = Image.fromarray(grey), "deep.png"
-    elif mode == "CMYK":
+    if mode == "CMYK":
         image, name = photo.convert("CMYK"), "print.jpg"
     elif mode in ("LA", "RGBA"):
         image, name = photo.convert(mode.removesuffix("A") or "RGB"), "transparent.png"
@@ -122,7 +119,7 @@ def save_mode(photo: Image.Image, mode: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("do_pad", [False, True], ids=["clip", "llava padded"])
-@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "I;16", "CMYK", "P+key", "L+key", "RGB+key"])
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "P+key", "L+key", "RGB+key"])
 def test_equals_transformers_for_other_pixel_modes(
     mode: str, do_pad: bool, photo: Image.Image, tmp_path: Path
 ) -> None:
