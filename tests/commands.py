@@ -18,6 +18,8 @@ from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
 
 BIN = Path(sys.executable).parent
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
+"""A program that begins with this cannot import PyTorch."""
 """Where the installed commands stand, for tests that need a process of their own."""
 
 _ENTRY_POINTS = {
@@ -33,9 +35,13 @@ _ENTRY_POINTS = {
 
 
 def own_process(command: str, *arguments: object) -> list[str]:
-    """The words that run a command in a process of its own, as its installed script does."""
+    """The words that run a command in a process of its own, as its installed script does.
+
+    PyTorch cannot be imported there: no command needs it, and transformers imports it where it is installed, which
+    takes longer than most commands.
+    """
     name = command.removeprefix("sinkprune-")
-    program = f"import sys; from sinkprune.entry_points import {name}; sys.exit({name}())"
+    program = f"{WITHOUT_TORCH}; from sinkprune.entry_points import {name}; sys.exit({name}())"
     return [sys.executable, "-c", program, *map(str, arguments)]
 
 

@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from commands import BIN
+from commands import own_process
 
 
 def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> None:
@@ -15,8 +15,8 @@ def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> N
 
     What is there for a moment only may be missed: then the command ends.
     """
-    told = [str(BIN / command), *map(str, arguments)]
-    with subprocess.Popen(told, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    words = own_process(command, *arguments)
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
         while not any(folder.glob(pattern)) and process.poll() is None:
             assert time.monotonic() < deadline

@@ -61,6 +61,7 @@ WRITTEN: dict[str, Callable[[str], str]] = {
 
 _PROGRAM = """
 import json, sys
+sys.modules["torch"] = None
 import sinkprune
 from sinkprune.export.command import main
 checkpoint, bundle, photo, question = sys.argv[1:]

@@ -78,7 +78,7 @@ def test_equal_values_and_zeros_are_drawn_too() -> None:
     assert drawn([1, 1, 1, 1], [1, 0, 0, 0]).shape[2] == 3
 
 
-@pytest.mark.parametrize("name", ["gqa-112", "next", "qwen"])
+@pytest.mark.parametrize("name", ["gqa-112", pytest.param("next", marks=pytest.mark.slow), "qwen"])
 def test_pictures_of_one_name_have_maps_of_their_own(
     name: str, bundle: Bundles, photos: Path, tmp_path: Path
 ) -> None:

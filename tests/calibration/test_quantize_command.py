@@ -253,7 +253,13 @@ def test_past_a_limit_nothing_is_written(bundle: Bundles, task: Path, tmp_path: 
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("moment", [".out.*.partial/new/nearest", ".out.*.partial/new/graphs/weights/head.bin"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(".out.*.partial/new/nearest", marks=pytest.mark.slow),
+        ".out.*.partial/new/graphs/weights/head.bin",
+    ],
+)
 def test_a_kill_leaves_the_old_bundle_or_the_new(
     moment: str, bundle: Bundles, quantised: Path, task: Path, tmp_path: Path
 ) -> None:

@@ -63,7 +63,9 @@ def gate(photo: Image.Image) -> PictureGate:
     return PictureGate(Question([photo], "What is on the table?"))
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "onnxruntime+openvino", "openvino"])
+@pytest.mark.parametrize(
+    "target", ["onnxruntime", "onnxruntime+openvino", pytest.param("openvino", marks=pytest.mark.slow)]
+)
 def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     outcome = run("sinkprune-build", source, "-o", output, "--target", target, "--check", photo_file, "--json")

@@ -25,7 +25,12 @@ def checked(source: Path, photos: list[Path], folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("qwen", "prune-80"), ("qwen2-vl", "prune-80"), ("next-mistral", "retain-160")]
+    ("name", "budget"),
+    [
+        ("qwen", "prune-80"),
+        pytest.param("qwen2-vl", "prune-80", marks=pytest.mark.slow),
+        ("next-mistral", "retain-160"),
+    ],
 )
 def test_honest_engines_of_every_family(
     name: str, budget: str, bundle: Callable[..., Path], photo_file: Path, tmp_path: Path

@@ -13,12 +13,14 @@ from heads_of_64 import NEXT_CONFIG, export_random
 from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
+from sinkprune.export.dialects import DIALECTS
 
 BUDGETS = ("retain-320", "retain-160+raster+visual-keys+compact")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     bundle = export_random(tmp_path, NEXT_CONFIG, budgets=BUDGETS, precision="fp16", dialect=dialect)
     outcome = run(

@@ -21,6 +21,7 @@ from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
@@ -47,7 +48,8 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", ["opset24", pytest.param("opset20", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "budgets": ("prune-66.7",), "methods": tuple(all_methods())}
     bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **options)

@@ -14,6 +14,7 @@ from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
 from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
+from sinkprune.export.dialects import DIALECTS
 
 CONFIGS: dict[str, dict[str, Any]] = {"llava": CONFIG, "llava-next": NEXT_CONFIG, "qwen": QWEN_CONFIG}
 BUDGETS = {
@@ -31,10 +32,9 @@ NAMES = {"gqa-112": "llava", "next": "llava-next", "qwen": "qwen"}
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
-@pytest.mark.parametrize(
-    "name", ["llava", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava-next", "qwen"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_tensorrt_rtx_builds_every_graph(name: str, dialect: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "fp16", "dialect": dialect, "max_images": 3}
     config, pixels = CONFIGS[name], {"max_pixels": 376320} if name == "qwen" else {}

@@ -1,7 +1,7 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
-That is every method in both dialects, each sequence of operators once, and at every budget in `make test-slow`; in
-`opset20` also what SinkPruner needs in fp32. The builder
+That is every method in `opset20` and SinkPruner in `opset24`, each sequence of operators once; `make test-slow` adds
+the other methods, every budget, and what SinkPruner needs in fp32. The builder
 is that of `sinkprune-build`, with its optimisation profiles; it compares each network with the contract, and refuses
 inputs that no layer reads.
 
@@ -145,8 +145,14 @@ def test_attention_to_a_cache_is_fused(
 @pytest.mark.parametrize(
     ("dialect", "precision", "method"),
     [
-        *((dialect, "fp16", method) for dialect in DIALECTS for method in all_methods()),
-        ("opset20", "fp32", "sinkpruner"),
+        *(("opset20", "fp16", method) for method in all_methods()),
+        *(
+            pytest.param(*kind, marks=[] if kind == ("opset24", "fp16", "sinkpruner") else pytest.mark.slow)
+            for kind in (
+                *(("opset24", "fp16", method) for method in all_methods()),
+                ("opset20", "fp32", "sinkpruner"),
+            )
+        ),
     ],
 )
 def test_every_plan_of_a_method_compiles(
@@ -168,15 +174,21 @@ def test_every_plan_compiles_at_every_budget(
         compile_graph(found.bundle, graph, tmp_path)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", ["opset24", pytest.param("opset20", marks=pytest.mark.slow)])
 def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> None:
     options = {"budgets": ("retain-32+serial",), "precision": "fp16", "dialect": dialect}
     bundle = export_random(tmp_path, **options)
     compile_graph(bundle, "sinkpruner/retain-32+serial/sanitizer", tmp_path)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("dialect", "weights"),
+    [
+        ("opset24", "int8"),
+        ("opset20", "int4"),
+        *(pytest.param(*kind, marks=pytest.mark.slow) for kind in (("opset24", "int4"), ("opset20", "int8"))),
+    ],
+)
 def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -> None:
     options = {"precision": "fp16", "dialect": dialect, "weights": weights, "vision_weights": "int8"}
     # Wide enough that weights, not code, are most of an engine.

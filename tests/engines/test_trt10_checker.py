@@ -98,7 +98,7 @@ def small(body: str, opset: int = MAX_OPSET, ir_version: int = 10) -> onnx.Model
     return onnx.parser.parse_model(f"{header} small {body}")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "fp16"])
 def test_every_opset20_graph_of_every_method_passes(precision: str, export: Export) -> None:
     graphs = export("opset20", precision)
     assert len(graphs) > 50

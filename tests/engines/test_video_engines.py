@@ -25,6 +25,7 @@ from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
@@ -34,7 +35,8 @@ BUDGETS = ("prune-80", "prune-80+per-frame")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.parametrize("dialect", [pytest.param("opset24", marks=pytest.mark.slow), "opset20"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
 def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
     options = {"precision": "fp16", "dialect": dialect, "max_frames": 8, "max_pixels": 376320}
     bundle = export_random(tmp_path, QWEN_CONFIG, budgets=BUDGETS, **options)
@@ -58,6 +60,7 @@ def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
+@pytest.mark.slow
 def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> None:
     """Ten frames of an image's 1280 tokens would be 5120 to rank at once, and TensorRT ranks 3840."""
     budgets = ("prune-80", "prune-80+no-sanitizer")
@@ -103,6 +106,7 @@ def small_frames(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.Tem
     return read_bundle(folder / "bundle")
 
 
+@pytest.mark.slow
 def test_every_shape_lies_in_an_optimisation_profile_where_frames_are_smaller_than_images(
     small_frames: Bundle,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from commands import BIN, assert_refused, run
+from commands import assert_refused, own_process, run
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
@@ -185,7 +186,7 @@ def test_the_size_of_a_small_bundle_is_told_in_megabytes(checkpoint: Checkpoints
 
 def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt")
-    command = [BIN / "sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out"]
+    command = own_process("sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out")
     search = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=search, check=False)
     assert done.returncode == 130
@@ -276,20 +277,19 @@ def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
     assert_refused(export(tmp_path, tmp_path / "out", "--random-weights"), "no room", "GB free")
 
 
-def test_disk_full_while_writing(tmp_path: Path) -> None:
+def test_disk_full_while_writing(checkpoint: Checkpoints, tmp_path: Path) -> None:
     # A file-size limit makes the system refuse a write in the middle of a file, as a full disk does.
-    limited = f"ulimit -f 2000; exec {BIN}/sinkprune-export llava-1.1b --random-weights -o {tmp_path}/out"
+    command = own_process("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out")
+    limited = f"ulimit -f 20; exec {shlex.join(command)}"
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    told, error = done.stderr.splitlines()
-    assert told.startswith("needs about ")
-    assert error.startswith("error: the system refused")
+    assert done.stderr.startswith("error: the system refused")
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_interrupted_export_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    command = [BIN / "sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out"]
+    command = own_process("sinkprune-export", "llava-1.1b", "--random-weights", "-o", tmp_path / "out")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".out.*.partial/new/graphs/weights/*")):

@@ -184,10 +184,7 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
     ("kind", "precision"),
     [
         *((kind, "fp32") for kind in KINDS),
-        *(
-            pytest.param(kind, "fp16", marks=[] if kind in ("llava", "qwen2.5-vl") else [pytest.mark.slow])
-            for kind in KINDS
-        ),
+        *(pytest.param(kind, "fp16", marks=[] if kind == "llava" else [pytest.mark.slow]) for kind in KINDS),
     ],
 )
 def test_every_graph_computes_the_same_in_both_dialects(

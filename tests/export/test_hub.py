@@ -18,6 +18,7 @@ from commands import assert_refused, run
 
 _PROGRAM = """
 import json, sys
+sys.modules["torch"] = None
 from commands import run
 out, *names = sys.argv[1:]
 outcomes = [run("sinkprune-export", name, "-o", out) for name in names]

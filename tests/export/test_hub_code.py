@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import BIN
+from commands import own_process
 
 
 @pytest.mark.parametrize("outer", ["llava", "evil"])
@@ -29,7 +29,7 @@ def test_code_in_a_checkpoint_does_not_run(outer: str, checkpoint: Callable[[str
             (folder / "config.other.json").write_text(json.dumps({**content, "model_type": "evil"}))
             content["model_type"] = outer
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
-    command = [BIN / "sinkprune-export", folder, "-o", tmp_path / "bundle", "--budgets", "retain-64"]
+    command = own_process("sinkprune-export", folder, "-o", tmp_path / "bundle", "--budgets", "retain-64")
     result = subprocess.run(command, input="y\n" * 99, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == (0 if outer == "llava" else 2), result.stderr
     assert (tmp_path / "bundle" / "bundle.json").exists() == (outer == "llava")

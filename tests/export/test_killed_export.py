@@ -16,7 +16,11 @@ Checkpoints = Callable[[str], Path]
 
 @pytest.mark.parametrize(
     "moment",
-    [".out.*.partial/new/graphs/weights/*.bin", ".out.*.partial/new/bundle.json", ".out.*.partial/old"],
+    [
+        pytest.param(".out.*.partial/new/graphs/weights/*.bin", marks=pytest.mark.slow),
+        ".out.*.partial/new/bundle.json",
+        pytest.param(".out.*.partial/old", marks=pytest.mark.slow),
+    ],
 )
 def test_a_kill_leaves_a_whole_bundle(moment: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
     output, source = tmp_path / "out", checkpoint("gqa-112")

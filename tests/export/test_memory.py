@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commands import BIN
+from commands import own_process
 
 # Run in a process of its own, whose children's peak is then the export's.
 _MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); \
@@ -19,8 +19,10 @@ def peak_bytes(config: dict[str, Any], folder: Path) -> int:
     """The peak resident memory of exporting `config` with random weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    command = [BIN / "sinkprune-export", folder, "--random-weights", "-o", folder / "out", "--budgets", "retain-64"]
-    measure = [sys.executable, "-c", _MEASURE, *map(str, command)]
+    command = own_process(
+        "sinkprune-export", folder, "--random-weights", "-o", folder / "out", "--budgets", "retain-64"
+    )
+    measure = [sys.executable, "-c", _MEASURE, *command]
     done = subprocess.run(measure, capture_output=True, text=True, check=True, timeout=120, cwd=folder)
     return int(done.stdout)
 

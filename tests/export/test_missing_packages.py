@@ -10,6 +10,7 @@ import pytest
 
 _PROGRAM = """
 import sys
+sys.modules["torch"] = None
 package, *arguments = sys.argv[1:]
 sys.modules[package] = None
 from sinkprune.export.command import main

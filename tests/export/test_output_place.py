@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import BIN, assert_refused, run
+from commands import assert_refused, own_process, run
 from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
@@ -86,7 +86,7 @@ def test_the_longest_name_there_can_be(place: Path, checkpoint: Checkpoints) -> 
 
 
 def test_a_name_that_is_not_utf_8_is_told_in_a_terminal(place: Path) -> None:
-    command = [os.fsencode(BIN / "sinkprune-export"), b"llava-1.1b", b"--random-weights", b"-o", b"out\xff"]
+    command = own_process("sinkprune-export", "llava-1.1b", "--random-weights", "-o", os.fsdecode(b"out\xff"))
     done = subprocess.run(command, capture_output=True, check=False, timeout=60)
     assert done.returncode == 2
     assert done.stderr == b"error: the name 'out\\udcff' is not UTF-8. Choose another.\n"

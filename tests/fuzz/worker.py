@@ -27,6 +27,8 @@ def serve(modules: list[str]) -> None:
     # stdout is for answers alone: what libraries write belongs nowhere.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    # transformers would import it where it is installed: seconds, and half a gigabyte to fork.
+    sys.modules["torch"] = None  # type: ignore[assignment]
     for module in modules:
         import_module(module)
     _import_onnxruntime()

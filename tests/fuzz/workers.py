@@ -18,7 +18,6 @@ MODULES = (
     "PIL.Image",
     "av",
     "tokenizers",
-    # Which import torch where it is installed
     *(f"transformers.models.{kind}.configuration_{kind}" for kind in _CONFIGURATIONS),
     "sinkprune.engines.build",
     "sinkprune.engines.command",

@@ -49,7 +49,7 @@ def test_a_preset_s_manifest_is_the_one_of_its_bundle(
         assert planned.weight_bytes(graph) == pytest.approx(real.weight_bytes(graph), abs=40 * 4096)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "uint4"])
+@pytest.mark.parametrize("form", ["int8", "int4", pytest.param("uint4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PRESETS)
 def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsName) -> None:
     manifest = preset_manifest(name, read_presets()[name], "opset24")

@@ -73,8 +73,16 @@ def mapped(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
-@pytest.mark.parametrize("backend", ["ort-cpu", "openvino", "ort-cpu+openvino"])
-@pytest.mark.parametrize("weights", ["fp32", "fp16", "bf16", "int8", "int4", "uint4"])
+@pytest.mark.parametrize(
+    ("backend", "weights"),
+    [
+        pytest.param(
+            backend, weights, marks=[] if backend == "ort-cpu" or weights in ("fp32", "int4") else pytest.mark.slow
+        )
+        for backend in ("ort-cpu", "openvino", "ort-cpu+openvino")
+        for weights in ("fp32", "fp16", "bf16", "int8", "int4", "uint4")
+    ],
+)
 def test_no_file_stays_mapped(
     weights: WeightsName, backend: str, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:

@@ -39,7 +39,9 @@ def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
     assert_equal_at_both_ends(ours, theirs, photo)
 
 
-@pytest.mark.parametrize("form", ["fp32", "fp16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "form", ["fp32", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp16", "int8")), "int4"]
+)
 def test_the_tower_is_openvino_s_to_the_bit_and_the_rest_nearby(
     form: str, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
