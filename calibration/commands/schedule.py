@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # A budget's graphs run as they are: no engines are built of them yet.
-    parser.set_defaults(engines=None, engines_sha256=None)
+    parser.set_defaults(engines=None, engines_sha256=None, fit=None)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     target = parser.add_mutually_exclusive_group()
