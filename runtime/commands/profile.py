@@ -99,7 +99,6 @@ def _profile(arguments: Sequence[str] | None) -> None:
         prompts = [read_pictures(options, bundle)]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
     largest = max(prompts, key=lambda pictures: sum(picture.size[0] * picture.size[1] for picture in pictures))
-    warn_unseen(options, bundle, files, [picture for pictures in prompts for picture in pictures])
     check_memory(options, bundle, Planned(largest, options.method, planned, prompt, options.new_tokens))
     pipeline = load_pipeline(options, bundle)
 
@@ -122,6 +121,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             print_rates(rates)
             power = rates.power
     check_lived(power)
+    warn_unseen(options, bundle, files, [picture for pictures in prompts for picture in pictures])
 
 
 @contextmanager

@@ -107,7 +107,6 @@ def _run(arguments: Sequence[str] | None) -> None:
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
     asked = Planned(images, options.method, [options.budget], prompt, options.max_new_tokens)
-    warn_unseen(options, bundle, picture_files(options), images)
     memory = check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle)
     asking = {name: getattr(options, name) for name in _REQUEST}
@@ -126,6 +125,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(_late(answer.deadline))
     if options.overlay:
         write_whole(options.overlay, picture_bytes(_overlay(images, answer), options.overlay))
+    # Last: where a command fails, its error is the only line.
+    warn_unseen(options, bundle, picture_files(options), images)
 
 
 def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
