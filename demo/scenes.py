@@ -179,7 +179,11 @@ def _touch(a: Thing, b: Thing) -> bool:
 
 
 def _spread(things: tuple[Thing, ...], width: int) -> tuple[Thing, ...]:
-    return tuple(replace(thing, x=thing.x * width // SIDE) for thing in things)
+    """The things as far apart as `width` allows, on the lattice of the square in the picture's middle."""
+    start = (width - SIDE) // 2
+    return tuple(
+        replace(thing, x=start + round((thing.x * width / SIDE - start) / _LATTICE) * _LATTICE) for thing in things
+    )
 
 
 def _draw(scene: Scene, behind: Image.Image, width: int) -> Image.Image:
