@@ -25,6 +25,11 @@ from sinkprune.runtime.images import read_image
 SCENES = "scenes"
 """The name of the task that comes along: the project's own test set."""
 
+WIDE_SCENES = "wide-scenes"
+"""The name of the same questions about pictures of 16:9, whose things lie further apart."""
+
+TEST_SETS = (SCENES, WIDE_SCENES)
+
 TASK_BYTES = 256 << 20
 """The most a task's file may have: a million questions."""
 
@@ -46,15 +51,17 @@ class Item:
 
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:
-    """The first `limit` items of a task: `scenes`, the project's own test set, or a JSONL file.
+    """The first `limit` items of a task: `scenes` or `wide-scenes`, the project's own test sets, or a JSONL file.
 
     Every item is checked, its picture too; a file's lines behind the limit are not read. Raises `TaskError`.
     """
-    if name == SCENES:
-        return list(islice(_read_scenes(), limit))
+    if name in TEST_SETS:
+        return list(islice(_read_scenes(name), limit))
     if Path(name).suffix.lower() == ".jsonl":
         return list(islice(_read_jsonl(Path(name)), limit))
-    raise TaskError(f"unknown task '{name}'. Give '{SCENES}', or a file of questions that ends in .jsonl.")
+    raise TaskError(
+        f"unknown task '{name}'. Give '{SCENES}', '{WIDE_SCENES}', or a file of questions that ends in .jsonl."
+    )
 
 
 def blinded(item: Item) -> Item:
@@ -62,13 +69,14 @@ def blinded(item: Item) -> Item:
     return Item(item.question, item.picture, lambda: Image.new("RGB", item.load_image().size, _GREY))
 
 
-def _read_scenes() -> Iterator[Item]:
-    """The questions of the test set with their pictures, drawn here and always the same."""
-    from sinkprune.demo.scenes import test_set
+def _read_scenes(name: str) -> Iterator[Item]:
+    """The questions of a test set with their pictures, drawn here and always the same."""
+    from sinkprune.demo.scenes import SIDE, WIDE, test_set
 
-    for number, (_, asked) in enumerate(groupby(test_set(), key=lambda pair: id(pair[0])), start=1):
+    pairs = test_set(WIDE if name == WIDE_SCENES else SIDE)
+    for number, (_, asked) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):
         for picture, question in asked:
-            yield Item(question, f"{SCENES} {number}", picture.copy)
+            yield Item(question, f"{name} {number}", picture.copy)
 
 
 def _read_jsonl(path: Path) -> Iterator[Item]:

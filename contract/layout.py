@@ -33,6 +33,8 @@ class VisualLayout:
     """Matmul FLOPs of the vision tower on all groups."""
     projector_flops: int
     """Matmul FLOPs of the projector for one token; 0 where there is none."""
+    seen_share: float = 1.0
+    """The share of the picture's area that the model is given; 1 for the whole picture."""
     texts: tuple[str, ...] = ()
     """What stands around the groups in the model's own prompt, in the words of its template: one text before each
     and one behind the last. Empty where they follow each other. Where there are any, `places` and `extent` are those

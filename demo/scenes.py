@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
@@ -17,6 +17,8 @@ from sinkprune.contract.questions import Question
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS, background
 
 SIDE = 224
+WIDE = 398
+"""Width in pixels of a wide picture, 16:9."""
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLOURS = {
     "red": (214, 32, 38),
@@ -91,24 +93,33 @@ def compose_scene(split: str, index: int) -> Scene:
     return _compose(Random(f"{split} {index}"))
 
 
-def make_scene(split: str, index: int) -> tuple[Scene, Image.Image]:
-    """Scene `index` of `split` (training, validation, test) and its picture [224,224] RGB."""
+def make_scene(split: str, index: int, width: int = SIDE) -> tuple[Scene, Image.Image]:
+    """Scene `index` of `split` (training, validation, test) and its picture, RGB of `width` x 224 pixels.
+
+    In a picture wider than 224 pixels the things have the same size, and are as many times further apart.
+    """
     rng = Random(f"{split} {index}")
     scene = _compose(rng)
-    return scene, _draw(scene, background(rng, SIDE, _SPLITS[split]))
+    behind = background(rng, SIDE, _SPLITS[split])
+    if width != SIDE:
+        scene = Scene(_spread(scene.objects, width), _spread(scene.plates, width))
+    return scene, _draw(scene, behind, width)
 
 
-def test_set() -> Iterator[tuple[Image.Image, Question]]:
-    """The fixed test: questions of every kind about each of its pictures, picture by picture."""
-    return asked_about("test", TEST_PICTURES)
+def test_set(width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
+    """The fixed test: questions of every kind about each of its pictures, picture by picture.
+
+    The same questions are asked about pictures of any `width` in pixels (`make_scene`).
+    """
+    return asked_about("test", TEST_PICTURES, width)
 
 
-def asked_about(split: str, count: int) -> Iterator[tuple[Image.Image, Question]]:
+def asked_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
     """Questions of every kind about each of the first `count` pictures of `split` (training, validation, test)."""
     from sinkprune.demo.scene_questions import one_of_each_kind
 
     for index in range(count):
-        scene, picture = make_scene(split, index)
+        scene, (_, picture) = compose_scene(split, index), make_scene(split, index, width)
         for question in one_of_each_kind(scene, Random(f"{split} questions {index}"), f"scene-{index:03d}"):
             yield picture, question
 
@@ -167,18 +178,26 @@ def _touch(a: Thing, b: Thing) -> bool:
     return not (apart_x or apart_y)
 
 
-def _draw(scene: Scene, behind: Image.Image) -> Image.Image:
-    canvas = behind.resize((SIDE * _SUPERSAMPLING, SIDE * _SUPERSAMPLING))
+def _spread(things: tuple[Thing, ...], width: int) -> tuple[Thing, ...]:
+    """The things as far apart as `width` allows, on the lattice of the square in the picture's middle."""
+    start = (width - SIDE) // 2
+    return tuple(
+        replace(thing, x=start + round((thing.x * width / SIDE - start) / _LATTICE) * _LATTICE) for thing in things
+    )
+
+
+def _draw(scene: Scene, behind: Image.Image, width: int) -> Image.Image:
+    canvas = behind.resize((width * _SUPERSAMPLING, SIDE * _SUPERSAMPLING))
     draw = ImageDraw.Draw(canvas)
     for thing in scene.objects:
         _draw_object(draw, thing)
     for plate in scene.plates:
         x, y = plate.x * _SUPERSAMPLING, plate.y * _SUPERSAMPLING
-        width, height = plate.half_width * _SUPERSAMPLING, plate.half_height * _SUPERSAMPLING
-        box = [x - width, y - height, x + width, y + height]
+        across, down = plate.half_width * _SUPERSAMPLING, plate.half_height * _SUPERSAMPLING
+        box = [x - across, y - down, x + across, y + down]
         draw.rectangle(box, fill=(248, 248, 244), outline=COLOURS[plate.colour], width=4 * _SUPERSAMPLING)
         draw.text((x, y), plate.text, fill=_OUTLINE, font=_font(plate.text, _SUPERSAMPLING), anchor="mm")
-    return canvas.resize((SIDE, SIDE), Image.Resampling.BOX)
+    return canvas.resize((width, SIDE), Image.Resampling.BOX)
 
 
 def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing) -> None:

@@ -23,6 +23,7 @@ _SALIENCE: Colour = (0, 140, 255)
 _DIVERSITY: Colour = (20, 200, 70)
 _DROPPED: Colour = (16, 16, 20)
 _OUTSIDE: Colour = (250, 250, 250)
+_UNSEEN: Colour = (60, 60, 66)
 # From early to late: what fell first is palest.
 _STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
 
@@ -31,6 +32,8 @@ _TINT = 0.55
 _LONG_SIDE = 1100
 _GAP = 12
 _ACROSS = 4
+_HATCH = 16
+"""Pixels from one line of a hatched part to the next."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +106,13 @@ def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Imag
     places = np.rint(boxes * scale).astype(int)
     for number, (image, view) in enumerate(zip(images, views, strict=True)):
         canvas = np.asarray(image.resize(size, Image.Resampling.LANCZOS), np.float32)
-        picture = Image.fromarray(_tinted(canvas, places, view, fates).astype(np.uint8))
+        tinted = _tinted(canvas, places, view, fates)
+        if kept.layout.seen_share < 1:
+            _hatch_outside(tinted, canvas, places)
+        picture = Image.fromarray(tinted.astype(np.uint8))
         _outline(picture, places, view, fates)
         sheet.paste(picture, (number % across * right, number // across * down))
-    return _with_legend(sheet, _legend(fates, method))
+    return _with_legend(sheet, [*_legend(fates, method), *_unshown(kept, images[0].size)])
 
 
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
@@ -141,6 +147,17 @@ def _tinted(canvas: Array, boxes: Array, view: range, fates: Fates) -> Array:
         else:
             tinted[place] = _mixed(canvas[place], _DROPPED, _SHADE)
     return tinted
+
+
+def _hatch_outside(tinted: Array, canvas: Array, boxes: Array) -> None:
+    """Darken and hatch what lies outside all `boxes`, in place: the model does not see it."""
+    left, top = np.clip(boxes[:, :2].min(axis=0), 0, None)
+    right, bottom = boxes[:, 2:].max(axis=0)
+    rows, columns = np.indices(canvas.shape[:2])
+    unseen = (columns < left) | (columns >= right) | (rows < top) | (rows >= bottom)
+    lines = (rows + columns) % _HATCH < 2
+    tinted[unseen] = _mixed(canvas[unseen], _UNSEEN, _SHADE)
+    tinted[unseen & lines] = _OUTSIDE
 
 
 def _mixed(pixels: Array, colour: Colour, share: float) -> Array:
@@ -179,6 +196,19 @@ def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
         entries.append((f"dropped after layer {layer}: {tokens.sum()}", colour, True))
     sink = " and the sink" if fates.sink.any() and fates.sink_dropped_after is None else ""
     entries.append((f"seen by the last layer: {fates.survived.sum()}{sink} (clear)", _OUTSIDE, False))
+    return entries
+
+
+def _unshown(kept: Kept, size: tuple[int, int]) -> list[tuple[str, Colour, bool]]:
+    """Legend entries for parts of the picture without tokens, and for tokens on no part of it."""
+    entries, boxes = [], kept.layout.boxes
+    if kept.layout.seen_share < 1:
+        entries.append(
+            (f"not seen by the model (hatched): {100 - 100 * kept.layout.seen_share:.0f} %", _UNSEEN, True)
+        )
+    bars = ((boxes[:, 2:] <= 0) | (boxes[:, :2] >= size)).any(axis=1).sum()
+    if bars:
+        entries.append((f"on padding, not drawn: {bars} of all {len(boxes)} tokens", _OUTSIDE, False))
     return entries
 
 

@@ -17,12 +17,11 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.costs import Costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
-from sinkprune.contract.precision import Array
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.answer import Answer, Kept, timings
 from sinkprune.runtime.answer_text import AnswerText
-from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor, load_backend
+from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
@@ -35,6 +34,7 @@ from sinkprune.runtime.decoding import Prefill, decode_one_token, kept_tokens, k
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.encoding import Encoded, encode, look
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.fits import Fit, check_fit
 from sinkprune.runtime.learnt import Learnt
 from sinkprune.runtime.observer import NOBODY, Observer
 from sinkprune.runtime.pictures import PictureLike, decoded, see
@@ -52,18 +52,23 @@ class Pipeline:
     """A loaded bundle; every budget and the unpruned baseline run on the same engines.
 
     Any number of threads may share it, and streams may take turns, be closed or be left: each answer is the one that
-    the request gets alone. On `ort-cpu` and `ort-cuda` threads compute at the same time. On the other backends they
-    take turns: a prefill, or one token.
+    the request gets alone. Threads compute at the same time on `ort-cpu` and `ort-cuda`; on other backends they take
+    turns, a prefill or one token long.
 
     Its parts are public (`family`, `prompts`, `embedding`, `chain`). `see`, `encode`, `lay_out`, `prefill` and
     `decode_one_token` run the steps of a request on them, one by one; threads that do so hold `backend.turn`.
     """
 
     def __init__(
-        self, bundle: Bundle, backend: Backend, built: BuiltEngines | None = None, wrap: Wrap | None = None
+        self,
+        bundle: Bundle,
+        backend: Backend,
+        built: BuiltEngines | None = None,
+        wrap: Wrap | None = None,
+        fit: Fit | None = None,
     ) -> None:
         """Loads the bundle's graphs on `backend`, or the engines `built` from them, each through `wrap`."""
-        manifest = bundle.manifest
+        manifest, self.family = bundle.manifest, load_family(bundle.manifest, fit)
         self.load_ms: float | None = None
         """Milliseconds that `Pipeline.load` took, sums included; None for one that was made without it."""
 
@@ -83,7 +88,6 @@ class Pipeline:
         self._learnt = Learnt()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
-        self.family = load_family(manifest)
         tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
         self.prompts = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
         self.embedding = Embedding(bundle.files[EMBEDDING], manifest)
@@ -103,12 +107,13 @@ class Pipeline:
         engines_sha256: str | None = None,
         signed_by: str | os.PathLike[str] | None = None,
         wrap: Wrap | None = None,
+        fit: Fit | None = None,
         during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Pipeline:
         """Load a bundle or a folder of engines, read or by its path; or `engines` that were built from the bundle.
 
-        `backend` is one of `BACKENDS` (default: ort-cpu, or the one that a folder of engines is for).
-
+        `backend` is one of `BACKENDS` (default: ort-cpu, or the one that a folder of engines is for). `fit` is how
+        pictures that are not square are shown: `crop`, `pad` or `stretch` (default: as the checkpoint does).
         `compute` is what openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32)
         compute in (default: fastest).
         `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
@@ -123,6 +128,7 @@ class Pipeline:
         for name, path in (("engines", engines), ("signed_by", signed_by)):
             if path is not None:
                 check_path(name, path)
+        check_fit(fit)
         check_type("check_sums", check_sums, (bool, np.bool_), "True or False")
         for name, function in (("during", during), *([("wrap", wrap)] if wrap is not None else ())):
             check_callable(name, function)
@@ -152,7 +158,7 @@ class Pipeline:
                 if built is not None and opened.engines is None:
                     built.engines.verify()
         with during("loading the engines"):
-            pipeline = cls(opened, library, built, wrap)
+            pipeline = cls(opened, library, built, wrap, fit)
         pipeline.load_ms = _ms_since(began)
         return pipeline
 
@@ -220,7 +226,8 @@ class Pipeline:
                 break
             began = time.perf_counter()
             with self.backend.turn, observer.during("decode"):
-                logits = self._logits(decode_one_token(self.chain, start.prefill.cache, self.embedding([token])[0]))
+                embedded = self.embedding([token])[0]
+                logits = self.backend.numpy(decode_one_token(self.chain, start.prefill.cache, embedded))[0]
             token = sampler(logits)
             steps.append(_ms_since(began))
             ids.append(token)
@@ -315,7 +322,7 @@ class Pipeline:
                 rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
                 observer.laid_out(rows)
                 result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
-                logits = self._logits(result.logits)
+                logits = self.backend.numpy(result.logits)[0]
                 token = sampler(logits)
         pace.first_token()
         observer.prefilled(result)
@@ -324,10 +331,6 @@ class Pipeline:
         with self.backend.turn:
             kept = kept_tokens(self.chain, planned, layouts, encoded, rows, result)
         return _Start(clock, result, kept, prompt.text_tokens, token, budget)
-
-    def _logits(self, logits: Tensor) -> Array:
-        """[vocab] on the host."""
-        return self.backend.numpy(logits)[0]
 
 
 @dataclass(frozen=True)

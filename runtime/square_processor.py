@@ -10,6 +10,7 @@ from PIL import Image
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
+from sinkprune.runtime.fits import Fit, fitted_settings
 from sinkprune.runtime.image_settings import SquareSettings, check_image_settings
 from sinkprune.runtime.pixel_values import pixel_values
 
@@ -42,6 +43,10 @@ class SquareProcessor:
             pixels = self._cropped(pixels)
         return np.ascontiguousarray(pixel_values(pixels, settings).transpose(2, 0, 1))
 
+    def fitted(self, fit: Fit, side: int) -> SquareProcessor:
+        """A processor with these settings that brings pictures to squares of `side` pixels by `fit`."""
+        return SquareProcessor(fitted_settings(self._settings, fit, side))
+
     def source_box(self, size: Size) -> tuple[float, float, float, float]:
         """Where the processed square lies in an image of `size`: left, top, right, bottom in its pixels."""
         width, height = size
@@ -56,8 +61,10 @@ class SquareProcessor:
             crop = self._settings["crop_size"]
             left, top = (resized[0] - crop["width"]) // 2, (resized[1] - crop["height"]) // 2
             right, bottom = left + crop["width"], top + crop["height"]
-        x, y = width / resized[0], height / resized[1]
-        return left * x - shift_x, top * y - shift_y, right * x - shift_x, bottom * y - shift_y
+        # Multiplied first: the edges of the picture are then exact.
+        left, right = (edge * width / resized[0] - shift_x for edge in (left, right))
+        top, bottom = (edge * height / resized[1] - shift_y for edge in (top, bottom))
+        return left, top, right, bottom
 
     def _padded(self, image: Image.Image) -> Image.Image:
         side = max(image.size)

@@ -28,7 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "command",
     ),
     "runtime": (
-        "__init__ answer answer_text block_chain chat_template cores display_matrix embedding grid_boxes heap "
+        "__init__ answer answer_text block_chain chat_template cores display_matrix embedding fits grid_boxes heap "
         "image_settings images keyframe_index learnt metered_file onnxruntime_library openvino_library "
         "pixel_values plot power processor prompt rotary sampling "
         "camera stopwatch template_environment template_meter tensorrt_library torchvision_resize turns",

@@ -42,6 +42,7 @@ examples:
   sinkprune-evaluate bundle --limit 100
   sinkprune-evaluate bundle --budgets retain-128,retain-64 --methods sinkpruner \\
       --json accuracy.json --plot accuracy.png
+  sinkprune-evaluate bundle --task wide-scenes --fit pad
   sinkprune-evaluate bundle --task kitchen.jsonl --answers replies.jsonl
   sinkprune-evaluate bundle --task kitchen.jsonl --blind      # how much can be guessed without looking
 
@@ -84,6 +85,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         blind=options.blind,
         planted_outliers=options.plant_outliers,
         max_new_tokens=options.max_new_tokens,
+        fit=options.fit,
     )
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
@@ -101,7 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--methods", default="", help="comma-separated (default: all of the bundle)")
     add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
-    add("--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)")
+    add(
+        "--task",
+        default=SCENES,
+        help="scenes, wide-scenes or FILE.jsonl (default: scenes, the test set that comes along)",
+    )
     add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
     add(
@@ -143,10 +149,11 @@ def _answer_line(reply: Reply) -> str:
 def _print_tables(result: EvaluationReport) -> None:
     console = Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False)
     blind = ", every picture replaced by a grey one" if result.blind else ""
+    fit = f", --fit {result.fit}" if result.fit else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
         f"{escaped(result.model)}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
-        f"{escaped(result.task)}, {result.questions} questions{blind}{planted}; "
+        f"{escaped(result.task)}, {result.questions} questions{blind}{planted}{fit}; "
         "accuracy in % ± half its 95 % interval (of none's)",
         markup=False,
     )

@@ -52,7 +52,7 @@ what else there is:
   sinkprune-calibrate quantize --help     # int4 and int8 weights, rounded for pictures and prompts of your own
   sinkprune-calibrate schedule --help     # a budget that answers in 250 ms on this machine
 """
-_FOR_BUNDLES = ("backend", "compute", "engines", "sha256", "signed_by", "engines_sha256", "skip_sums")
+_FOR_BUNDLES = ("backend", "compute", "fit", "engines", "sha256", "signed_by", "engines_sha256", "skip_sums")
 """Options that a tower without an LLM has no use for."""
 
 _LAYER = -2

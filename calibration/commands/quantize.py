@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sinkprune.calibration.plots import plot_quantisation
-from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import TaskError
@@ -109,9 +109,9 @@ def _quantize(arguments: Sequence[str] | None) -> None:
 
 def _chosen(data: Path, pictures: int) -> list[Item]:
     """One question about each of the first pictures; raises `TaskError`."""
-    if str(data) == SCENES:
+    if str(data) in TEST_SETS:
         raise TaskError(
-            f"--data is '{SCENES}', the test set: accuracy measured on it later would be too good. Give a file of "
+            f"--data is '{data}', the test set: accuracy measured on it later would be too good. Give a file of "
             "other questions that ends in .jsonl."
         )
     by_picture = groupby(load_task(str(data)), key=lambda item: item.picture)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.tasks import SCENES, Item, load_task
+from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
@@ -119,10 +119,10 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UsageError("--json tells of a budget. Give --target-ms or --budget-tokens too, or leave it out.")
     if options.data and (options.image or options.prompt):
         raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
-    if options.data and str(options.data) == SCENES:
+    if options.data and str(options.data) in TEST_SETS:
         raise TaskError(
-            f"--data is '{SCENES}', the test set: accuracy measured on it later would be too good. Give a file of "
-            "other questions that ends in .jsonl."
+            f"--data is '{options.data}', the test set: accuracy measured on it later would be too good. Give a file "
+            "of other questions that ends in .jsonl."
         )
     read = [*(options.image or []), *([options.data] if options.data else []), *key_files(options)]
     check_outputs(_outputs(options), read, [options.bundle])
@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     # A budget's graphs run as they are: no engines are built of them yet.
-    parser.set_defaults(engines=None, engines_sha256=None)
+    parser.set_defaults(engines=None, engines_sha256=None, fit=None)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     target = parser.add_mutually_exclusive_group()

@@ -98,6 +98,7 @@ def report(
     blind: bool,
     planted_outliers: bool,
     max_new_tokens: int,
+    fit: str | None = None,
 ) -> EvaluationReport:
     """Sum up the replies that `ask` gave, on `pipeline`, in the report that `sinkprune-evaluate --json` writes.
 
@@ -123,6 +124,7 @@ def report(
         questions=len(base),
         blind=blind,
         planted_outliers=planted_outliers,
+        fit=fit,
         max_new_tokens=max_new_tokens,
         versions={
             "sinkprune": version("sinkprune"),

@@ -98,6 +98,8 @@ class EvaluationReport:
     """Whether every picture was replaced by a grey one."""
     planted_outliers: bool
     """Whether background tokens were turned into outliers (`sinkprune.calibration.evaluation.outliers`)."""
+    fit: str | None
+    """How pictures became the model's square (`sinkprune.runtime.fits`); None for the checkpoint's own way."""
     max_new_tokens: int
     """The longest answer, in tokens."""
     versions: dict[str, str]

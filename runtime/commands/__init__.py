@@ -24,6 +24,7 @@ from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
 from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.fits import FITS
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.pipeline import Pipeline, Wrap
 from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
@@ -73,6 +74,12 @@ def bundle_parser(name: str, description: str, examples: str) -> argparse.Argume
         help="ort-cpu, openvino and the like: fp32 rounds no rows for int8 and int4 weights, as fastest does; bf16: "
         "openvino (default: fastest)",
     )
+    add(
+        "--fit",
+        choices=FITS,
+        help="how a picture becomes the model's square: crop loses the sides, pad adds bars, stretch changes the "
+        "aspect ratio (default: the checkpoint's own)",
+    )
     add("--engines", type=Path, metavar="ENGINES", help="a folder written by sinkprune-build; TensorRT needs one")
     add("--threads", type=THREADS, help="CPU threads (default: all cores)")
     add_trust_options(parser)
@@ -101,6 +108,7 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None
         engines_sha256=options.engines_sha256,
         signed_by=options.signed_by,
         wrap=wrap,
+        fit=options.fit,
         during=status,
     )
 
@@ -118,7 +126,7 @@ def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
                 "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
             )
     sources = options.image or [videos[path] for path in options.video]
-    family = load_family(bundle.manifest)
+    family = load_family(bundle.manifest, options.fit)
     return [decoded(source, family) for source in sources]
 
 

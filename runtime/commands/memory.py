@@ -47,7 +47,7 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     `options` are those of `bundle_parser`. Raises `TooLittleMemoryError`, and what seeing the pictures raises.
     """
     manifest, backend = bundle.manifest, options.backend or usual_backend(bundle)
-    family = load_family(manifest)
+    family = load_family(manifest, options.fit)
     layouts = [see(picture, picture, family, manifest).layout for picture in planned.pictures]
     letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
     tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + planned.new_tokens

@@ -38,6 +38,7 @@ from sinkprune.runtime.commands.power import (
     wanted_sensor,
 )
 from sinkprune.runtime.commands.rate import FRAMES, add_rate_options, print_rates, wanted_camera
+from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.plot import plot_report
 from sinkprune.runtime.profile import REPEAT, WARMUP, profile
@@ -93,7 +94,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
     sensor = wanted_sensor(options, bundle)
     if options.frames:
-        prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest))]
+        prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest, options.fit))]
     else:
         prompts = [read_pictures(options, bundle)]
     planned = list(dict.fromkeys([*([] if camera else [UNPRUNED]), *budgets]))
@@ -120,6 +121,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             print_rates(rates)
             power = rates.power
     check_lived(power)
+    warn_unseen(options, bundle, files, [picture for pictures in prompts for picture in pictures])
 
 
 @contextmanager

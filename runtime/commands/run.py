@@ -32,6 +32,7 @@ from sinkprune.runtime.commands import (
     write_line,
 )
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
+from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.cost_measuring import place_of
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
 from sinkprune.runtime.pipeline import Pipeline
@@ -43,6 +44,7 @@ examples:
   sinkprune-run bundle --image photo.jpg --prompt "What is on the table?" --budget retain-64
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --budget retain-64 --overlay kept.png
   sinkprune-run bundle --image a.jpg --image b.jpg --prompt "Before: {image} After: {image} What has changed?"
+  sinkprune-run bundle --image wide.jpg --prompt "Is there a cup at the edge?" --fit pad
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
@@ -123,6 +125,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(_late(answer.deadline))
     if options.overlay:
         write_whole(options.overlay, picture_bytes(_overlay(images, answer), options.overlay))
+    # Last: where a command fails, its error is the only line.
+    warn_unseen(options, bundle, picture_files(options), images)
 
 
 def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
@@ -182,6 +186,7 @@ def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, An
         "precision": pipeline.bundle.manifest.precision,
         "prompt_tokens": answer.prompt_tokens,
         "visual_tokens": answer.visual_tokens,
+        "seen_share": [kept.layout.seen_share for kept in answer.images],
         "kept_after_sanitizer": answer.tokens_per_layer[0],
         "tokens_per_layer": answer.tokens_per_layer,
         "kv_bytes": answer.kv_bytes,

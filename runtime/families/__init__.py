@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 
-from sinkprune.contract.errors import BundleError
+from sinkprune.contract.errors import BundleError, UsageError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.clip import Picture, Shown, Video
+from sinkprune.runtime.fits import Fit, check_fit
 
 
 class Seen(NamedTuple):
@@ -39,6 +40,10 @@ class Family(Protocol):
     def shown(self, video: Video) -> Shown:
         """The frames of a clip or a video file that the model is shown; raises `VideoError` where it takes none."""
 
+    def fitted(self, fit: Fit) -> Family | None:
+        """The same image side with pictures brought to the tower's square by `fit`; None where the model is given
+        whole pictures of any shape."""
+
     def largest(self) -> dict[str, VisualLayout]:
         """The largest layout of each kind of picture that the bundle takes, by the kind's name.
 
@@ -50,12 +55,14 @@ class Family(Protocol):
         pictures of up to `groups` groups of `tokens` visual tokens."""
 
 
-def load_family(manifest: Manifest) -> Family:
+def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
     """The family a bundle belongs to, tried out on one pixel; raises `BundleError`.
 
     `read_bundle` has refused families that are not known, but what a bundle says of its image side only its family
-    can read.
+    can read. `fit` is how pictures are brought to the tower's square; None is the checkpoint's own way. Raises
+    `UsageError` for a `fit` where the model is given whole pictures.
     """
+    check_fit(fit)
     try:
         module = import_module(f"{__name__}.{FAMILIES[manifest.family].module}")
         family: Family = module.FAMILY(manifest)
@@ -78,13 +85,19 @@ def load_family(manifest: Manifest) -> Family:
     vision = manifest.graphs["vision"]
     taken = {spec.name: list(spec.shape) for spec in vision.inputs}
     gives = next(spec.shape[1] for spec in vision.outputs if spec.name == "norms")
-    fit = given.keys() == taken.keys() and all(_fits(given[name], taken[name]) for name in taken)
-    if not fit or len(counts) > 1 or not _fits([*counts], [gives]):
+    matches = given.keys() == taken.keys() and all(_fits(given[name], taken[name]) for name in taken)
+    if not matches or len(counts) > 1 or not _fits([*counts], [gives]):
         raise BundleError(
             f"the bundle's `vision` and `processor` do not fit its vision graph: they give {given} and "
             f"{sorted(counts)} visual tokens, the graph takes {taken} and gives {gives}. Export it again."
         )
-    return family
+    fitted = family if fit is None else family.fitted(fit)
+    if fitted is None:
+        raise UsageError(
+            f"fit is '{fit}', but models of family '{manifest.family}' see the whole picture already. Leave out fit "
+            "(--fit)."
+        )
+    return fitted
 
 
 def _fits(shape: list[int], declared: list[Any]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
+
 import numpy as np
 from PIL import Image
 
@@ -12,6 +15,7 @@ from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import ViTTower
 from sinkprune.runtime.clip import Picture, Shown, Video
 from sinkprune.runtime.families import Seen
+from sinkprune.runtime.fits import Fit, share_within
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.pixel_values import check_settings
 from sinkprune.runtime.square_processor import Size, SquareProcessor
@@ -44,6 +48,12 @@ class Llava:
         """Raises `VideoError`: LLaVA takes no video."""
         raise _no_video()
 
+    def fitted(self, fit: Fit) -> Llava | None:
+        """A copy that brings pictures to the tower's square by `fit`."""
+        other = copy(self)
+        other._processor = self._processor.fitted(fit, self._tower.image_size)
+        return other
+
     def largest(self) -> dict[str, VisualLayout]:
         """Every image has the same number of tokens."""
         return {"image": self._layout((self._tower.image_size, self._tower.image_size))}
@@ -56,8 +66,10 @@ class Llava:
         return self._processor(image)[None]
 
     def _layout(self, size: Size) -> VisualLayout:
-        boxes = grid_boxes(self._processor.source_box(size), self._side, self._side)
-        return self._in_line(1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
+        area = self._processor.source_box(size)
+        boxes = grid_boxes(area, self._side, self._side)
+        layout = self._in_line(1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
+        return replace(layout, seen_share=share_within(area, size))
 
     def _in_line(self, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
         """A layout whose rows have their numbers in the prompt for positions, whatever they stand for."""

@@ -11,6 +11,7 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.llava import Llava
+from sinkprune.runtime.fits import Fit
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.llava_next_processor import Canvas, LlavaNextProcessor
 from sinkprune.runtime.square_processor import Size
@@ -25,6 +26,9 @@ class LlavaNext(Llava):
         super().__init__(manifest)
         self._tiles = LlavaNextProcessor(manifest.processor, self._tower.image_size)
         self._pinpoints = manifest.processor["image_grid_pinpoints"]
+
+    def fitted(self, fit: Fit) -> None:
+        """None: the tiles show the whole image, whatever its shape."""
 
     def largest(self) -> dict[str, VisualLayout]:
         """The most tiles, and the longest prompt of an image that fills its canvas."""

@@ -11,6 +11,7 @@ from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
 from sinkprune.runtime.clip import Picture, Shown, Video, shown
 from sinkprune.runtime.families import Seen
+from sinkprune.runtime.fits import Fit
 from sinkprune.runtime.grid_boxes import grid_boxes
 from sinkprune.runtime.pixel_values import check_settings
 from sinkprune.runtime.qwen_processor import Grid, QwenProcessor
@@ -65,6 +66,9 @@ class Qwen25VL:
         if self._video is None:
             raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
         return shown(video, self._video, self._tower.temporal_patch_size)
+
+    def fitted(self, fit: Fit) -> None:
+        """None: pictures of any shape are given whole."""
 
     def largest(self) -> dict[str, VisualLayout]:
         """Images, of one group; and clips, whose frames may have fewer tokens."""

@@ -85,6 +85,21 @@ def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_pat
     assert kept["planted"]["none"]["by_kind"]["known"]["accuracy"] < 1
 
 
+def test_a_fit_shows_the_whole_pictures(
+    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    arguments = (bundle("gqa-112"), "--task", task, "--budgets", "none", "--answers", tmp_path / "answers.jsonl")
+    photo = Image.open(task.parent / "coffee.png").resize((112, 112), Image.Resampling.BICUBIC)
+    expected = pipeline("gqa-112").generate(photo, "What is this?", max_new_tokens=8).text
+    for fit in (None, "stretch"):
+        flags = ("--fit", fit) if fit else ()
+        outcome = run("sinkprune-evaluate", *arguments, *flags, "--json", tmp_path / "report.json")
+        assert ("--fit stretch" in outcome.stdout) == bool(fit)
+        assert json.loads((tmp_path / "report.json").read_text())["fit"] == fit
+        first = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])["reply"]
+        assert (first == expected) == bool(fit)
+
+
 def test_blind_shows_grey_pictures_to_the_model(
     bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
 ) -> None:

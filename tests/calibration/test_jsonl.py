@@ -138,14 +138,16 @@ def test_a_blinded_item_shows_grey_of_the_same_size(folder: Path) -> None:
     assert grey.load_image().getcolors() == [(1200, (128, 128, 128))]
 
 
-def test_scenes_are_the_test_set_picture_by_picture() -> None:
+@pytest.mark.parametrize(("name", "width"), [("scenes", 224), ("wide-scenes", 398)])
+def test_scenes_are_the_test_set_picture_by_picture(name: str, width: int) -> None:
     from sinkprune.demo.scenes import test_set
 
-    drawn = dict(enumerate(zip(test_set(), load_task("scenes", limit=12), strict=False)))
+    drawn = dict(enumerate(zip(test_set(width), load_task(name, limit=12), strict=False)))
     assert len(drawn) == 12
     for (picture, question), item in drawn.values():
         assert item.question == question
         assert item.load_image().tobytes() == picture.convert("RGB").tobytes()
+        assert item.load_image().size == (width, 224)
 
 
 def test_what_is_no_regular_file_or_too_large_is_no_task(folder: Path) -> None:

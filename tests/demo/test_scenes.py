@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -14,7 +15,7 @@ from sinkprune.contract.questions import Question
 from sinkprune.demo import scenes
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS
 from sinkprune.demo.scene_questions import KINDS, some
-from sinkprune.demo.scenes import COLOURS, SIDE, Scene, compose_scene, make_scene
+from sinkprune.demo.scenes import COLOURS, SIDE, WIDE, Scene, compose_scene, make_scene
 
 TEST = list(scenes.test_set())
 SCENES = [compose_scene("validation", index) for index in range(150)]
@@ -56,6 +57,25 @@ def test_questions_about_one_picture_follow_each_other() -> None:
     pictures = [picture for picture, _ in TEST]
     changes = sum(a is not b for a, b in pairwise(pictures))
     assert changes == len({id(picture) for picture in pictures}) - 1
+
+
+def test_wide_pictures_hold_the_same_things_further_apart() -> None:
+    for index in range(20):
+        (narrow, picture), (wide, broad) = (make_scene("test", index, width) for width in (SIDE, WIDE))
+        assert (picture.size, broad.size) == ((224, 224), (398, 224))
+        for before, after in zip((*narrow.objects, *narrow.plates), (*wide.objects, *wide.plates), strict=True):
+            assert after == replace(before, x=after.x)
+            assert abs(after.x - before.x * 398 / 224) <= 3.5
+            # The middle square of the picture is one that the model could have been trained on.
+            assert (after.x - 87) % 7 == before.y % 7 == 0
+            assert after.half_width <= after.x <= 398 - after.half_width
+            if before.shape == "square":
+                colours = [image.getpixel((thing.x, thing.y)) for image, thing in ((picture, before), (broad, after))]
+                assert colours[0] == colours[1] == COLOURS[before.colour]
+
+
+def test_wide_pictures_are_asked_about_in_the_same_words() -> None:
+    assert [question for _, question in scenes.test_set(WIDE)] == [question for _, question in TEST]
 
 
 def test_splits_share_neither_scenes_nor_test_photos() -> None:

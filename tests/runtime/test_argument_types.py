@@ -124,7 +124,7 @@ def test_clips_and_video_files(value: str, pipeline: Callable[..., Pipeline]) ->
         (name, value)
         for name in (
             *("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by"),
-            *("wrap", "during"),
+            *("wrap", "fit", "during"),
         )
         for value in ODD
         # What a function does is its own.

@@ -20,6 +20,7 @@ from sinkprune.contract.report import PARTS
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
+COFFEE = "the model sees 66 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all."
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file
         5,
     )
     assert outcome.code == 0
-    assert outcome.stderr == ""
+    assert outcome.stderr == f"{photo_file}: {COFFEE}\n"
     *_, timings = outcome.stdout.splitlines()
     assert timings.startswith("[retain-64] TTFT ")
     assert timings.endswith("visual tokens 576 -> 129 -> 42")
@@ -64,8 +65,10 @@ def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file
     assert answer["kv_bytes"] == 2 * 64 * 4 * sum(n + answer["prompt_tokens"] for n in answer["tokens_per_layer"])
 
 
-def test_a_normal_run_warns_of_nothing(bundle: Bundles, photo_file: Path) -> None:
-    command = [BIN / "sinkprune-run", bundle("gqa-112"), "--image", photo_file, *ASK, "--max-new-tokens", "2"]
+def test_a_normal_run_warns_of_nothing(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+    photo.crop((100, 0, 500, 400)).save(tmp_path / "square.png")
+    image = ("--image", tmp_path / "square.png")
+    command = [BIN / "sinkprune-run", bundle("gqa-112"), *image, *ASK, "--max-new-tokens", "2"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr == ""
 

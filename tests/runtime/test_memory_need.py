@@ -170,7 +170,7 @@ def test_too_little_memory_is_refused_with_both_numbers(
 def test_a_small_need_is_near_the_peak_and_not_told(
     form: WeightsName, bundle: Callable[..., Path], photo_file: Path
 ) -> None:
-    asked = ("--image", photo_file, "--prompt", "What is this?", "--json", "--max-new-tokens", 4)
+    asked = ("--image", photo_file, "--fit", "pad", "--prompt", "What is this?", "--json", "--max-new-tokens", 4)
     done = in_own_process(0, "run", bundle("gqa-112", weights=form), *asked)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,0 +1,46 @@
+"""A line on stderr about pictures of which the model sees only a part."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.terminal import escaped
+from sinkprune.runtime.clip import Picture
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.pictures import see
+
+
+def warn_unseen(
+    options: argparse.Namespace, bundle: Bundle, files: Sequence[Path], pictures: Sequence[Picture]
+) -> None:
+    """Print a line for the first image of each size of which the model sees only a part.
+
+    `pictures` are those read from `files`, in the same order. `options` are those of `bundle_parser`. Raises
+    `ImageError` for what the family rejects.
+    """
+    family = load_family(bundle.manifest, options.fit)
+    first: dict[tuple[int, int], tuple[Path, Image.Image]] = {}
+    for file, picture in zip(files, pictures, strict=True):
+        if isinstance(picture, Image.Image):
+            first.setdefault(picture.size, (file, picture))
+    for file, picture in first.values():
+        layout = see(file, picture, family, bundle.manifest).layout
+        if layout.seen_share < 1:
+            sys.stderr.write(f"{escaped(str(file))}: {_part(layout, picture.size)}. --fit pad shows it all.\n")
+
+
+def _part(layout: VisualLayout, size: tuple[int, int]) -> str:
+    """What the model sees of a picture of `size` (width, height), in words."""
+    left, top = np.clip(layout.boxes[:, :2].min(axis=0), 0, size)
+    right, bottom = np.clip(layout.boxes[:, 2:].max(axis=0), 0, size)
+    percent = int(100 * layout.seen_share)
+    middle = f"{right - left:.0f}x{bottom - top:.0f} of {size[0]}x{size[1]}"
+    return f"the model sees {percent or 'less than 1'} % of the picture (the middle {middle})"
