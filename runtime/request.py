@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.arguments import check_type
+from sinkprune.contract.arguments import check_options, check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.contract.ranges import RealNumber, WholeNumber
@@ -83,8 +83,10 @@ def new_request(
     """The request about one picture or a list of them; `options` are the fields of `Request` behind `texts`.
 
     A `prompt` of one text stands behind the pictures; a list of texts stands around them: one before each picture and
-    one behind the last. Raises `ImageError`, `PromptError`, `UsageError`, and `TypeError` for an unknown option.
+    one behind the last. Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`,
+    which is a `UsageError` and a `TypeError`.
     """
+    check_options(options, [field.name for field in fields(Request)[2:]])
     sources = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (*[""] * len(sources), prompt)
     return Request(sources, texts, **options)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "__init__ answer answer_text block_chain chat_template cores display_matrix embedding grid_boxes heap "
         "image_settings images keyframe_index learnt metered_file onnxruntime_library openvino_library "
         "pixel_values plot power processor prompt rotary sampling "
-        "camera stopwatch template_environment template_meter tensorrt_library torchvision_resize turns",
+        "camera stopwatch stream template_environment template_meter tensorrt_library torchvision_resize turns",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
@@ -42,6 +42,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "decoder_times",
         "cost_measuring",
         "observer",
+        "answering",
         "pipeline peak_memory stage_spans",
         "energy overlay",
         "profile rate rate_plot",

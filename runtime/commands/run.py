@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.costs_file import read_costs
@@ -18,7 +16,6 @@ from sinkprune.contract.files import check_outputs, write_whole
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.answer import Answer, DeadlineReport
-from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
     bundle_folders,
     key_files,
@@ -32,8 +29,7 @@ from sinkprune.runtime.commands import (
     write_line,
 )
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
-from sinkprune.runtime.cost_measuring import place_of
-from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
+from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import DEADLINE_MS, MAX_NEW_TOKENS
 from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
@@ -109,7 +105,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     pipeline = load_pipeline(options, bundle)
     asking = {name: getattr(options, name) for name in _REQUEST}
     if options.costs:
-        pipeline.costs = read_costs(options.costs, place_of(bundle.manifest, pipeline.backend))
+        pipeline.costs = read_costs(options.costs, pipeline.place)
         pipeline.load_plans(options.method)
     elif options.warm_up:
         with status("measuring what budgets cost on this machine"):
@@ -122,16 +118,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     if answer.deadline is not None and not answer.deadline.met:
         sys.stderr.write(_late(answer.deadline))
     if options.overlay:
-        write_whole(options.overlay, picture_bytes(_overlay(images, answer), options.overlay))
-
-
-def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
-    """The pictures one above the other, with what became of their tokens."""
-    drawn = []
-    for image, kept in zip(images, answer.images, strict=True):
-        frames = image.frames if isinstance(image, Shown) else [image] * len(kept.layout.views)
-        drawn.append(draw_overlay(frames, answer.method, kept))
-    return stacked(drawn)
+        write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
 
 
 def _write_piece(text: str) -> None:
