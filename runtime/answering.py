@@ -27,6 +27,7 @@ from sinkprune.runtime.prompt import PromptEncoder
 from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.request import Request
 from sinkprune.runtime.sampling import Sampler
+from sinkprune.runtime.stop_strings import StopStrings
 from sinkprune.runtime.stopwatch import Stopwatch
 from sinkprune.runtime.stream import StreamState
 
@@ -55,19 +56,25 @@ def steps(
     # Before decoding fills the caches
     cache_bytes = kv_bytes(chain, start.prefill.cache)
     token, ids, times, texts = start.token, [start.token], list[float](), list[float]()
-    text, finish = AnswerText(parts.prompts.tokenizer), ""
+    text, strings, finish, said = AnswerText(parts.prompts.tokenizer), StopStrings(request.stop), "", ""
     while True:
         began = time.perf_counter()
         stopped = token in stop and len(ids) > request.min_new_tokens
         piece = "" if stopped else text.add(token)
+        if len(ids) > request.min_new_tokens:
+            piece = strings.add(piece)
+            stopped = stopped or strings.found
         finish = "stop" if stopped else _reason_to_end(state, pace, len(ids))
-        piece += text.end() if finish else ""
+        piece += _rest(text, strings) if finish else ""
+        finish = "stop" if strings.found else finish
         texts.append(_ms_since(began))
+        said += piece
         if piece:
             yield piece
         # The reader may have cancelled while it had the piece.
         if not finish and state.cancelled:
-            finish, piece = "cancelled", text.end()
+            finish, piece = "cancelled", _rest(text, strings)
+            said += piece
             if piece:
                 yield piece
         if finish:
@@ -80,7 +87,7 @@ def steps(
         ids.append(token)
         observer.chose(token, logits)
     answer = Answer(
-        text=text.text,
+        text=said,
         token_ids=ids,
         finish=finish,
         method=request.method,
@@ -124,7 +131,7 @@ def _start(
             pairs = zip(request.pictures, pictures, strict=True)
             seen = [see(source, picture, family, manifest) for source, picture in pairs]
             layouts = [layout for _, layout in seen]
-            prompt = prompts.encode(request.texts, [layout.texts for layout in layouts])
+            prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
         observer.seen(seen)
         budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
         possible = choices(manifest, limits, request, budgets, text, layouts)
@@ -154,6 +161,11 @@ def _reason_to_end(state: StreamState, pace: Pace, tokens: int) -> str:
     if not pace.goes_on(tokens):
         return pace.finish(tokens)
     return "cancelled" if state.cancelled else ""
+
+
+def _rest(text: AnswerText, strings: StopStrings) -> str:
+    """What waited for tokens that will not come."""
+    return strings.add(text.end()) + strings.end()
 
 
 def _on_host(chain: Chain, logits: Tensor) -> Array:

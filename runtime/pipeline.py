@@ -181,10 +181,12 @@ class Pipeline:
         `image` is a Pillow image, a uint8 [height,width,3] array or a file, a `Clip` or a `VideoFile`, or a list of
         several. `prompt` stands behind the images; as a list of texts it stands around them: one text before each
         image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
-        `min_new_tokens`, `temperature`, `top_p`, `seed`, `deadline_ms`.
+        `min_new_tokens`, `stop`, `system`, `temperature`, `top_p`, `seed`, `deadline_ms`; and `order`, "bgr" for
+        arrays whose channels are in OpenCV's order.
 
-        Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when
-        the first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
+        Raises `TypeError`, `UsageError` (`OptionError` for an unknown option) and `PromptError` at once, and
+        `ImageError` for what is no picture; and when the first piece is asked for `ImageError`, `PromptError`,
+        `BudgetError`, `PruningError`, `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(new_request(image, prompt, **options), observer)

@@ -42,7 +42,10 @@ examples:
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
-_REQUEST = ("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms")
+_REQUEST = (
+    *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms"),
+    *("system", "stop"),
+)
 """The options that are fields of a request."""
 
 
@@ -81,6 +84,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
     add("--seed", type=SEED, help="makes sampling repeatable")
+    add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
     add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
     add("--json", action="store_true", help="print the answer and its figures as JSON")
     options = parser.parse_args(arguments)
@@ -100,7 +107,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
-    asked = Planned(images, options.method, [options.budget], prompt, options.max_new_tokens)
+    texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
+    asked = Planned(images, options.method, [options.budget], texts, options.max_new_tokens)
     memory = check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle)
     asking = {name: getattr(options, name) for name in _REQUEST}

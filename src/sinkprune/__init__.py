@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         VideoError,
     )
     from sinkprune.runtime.answer import Answer
+    from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.clip import Clip
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
@@ -52,6 +53,7 @@ __all__ = [
     "BackendError",
     "BudgetError",
     "BundleError",
+    "Camera",
     "CheckpointError",
     "Clip",
     "Costs",
@@ -79,6 +81,7 @@ __all__ = [
 
 _MODULES = {
     "Answer": "sinkprune.runtime.answer",
+    "Camera": "sinkprune.runtime.camera",
     "Clip": "sinkprune.runtime.clip",
     "Costs": "sinkprune.contract.costs",
     "Pipeline": "sinkprune.runtime.pipeline",
