@@ -13,6 +13,7 @@ from sinkprune.contract.command import run_command
 from sinkprune.contract.costs_file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.answer import Answer, DeadlineReport
@@ -118,7 +119,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     elif options.warm_up:
         with status("measuring what budgets cost on this machine"):
             pipeline.warm_up(images, prompt, **asking)
-    answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
+    with ProgressLines("answering"):
+        answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
     if options.json:
         write_line(json.dumps(_summary(pipeline, answer, memory)))
     else:
