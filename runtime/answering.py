@@ -64,14 +64,14 @@ def steps(
         if len(ids) > request.min_new_tokens:
             piece = strings.add(piece)
             stopped = stopped or strings.found
-        finish = "stop" if stopped else _reason_to_end(state, pace, len(ids))
+        finish = "stop" if stopped else "" if pace.goes_on(len(ids)) else pace.finish(len(ids))
         piece += _rest(text, strings) if finish else ""
         finish = "stop" if strings.found else finish
         texts.append(_ms_since(began))
         said += piece
         if piece:
             yield piece
-        # The reader may have cancelled while it had the piece.
+        # Checked here, because a reader may cancel while it has the piece.
         if not finish and state.cancelled:
             finish, piece = "cancelled", _rest(text, strings)
             said += piece
@@ -154,13 +154,6 @@ def _start(
     with backend.turn:
         kept = kept_tokens(chain, planned, layouts, encoded, rows, result)
     return _Start(clock, result, kept, prompt.text_tokens, token, budget)
-
-
-def _reason_to_end(state: StreamState, pace: Pace, tokens: int) -> str:
-    """Why there is no token after so many; empty where there is one."""
-    if not pace.goes_on(tokens):
-        return pace.finish(tokens)
-    return "cancelled" if state.cancelled else ""
 
 
 def _rest(text: AnswerText, strings: StopStrings) -> str:
