@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
+from sinkprune.contract.errors import OptionError
 from sinkprune.contract.shown import shown
 
 
@@ -23,3 +26,12 @@ def check_type(name: str, value: object, kinds: tuple[type[Any], ...], expected:
     """Refuse what is of none of `kinds`, which the message calls `expected`; raises `TypeError`."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} is {shown(value)}, expected {expected}.")
+
+
+def check_options(given: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse names of options that are not among `known`; raises `OptionError`, which lists those there are."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            guess = f"; did you mean '{near[0]}'?" if near else "."
+            raise OptionError(f"there is no option {shown(name)}{guess} Options are: {', '.join(known)}.")

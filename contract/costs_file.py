@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
+from sinkprune.contract.arguments import check_path
 from sinkprune.contract.costs import COSTS_VERSION, Costs, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import write_whole
@@ -15,18 +17,26 @@ from sinkprune.contract.untrusted import UnreadableError, read_json
 _AGAIN = "Measure them here with: sinkprune-calibrate schedule BUNDLE --costs FILE.json"
 
 
-def write_costs(path: Path, costs: Costs) -> None:
-    """Write `costs` to the file `path`; raises `OutputError`."""
-    write_whole(path, (json.dumps(to_json(costs), indent=1) + "\n").encode())
+def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
+    """Write the costs of requests, as `Pipeline.warm_up` returns them, to the JSON file `path`.
 
-
-def read_costs(path: Path, here: Place) -> Costs:
-    """The costs in the file `path`, which were measured where requests run now, `here`.
-
-    Raises `UsageError` for a file that is none of these, and for costs of another bundle, backend or machine.
+    Raises `OutputError` where the file cannot be written, and `TypeError` for what is no path.
     """
+    check_path("path", path)
+    write_whole(Path(path), (json.dumps(to_json(costs), indent=1) + "\n").encode())
+
+
+def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
+    """Return the costs in the JSON file `path`, which were measured where requests run now, `here`.
+
+        pipeline.costs = read_costs("costs.json", pipeline.place)
+
+    Raises `UsageError` for a file that is none of these, and for costs of another bundle, backend or machine, and
+    `TypeError` for what is no path.
+    """
+    check_path("path", path)
     try:
-        data = read_json(path)
+        data = read_json(Path(path))
     except UnreadableError as error:
         raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
     version = data.get("costs_version") if isinstance(data, dict) else None

@@ -59,6 +59,10 @@ class UsageError(SinkpruneError):
     """An argument is outside its range."""
 
 
+class OptionError(UsageError, TypeError):
+    """A function was given an option that it does not have."""
+
+
 class PowerError(SinkpruneError):
     """A power sensor may not be read, tells nothing of use, or has died."""
 

@@ -113,8 +113,9 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
 
 
 def _text(output: Path, manifest: EnginesManifest) -> str:
-    """Three lines: what was built, what became of the nodes a plugin may stand in for, and its sum."""
+    """What was built, whether it passed --check, what became of the nodes a plugin may stand in for, and its sum."""
     from sinkprune.contract.engines_manifest import ENGINES
+    from sinkprune.engines.gate.checking import CHECKED
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
@@ -125,7 +126,8 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
     return (
         f"{escaped(str(output))}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
         f"prompts of {limits.prompt_tokens} tokens, answers of {limits.new_tokens}\n"
-        f"sanitizer nodes: {realised}\n"
+        + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else "")
+        + f"sanitizer nodes: {realised}\n"
         f"sha256 {ENGINES.sha256(manifest)}\n"
     )
 

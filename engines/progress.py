@@ -11,6 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from sinkprune.contract.progress_lines import ProgressLines
+
 
 class BuildProgress:
     """Is told how far a build is: of its graphs, and of the phases within one, which nest. Shows nothing by itself.
@@ -39,7 +41,7 @@ SILENT = BuildProgress()
 
 
 class TerminalProgress(BuildProgress, Progress):
-    """Shows a build on stderr: a bar of its graphs, and below it the phases that run. Silent without a terminal."""
+    """Shows a build on stderr: a bar of its graphs, and below it the phases that run; lines without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -52,9 +54,20 @@ class TerminalProgress(BuildProgress, Progress):
             transient=True,
             disable=not console.is_terminal,
         )
+        self._lines = ProgressLines("reading", unit="graphs")
         self._graphs = self.add_task("reading", total=None)
         self._phases: dict[str, TaskID] = {}
         self._depths: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Begin to show what is done."""
+        self._lines.__enter__()
+        super().start()
+
+    def stop(self) -> None:
+        """Show nothing more."""
+        super().stop()
+        self._lines.__exit__(None, None, None)
 
     def tell(self, line: str) -> None:
         """Write the line, also without a terminal."""
@@ -63,6 +76,7 @@ class TerminalProgress(BuildProgress, Progress):
     def graph(self, name: str, number: int, total: int) -> None:
         """Set the bar of all graphs to `number` of `total`, with the name of the one that is built."""
         self.update(self._graphs, description=name, completed=number, total=total)
+        self._lines.update(name, done=number, total=total)
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
         """Add a bar for the phase, indented below its parent's."""

@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from sinkprune.contract.progress_lines import ProgressLines
+
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str, int], None]]:
-    """A line on stderr: the graph being written and the weights done so far. Silent where stderr is no terminal.
+    """A bar on stderr, or a line every ten seconds: the graph being written and the weights done so far.
 
     What is given is told what is being done, and how many weights it advanced by.
     """
@@ -22,6 +24,14 @@ def shown_progress() -> Iterator[Callable[[str, int], None]]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        ProgressLines("reading", unit="M weights") as lines,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("reading", total=None)
-        yield lambda what, weights: progress.update(task, description=what, advance=weights / 1e6)
+
+        def show(what: str, weights: int) -> None:
+            progress.update(task, description=what, advance=weights / 1e6)
+            lines.update(what, advance=weights / 1e6)
+
+        yield show

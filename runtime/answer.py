@@ -64,7 +64,8 @@ class Answer:
     text: str
     token_ids: list[int]
     finish: str
-    """`stop` (the model ended it), `length` (max_new_tokens did) or `deadline` (there was no time for more)."""
+    """`stop` (the model or a stop string ended it), `length` (max_new_tokens did), `deadline` (no time for more) or
+    `cancelled` (`Stream.cancel` was called)."""
     method: str
     budget: str
     prompt_tokens: int

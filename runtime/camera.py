@@ -1,71 +1,111 @@
-"""Frames that come at fixed times, whether anybody is ready for them or not."""
+"""A camera that delivers frames at its own rate, of which a slow reader gets the newest."""
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from sinkprune.contract.ranges import RealNumber
+import numpy as np
 
-RATE = RealNumber("--rate", 0.01, 1000, "from 0.01 to 1000 frames a second")
-DURATION = RealNumber("--duration", 0.1, 86_400, "from 0.1 to 86400 seconds")
+from sinkprune.contract.arguments import check_callable
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
+from sinkprune.contract.shown import shown
+from sinkprune.runtime.pictures import check_order, in_rgb
 
-
-class Served(NamedTuple):
-    """A frame that was answered; moments are those of the camera's clock."""
-
-    frame: int
-    """Its number, from 0."""
-    came: float
-    began: float
-    ended: float
+Read = Callable[[], Array | tuple[bool, Array | None] | None]
+"""Waits for the next frame and returns it: a uint8 [height,width,3] array, or a flag with one; None at the end."""
 
 
-@dataclass(frozen=True)
 class Camera:
-    """A queue that holds the newest frame only, as drivers of cameras do for those who want no old ones.
+    """The newest frame of a source, for readers that take longer than a frame; stale frames are dropped.
 
-    A frame that comes while an earlier one is answered waits until that is done, or until the next one takes its
-    place: then it is missed.
+        with Camera(cv2.VideoCapture(0).read, order="bgr") as camera:
+            for frame in camera:
+                answer = pipeline.generate(frame, "Is the way clear?", deadline_ms=300)
+
+    A thread calls `read` again and again and keeps the last frame only. `read` is a function without arguments that
+    waits for the next frame: it returns a uint8 [height,width,3] array, or as OpenCV's does a flag and such an array;
+    None or a false flag is the end. `order` says whether its arrays are "rgb" or "bgr". Iteration yields RGB arrays,
+    each frame at most once, and waits for a frame that is newer than the last. It raises what `read` raised, and
+    `ImageError` for what is no frame. Creation raises `TypeError` and `UsageError`.
     """
 
-    rate: float
-    """Frames a second."""
-    frames: int
-    """How many come."""
-    duration: float
-    """Seconds for which they come; waiting lasts no longer after the last answer."""
-    clock: Callable[[], float] = time.monotonic
-    """Seconds that no change of the wall clock moves."""
-    sleep: Callable[[float], None] = time.sleep
+    def __init__(self, read: Read, *, order: str = "rgb") -> None:
+        """Start to read at once. `close`, or the end of the `with` block, ends it."""
+        check_callable("read", read)
+        self._read, self._order = read, check_order(order)
+        self._changed = threading.Condition()
+        self._frame: Array | None = None
+        self._error: BaseException | None = None
+        self._ended = False
+        self.frames = 0
+        """How many frames came."""
+        self.dropped = 0
+        """How many of them a newer one replaced before they were taken."""
+        self._thread = threading.Thread(target=self._run, name="sinkprune camera", daemon=True)
+        self._thread.start()
 
-    def serve(self, answer: Callable[[int], object]) -> Iterator[Served]:
-        """Call `answer` with the number of each frame that is not missed, and tell of each when it is done.
+    def __iter__(self) -> Iterator[Array]:
+        """The camera itself."""
+        return self
 
-        The first comes at once. It ends when one more frame would come, or later, when all is answered.
-        """
-        start, taken = self.clock(), -1
-        while taken < self.frames - 1:
-            # Floats may say of a frame at the very moment of its coming that it is still to come.
-            taken = max(taken + 1, min(int((self.clock() - start) * self.rate), self.frames - 1))
-            came = start + taken / self.rate
-            self._wait_until(came)
-            began = self.clock()
-            answer(taken)
-            yield Served(taken, came, began, self.clock())
-        self._wait_until(start + self.duration)
+    def __next__(self) -> Array:
+        """Return the newest frame that was not taken yet, as uint8 [height,width,3] in RGB; waits for one."""
+        with self._changed:
+            while self._frame is None and not self._ended:
+                self._changed.wait()
+            frame, self._frame = self._frame, None
+            if frame is not None:
+                return frame
+            if self._error is not None:
+                error, self._error = self._error, None
+                raise error
+        raise StopIteration
 
-    def _wait_until(self, moment: float) -> None:
-        left = moment - self.clock()
-        while left > 0:
-            self.sleep(left)
-            left = moment - self.clock()
+    def close(self) -> None:
+        """Have no more frames read, and end the iteration; a `read` that is under way goes on until it returns."""
+        with self._changed:
+            self._ended, self._frame = True, None
+            self._changed.notify_all()
+
+    def __enter__(self) -> Camera:
+        """The camera itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended:
+                frame = _frame_of(self._read())
+                if frame is None:
+                    break
+                with self._changed:
+                    if self._ended:
+                        break
+                    self.frames += 1
+                    self.dropped += self._frame is not None
+                    # A copy, because drivers reuse their buffers.
+                    self._frame = in_rgb(frame, self._order).copy()
+                    self._changed.notify_all()
+        except BaseException as error:
+            # Raised again where frames are taken.
+            self._error = error
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
 
-def camera(rate: float, duration: float) -> Camera:
-    """One whose frames come for `duration` seconds, at least one of them; raises `UsageError`."""
-    rate, duration = RATE.check(rate), DURATION.check(duration)
-    # A whole number of frames stays one, whatever floats make of the product.
-    return Camera(rate, max(1, int(rate * duration + 1e-6)), duration)
+def _frame_of(read: object) -> Array | None:
+    """What a source gave as a frame; None at its end. Raises `ImageError`."""
+    if isinstance(read, tuple) and len(read) == 2:
+        read = read[1] if read[0] else None
+    if read is None:
+        return None
+    if not isinstance(read, np.ndarray) or read.dtype != np.uint8 or read.ndim != 3 or read.shape[2] != 3:
+        found = f"{read.dtype}{list(read.shape)}" if isinstance(read, np.ndarray) else shown(read)
+        raise ImageError(f"the camera gave {found}, expected a uint8 [height,width,3] array.")
+    return read

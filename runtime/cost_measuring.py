@@ -60,7 +60,8 @@ def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS
     manifest, chain = measured.manifest, measured.chain
     pictures = tuple(decoded(source, measured.family) for source in request.pictures)
     layouts = [see(picture, picture, measured.family, manifest).layout for picture in pictures]
-    text = measured.prompts.encode(request.texts, [layout.texts for layout in layouts]).text_tokens
+    prompt = measured.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
+    text = prompt.text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     budgets = up_to(manifest, request.method, request.budget, layouts)
     possible = choices(manifest, measured.limits, plain, budgets, text, layouts)[::-1]

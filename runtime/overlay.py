@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.answer import Kept
+from sinkprune.runtime.answer import Answer, Kept
+from sinkprune.runtime.clip import Clip, Picture, Shown
+from sinkprune.runtime.images import read_image, to_rgb
+from sinkprune.runtime.pictures import PictureLike
+from sinkprune.runtime.video_file import VideoFile
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -88,6 +94,39 @@ def token_fates(kept: Kept) -> Fates:
         if counts.sink and sink_dropped_after is None and not rows[is_sink_row.ravel()].any():
             sink_dropped_after = layer
     return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
+
+
+def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Image.Image:
+    """Draw what became of every visual token of an answer, with a legend, as an RGB image.
+
+    `picture` is what the request was about: a Pillow image, a uint8 [height,width,3] RGB array or a file, or a list
+    of as many as the request had; several are drawn one above the other. For a clip give the frames that the model
+    was shown: `sinkprune.runtime.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and `UsageError` for
+    an answer without pruning and for another number of pictures.
+    """
+    pictures: list[PictureLike] = list(picture if isinstance(picture, (list, tuple)) else (picture,))
+    if len(pictures) != len(answer.images):
+        raise UsageError(f"found {len(pictures)} pictures, the answer is about {len(answer.images)}. Give these.")
+    if any(kept.schedule.counts is None for kept in answer.images):
+        raise UsageError(
+            "the answer ran without pruning, so there is nothing to draw. Choose a budget other than none."
+        )
+    drawn = []
+    for image, kept in zip(map(_drawable, pictures), answer.images, strict=True):
+        frames = image.frames if isinstance(image, Shown) else [image] * len(kept.layout.views)
+        drawn.append(draw_overlay(frames, answer.method, kept))
+    return stacked(drawn)
+
+
+def _drawable(picture: PictureLike) -> Picture:
+    if isinstance(picture, Shown):
+        return picture
+    if isinstance(picture, (Clip, VideoFile)):
+        raise UsageError(
+            "an overlay of a clip is drawn on the frames that the model was shown. Give "
+            "sinkprune.runtime.pictures.decoded(clip, pipeline.family)."
+        )
+    return read_image(picture) if isinstance(picture, (str, os.PathLike)) else to_rgb(picture)
 
 
 def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Image.Image:

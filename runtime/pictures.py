@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from sinkprune.contract.errors import ImageError
+from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
+from sinkprune.contract.shown import shown
 from sinkprune.runtime.clip import Clip, Picture, Shown
 from sinkprune.runtime.families import Family, Seen
 from sinkprune.runtime.images import read_image, to_rgb
@@ -21,6 +22,10 @@ PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
 made of one. Greyscale of 16 bits is divided by 257."""
 
 
+ORDERS = ("rgb", "bgr")
+"""The orders that an array's channels may have; OpenCV's is `bgr`."""
+
+
 def decoded(source: PictureLike, family: Family) -> Picture:
     """An RGB image, or the frames of a clip that a model of `family` is shown; raises `ImageError`."""
     if isinstance(source, Shown):
@@ -28,6 +33,31 @@ def decoded(source: PictureLike, family: Family) -> Picture:
     if isinstance(source, (Clip, VideoFile)):
         return family.shown(source)
     return read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
+
+
+def check_order(order: object) -> str:
+    """The order of an array's channels; raises `UsageError` for what is neither "rgb" nor "bgr"."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise UsageError(f"order is {shown(order)}, expected 'rgb' or 'bgr', the order of an array's channels.")
+    return order
+
+
+def in_rgb(array: Array, order: str) -> Array:
+    """A view of the array [height,width,3], whose channels are in `order`, with channels in the order RGB."""
+    return array[..., ::-1] if order == "bgr" else array
+
+
+def with_order(source: PictureLike, order: str) -> PictureLike:
+    """`source` with channels in RGB, where it is an array or a clip of arrays whose channels are in `order`."""
+    if isinstance(source, np.ndarray) and source.ndim == 3:
+        return in_rgb(source, order)
+    if isinstance(source, Clip) and order != "rgb":
+        arrays = (isinstance(frame, np.ndarray) and frame.ndim == 3 for frame in source.frames)
+        return Clip(
+            [in_rgb(frame, order) if array else frame for frame, array in zip(source.frames, arrays, strict=True)],  # type: ignore[arg-type]
+            source.fps,
+        )
+    return source
 
 
 def see(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> Seen:

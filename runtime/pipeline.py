@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,20 @@ import numpy as np
 
 from sinkprune.contract.arguments import check_callable, check_path, check_type
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.costs import Costs
+from sinkprune.contract.costs import Costs, Place
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.runtime.answer import Answer, Kept, timings
-from sinkprune.runtime.answer_text import AnswerText
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.answering import Parts, steps
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.chain import Chain
-from sinkprune.runtime.choices import choices
-from sinkprune.runtime.context_length import check_number
-from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs
+from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs, place_of
 from sinkprune.runtime.deadline import Hurried, Pace
-from sinkprune.runtime.decoding import Prefill, decode_one_token, kept_tokens, kv_bytes, prefill
 from sinkprune.runtime.embedding import Embedding
 from sinkprune.runtime.encoding import Encoded, encode, look
 from sinkprune.runtime.families import load_family
@@ -39,10 +35,9 @@ from sinkprune.runtime.learnt import Learnt
 from sinkprune.runtime.observer import NOBODY, Observer
 from sinkprune.runtime.pictures import PictureLike, decoded, see
 from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.request import Request, new_request
-from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.stream import Stream, StreamState
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""
@@ -174,15 +169,11 @@ class Pipeline:
         """The whole answer; takes what `stream` takes. `on_text` is given each piece of text as it comes."""
         if on_text is not None:
             check_callable("on_text", on_text)
-        pieces = self.stream(image, prompt, observer=observer, **options)
-        while True:
-            try:
-                piece = next(pieces)
-            except StopIteration as done:
-                answer: Answer = done.value
-                return answer
+        stream = self.stream(image, prompt, observer=observer, **options)
+        for piece in stream:
             if on_text is not None:
                 on_text(piece)
+        return stream.answer
 
     def stream(
         self,
@@ -191,63 +182,27 @@ class Pipeline:
         *,
         observer: Observer = NOBODY,
         **options: Any,
-    ) -> Generator[str, None, Answer]:
-        """The answer's text, piece by piece; the generator's return value is the `Answer`.
+    ) -> Stream:
+        """The answer's text, piece by piece; `Stream.answer` is the whole `Answer` when it has ended.
 
         `image` is a Pillow image, a uint8 [height,width,3] array or a file, a `Clip` or a `VideoFile`, or a list of
         several. `prompt` stands behind the images; as a list of texts it stands around them: one text before each
         image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
-        `min_new_tokens`, `temperature`, `top_p`, `seed`, `deadline_ms`.
+        `min_new_tokens`, `stop`, `system`, `temperature`, `top_p`, `seed`, `deadline_ms`; and `order`, "bgr" for
+        arrays whose channels are in OpenCV's order.
 
-        Raises `TypeError`, `UsageError` and `PromptError` at once, and `ImageError` for what is no picture; and when
-        the first piece is asked for `ImageError`, `PromptError`, `BudgetError`, `PruningError`, `NumericsError`.
+        Raises `TypeError`, `UsageError` (`OptionError` for an unknown option) and `PromptError` at once, and
+        `ImageError` for what is no picture; and when the first piece is asked for `ImageError`, `PromptError`,
+        `BudgetError`, `PruningError`, `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(new_request(image, prompt, **options), observer)
 
-    def answer(self, request: Request, observer: Observer = NOBODY) -> Generator[str, None, Answer]:
-        """The steps of a request, each told to `observer`; yields, returns and raises what `stream` does."""
-        sampler, stop = request.new_sampler(), self.bundle.manifest.tokens.stop
-        pace = self._pace(request)
-        start = self._start(request, pace, sampler, observer)
-        # Before decoding fills the caches
-        cache_bytes = kv_bytes(self.chain, start.prefill.cache)
-        token, ids, steps, texts = start.token, [start.token], [], []
-        text = AnswerText(self.prompts.tokenizer)
-        while True:
-            began = time.perf_counter()
-            stopped = token in stop and len(ids) > request.min_new_tokens
-            ended = stopped or not pace.goes_on(len(ids))
-            piece = ("" if stopped else text.add(token)) + (text.end() if ended else "")
-            texts.append(_ms_since(began))
-            if piece:
-                yield piece
-            if ended:
-                break
-            began = time.perf_counter()
-            with self.backend.turn, observer.during("decode"):
-                embedded = self.embedding([token])[0]
-                logits = self.backend.numpy(decode_one_token(self.chain, start.prefill.cache, embedded))[0]
-            token = sampler(logits)
-            steps.append(_ms_since(began))
-            ids.append(token)
-            observer.chose(token, logits)
-        answer = Answer(
-            text=text.text,
-            token_ids=ids,
-            finish="stop" if stopped else pace.finish(len(ids)),
-            method=request.method,
-            budget=start.budget,
-            prompt_tokens=start.text_tokens,
-            visual_tokens=sum(kept.layout.all_tokens for kept in start.kept),
-            tokens_per_layer=[tokens - start.text_tokens for tokens in start.prefill.tokens_per_layer],
-            kv_bytes=cache_bytes,
-            ms=timings(start.clock.ms(), steps, sum(texts)),
-            images=start.kept,
-            deadline=pace.ended(steps),
-        )
-        observer.answered(answer)
-        return answer
+    def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
+        """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
+        state = StreamState()
+        parts = Parts(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
+        return Stream(steps(parts, request, lambda: self._pace(request), observer, state), state)
 
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
@@ -282,6 +237,11 @@ class Pipeline:
             self.costs = measure_costs(own, request, seconds)
         return self.costs
 
+    @property
+    def place(self) -> Place:
+        """What measured costs must be of to hold here: model, backend, threads and processor; see `read_costs`."""
+        return place_of(self.bundle.manifest, self.backend)
+
     def load_plans(self, method: str) -> None:
         """Load the selection graphs of all budgets of a method, for which a request would have to wait."""
         for plan in self.bundle.manifest.plans.get(method, {}).values():
@@ -296,53 +256,6 @@ class Pipeline:
                 "with pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: --costs FILE.json."
             )
         return Hurried(request, request.deadline_ms, self.bundle.manifest, self.costs, self._learnt)
-
-    def _start(self, request: Request, pace: Pace, sampler: Sampler, observer: Observer) -> _Start:
-        """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
-        manifest, clock = self.bundle.manifest, Stopwatch(self.backend, observer.during)
-        self.chain.load_plan(manifest.plan(request.method, request.budget))
-        check_number(manifest, self.limits, len(request.pictures))
-        pictures = [decoded(source, self.family) for source in request.pictures]
-        with clock.measure("ttft"):
-            with clock.measure("preprocess"):
-                pairs = zip(request.pictures, pictures, strict=True)
-                seen = [see(source, picture, self.family, manifest) for source, picture in pairs]
-                layouts = [layout for _, layout in seen]
-                prompt = self.prompts.encode(request.texts, [layout.texts for layout in layouts])
-            observer.seen(seen)
-            budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
-            possible = choices(manifest, self.limits, request, budgets, text, layouts)
-            with self.backend.turn:
-                towers = [look(self.chain, inputs, clock) for inputs, _ in seen]
-                budget, planned = pace.choose(possible, text, layouts)
-                encoded = [encode(self.chain, planned.plan, tower, clock) for tower in towers]
-                observer.encoded(encoded)
-                shown, pruned = list(zip(layouts, encoded, strict=True)), planned.plan is not None
-                between = self.family.between_rows
-                rows = lay_out(self.backend, self.embedding, between, prompt.texts, shown, pruned=pruned)
-                observer.laid_out(rows)
-                result = prefill(self.chain, planned, rows, clock, encoded[0].device_norms)
-                logits = self.backend.numpy(result.logits)[0]
-                token = sampler(logits)
-        pace.first_token()
-        observer.prefilled(result)
-        observer.chose(token, logits)
-        # What is kept for the answer is on the host: embeddings need no memory while it decodes.
-        with self.backend.turn:
-            kept = kept_tokens(self.chain, planned, layouts, encoded, rows, result)
-        return _Start(clock, result, kept, prompt.text_tokens, token, budget)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A request whose first token is there."""
-
-    clock: Stopwatch
-    prefill: Prefill
-    kept: tuple[Kept, ...]
-    text_tokens: int
-    token: int
-    budget: str
 
 
 def _ms_since(start: float) -> float:

@@ -6,10 +6,11 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from sinkprune.contract.errors import BundleError
+from sinkprune.contract.errors import BundleError, PromptError
 from sinkprune.contract.manifest import Tokens
 from sinkprune.contract.tokenizer_json import check_tokenizer_json
 from sinkprune.contract.untrusted import UnreadableError
@@ -17,6 +18,10 @@ from sinkprune.runtime.chat_template import ChatTemplate
 
 _TEMPLATE_CHARACTERS, _TIMES_GIVEN = 1 << 15, 16
 """How many characters a chat template may write of its own, and how often it may say what it was given."""
+
+
+_Message = dict[str, Any]
+"""A turn of a conversation, as chat templates take it."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +79,17 @@ class PromptEncoder:
             if special.identity == tokens.image
         )
 
-    def encode(self, texts: Sequence[str], within: Sequence[Sequence[str]] = ()) -> Prompt:
-        """The conversation of one user turn: `texts`, with an image between each two of them.
+    def encode(self, texts: Sequence[str], within: Sequence[Sequence[str]] = (), system: str | None = None) -> Prompt:
+        """The conversation of one user turn: `texts`, with an image between each two of them, after `system`.
 
         `within` has for each image the texts that its groups stand between, in the template's words, or none where
         it is in one piece (`VisualLayout.texts`); such an image stands at several places of the prompt.
         `sinkprune.runtime.request.check_texts` has refused texts that say nothing. Raises `BundleError` where the
-        template does not write every image.
+        template does not write every image, and `PromptError` where it writes no system message.
         """
         pieces = [own or ("", "") for own in within] or [("", "")] * (len(texts) - 1)
         images = sum(len(own) - 1 for own in pieces)
-        rendered = self._taken_apart(self._render(self._content(texts)), pieces)
+        rendered = self._taken_apart(self._render([*self._system(system), _user(self._content(texts))]), pieces)
         # As in transformers' processors: where the template writes the first special token, the tokenizer adds none.
         bos = [special.stand_in for special in self._specials if special.token.content == self._tokens.bos]
         adds = not bos or not rendered.startswith(bos[0])
@@ -116,13 +121,34 @@ class PromptEncoder:
             text = text.replace(special.token.content, special.stand_in)
         return text
 
+    def _quoted(self, text: str) -> str:
+        """`text` of the user's, with the special tokens that it spells marked as plain text."""
+        for special in self._specials:
+            text = text.replace(special.token.content, special.quoted)
+        return text
+
+    def _system(self, text: str | None) -> list[_Message]:
+        """The system message `text` as the template takes it, in parts or as a str; none for None."""
+        if text is None:
+            return []
+        number, forms = str(secrets.randbits(64)), (_in_parts, _as_text)
+        for form in forms:
+            try:
+                rendered = self._render([form(number), _user([{"type": "image"}, {"type": "text", "text": "?"}])])
+            except BundleError:
+                continue
+            # A template that takes no parts writes them as Python does, in quotes.
+            before, found, _ = rendered.partition(number)
+            if found and not before.endswith(("'", '"')):
+                return [form(self._quoted(text))]
+        raise PromptError(
+            "the checkpoint's chat template has no place for a system message. Leave out the system message, and put "
+            "its text before the question."
+        )
+
     def _content(self, pieces: Sequence[str]) -> list[dict[str, str]]:
         """A user turn's content: an image between each two of `pieces`."""
-        quoted = []
-        for piece in pieces:
-            for special in self._specials:
-                piece = piece.replace(special.token.content, special.quoted)
-            quoted.append(piece)
+        quoted = [self._quoted(piece) for piece in pieces]
         if any(quoted[:-1]) and not self._keeps_order():
             # Such a template puts all images first; within the text they stand where they belong.
             image = next(special.stand_in for special in self._specials if special.identity == self._tokens.image)
@@ -136,13 +162,12 @@ class PromptEncoder:
     def _keeps_order(self) -> bool:
         """Whether the template writes text before an image that comes before it."""
         text = str(secrets.randbits(64))
-        rendered = self._render([{"type": "text", "text": text}, {"type": "image"}])
+        rendered = self._render([_user([{"type": "text", "text": text}, {"type": "image"}])])
         image = next(special.stand_in for special in self._specials if special.identity == self._tokens.image)
         return text in rendered.partition(image)[0]
 
-    def _render(self, content: list[dict[str, str]]) -> str:
-        messages = [{"role": "user", "content": content}]
-        given = sum(len(part.get("text", "")) for part in content)
+    def _render(self, messages: list[_Message]) -> str:
+        given = sum(map(_characters, messages))
         rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, given)
         most = _TEMPLATE_CHARACTERS + _TIMES_GIVEN * given
         if len(rendered) > most:
@@ -154,6 +179,23 @@ class PromptEncoder:
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
+
+
+def _user(content: list[dict[str, str]]) -> _Message:
+    return {"role": "user", "content": content}
+
+
+def _in_parts(text: str) -> _Message:
+    return {"role": "system", "content": [{"type": "text", "text": text}]}
+
+
+def _as_text(text: str) -> _Message:
+    return {"role": "system", "content": text}
+
+
+def _characters(message: _Message) -> int:
+    content = message["content"]
+    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def _read_tokenizer(tokenizer_json: bytes) -> Tokenizer:

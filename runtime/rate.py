@@ -10,7 +10,7 @@ from sinkprune.contract.energy import RateEnergy
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.rate_report import BudgetRate, Latency, RateReport
 from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.camera import Camera, Served
+from sinkprune.runtime.frame_clock import FrameClock, Served
 from sinkprune.runtime.pictures import PictureLike
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.power import ROOT
@@ -25,7 +25,7 @@ def at_rate(
     pictures: Sequence[PictureLike | Sequence[PictureLike]],
     prompt: str | Sequence[str],
     budgets: Sequence[str],
-    source: Camera,
+    source: FrameClock,
     *,
     method: str = "sinkpruner",
     new_tokens: int = 16,
@@ -82,7 +82,7 @@ def at_rate(
 
 def _budget_rate(
     answer: Answer,
-    source: Camera,
+    source: FrameClock,
     served: Sequence[Served],
     start: float,
     meter: EnergyMeter | None,

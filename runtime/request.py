@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.arguments import check_type
+from sinkprune.contract.arguments import check_options, check_type
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.contract.ranges import RealNumber, WholeNumber
 from sinkprune.contract.shown import shown
 from sinkprune.runtime.clip import Clip, Shown
-from sinkprune.runtime.pictures import PictureLike
+from sinkprune.runtime.pictures import PictureLike, check_order, with_order
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.video_file import VideoFile
 
@@ -44,7 +44,12 @@ class Request:
     max_new_tokens: int = 128
     """How many tokens the answer has at most."""
     min_new_tokens: int = 0
-    """Stop tokens are ignored before so many tokens."""
+    """Stop tokens and stop strings are ignored before so many tokens."""
+    stop: Sequence[str] = field(default=(), kw_only=True)
+    """Strings that end the answer, as in ("\\n", "Question:"); the text has none of them, nor what follows one. A
+    single str is one string. `Answer.token_ids` has all tokens, also those of the string."""
+    system: str | None = field(default=None, kw_only=True)
+    """A system message, which the checkpoint's chat template writes; None leaves it to the template."""
     temperature: float = 0.0
     """0 takes the likeliest token; larger values sample ever more freely."""
     top_p: float = 1.0
@@ -67,6 +72,9 @@ class Request:
             object.__setattr__(self, name, count.check(getattr(self, name)))
         if self.deadline_ms is not None:
             object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.system is not None:
+            _check_text("system message", self.system)
         self.new_sampler()
         for picture in self.pictures:
             _check_picture(picture)
@@ -78,14 +86,20 @@ class Request:
 
 
 def new_request(
-    pictures: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: object
+    pictures: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], order: str = "rgb", **options: object
 ) -> Request:
     """The request about one picture or a list of them; `options` are the fields of `Request` behind `texts`.
 
+    `order` says whether the channels of arrays, also of those in clips, are "rgb" or, as OpenCV's are, "bgr".
+
     A `prompt` of one text stands behind the pictures; a list of texts stands around them: one before each picture and
-    one behind the last. Raises `ImageError`, `PromptError`, `UsageError`, and `TypeError` for an unknown option.
+    one behind the last. Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`,
+    which is a `UsageError` and a `TypeError`.
     """
-    sources = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
+    check_options(options, [*(field.name for field in fields(Request)[2:]), "order"])
+    order = check_order(order)
+    given = tuple(pictures) if isinstance(pictures, (list, tuple)) else (pictures,)
+    sources = tuple(with_order(source, order) for source in given)
     texts = tuple(prompt) if isinstance(prompt, (list, tuple)) else (*[""] * len(sources), prompt)
     return Request(sources, texts, **options)  # type: ignore[arg-type]
 
@@ -98,15 +112,25 @@ def _check_picture(picture: object) -> None:
         )
 
 
+def _stop_strings(given: object) -> tuple[str, ...]:
+    """One string or several as a tuple; raises `UsageError` for what is none, or empty."""
+    strings = (given,) if isinstance(given, str) else given
+    if not isinstance(strings, (tuple, list)) or not all(isinstance(one, str) and one for one in strings):
+        raise UsageError(f'stop is {shown(given)}, expected strings that are not empty, as in stop=("\\n",).')
+    return tuple(strings)
+
+
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise PromptError(f"the {name} is a {type(text).__name__}, expected a str. Ask something about the image.")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise PromptError(f"the {name} is not valid UTF-8. Check the terminal's encoding.")
+
+
 def check_texts(texts: Sequence[object], pictures: int) -> None:
     """Refuse texts that do not fit so many pictures, or say nothing; raises `PromptError`."""
     for text in texts:
-        if not isinstance(text, str):
-            raise PromptError(
-                f"the prompt is a {type(text).__name__}, expected a str. Ask something about the image."
-            )
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise PromptError("the prompt is not valid UTF-8. Check the terminal's encoding.")
+        _check_text("prompt", text)
     if len(texts) != pictures + 1:
         raise PromptError(
             f"the prompt has places for {len(texts) - 1} images, and {pictures} were given. Give one image for each "

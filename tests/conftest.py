@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
 from operator_signatures import keep_inferred_shapes, keep_signatures
 from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
+from sinkprune.contract import progress_lines
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.bundle_writer import export_bundle
@@ -160,3 +161,11 @@ def photo_file(photo: Image.Image, tmp_path_factory: pytest.TempPathFactory) -> 
     path = tmp_path_factory.mktemp("photo") / "coffee.jpg"
     photo.save(path, quality=95)
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_progress_lines() -> Iterator[None]:
+    """Tests find what a command writes to stderr in less than ten seconds, however slow the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress_lines, "SECONDS", 3600.0)
+        yield

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import tomllib
 
+import sinkprune
 from import_statements import PACKAGE, ROOT, imports, package_of
-from sinkprune import entry_points
+from sinkprune import entry_points, runtime
+from sinkprune.contract import errors
 
 MAY_IMPORT: dict[str, set[str]] = {
     "contract": set(),
@@ -230,3 +232,16 @@ def test_the_public_names_are_loaded_when_they_are_used(tmp_path: Path) -> None:
     program = "import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)"
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in result.stdout.split()} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})
+
+
+def test_every_exception_and_every_name_of_the_face_can_be_imported() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.SinkpruneError)
+    }
+    assert kinds < set(sinkprune.__all__)
+    assert all(getattr(sinkprune, name).__name__ == name for name in sinkprune.__all__)
+    assert all(sinkprune.UsageError is kind for kind in (errors.UsageError, runtime.UsageError))
+    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
+        sinkprune.Pipelin  # type: ignore[attr-defined]  # noqa: B018

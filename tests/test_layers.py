@@ -30,18 +30,20 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores display_matrix embedding fits grid_boxes heap "
         "image_settings images keyframe_index learnt metered_file onnxruntime_library openvino_library "
-        "pixel_values plot power processor prompt rotary sampling "
-        "camera stopwatch template_environment template_meter tensorrt_library torchvision_resize turns",
+        "pixel_values plot power processor prompt rotary sampling stop_strings "
+        "frame_clock stopwatch stream template_environment template_meter tensorrt_library torchvision_resize turns",
         "device",
         "backends kv_cache",
         "clip video_file square_processor llava_next_processor qwen_processor window_index",
         "families",
-        "pictures request context_length",
+        "pictures",
+        "camera request context_length",
         "chain choices",
         "encoding prompt_rows decoding deadline",
         "decoder_times",
         "cost_measuring",
         "observer",
+        "answering",
         "pipeline peak_memory stage_spans",
         "energy overlay",
         "profile rate rate_plot",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -25,6 +26,7 @@ from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import check_apart
 from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
@@ -53,6 +55,8 @@ run: they are what is compared with. Each method of the bundle is another row.
 """
 # Wider than most terminals are set to by default: a wrapped row is worse than a long one.
 _TABLE_WIDTH = 250
+_PICTURES = 50
+"""Without --limit: as many pictures as make the shares steady, and minutes rather than an hour of a large model."""
 _WITHOUT = ("fastervlm", "sinkpruner-no-outlier-removal")
 """Methods that drop tokens in front of the LLM as ours does, and leave sink tokens among them."""
 
@@ -69,6 +73,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
     combinations, _ = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the questions"):
         items = load_task(options.data, options.limit)
+        if options.limit is None:
+            items = _first_pictures(items)
     check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
     first, method = items[0], next(iter(bundle.manifest.plans))
     check_memory(options, bundle, Planned([first.load_image()], method, [UNPRUNED], first.question.text, 1))
@@ -91,9 +97,26 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", default=SCENES, help="FILE.jsonl, or scenes, the test set that comes along (default: scenes)")
     add("--methods", default="", help="comma-separated (default: all of the bundle)")
     add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
-    add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
+    add(
+        "--limit",
+        type=WholeNumber("--limit", 1, 10**9),
+        metavar="N",
+        help=f"the first N questions (default: those about the first {_PICTURES} pictures)",
+    )
     add_report_options(parser, "shares and entropies")
     return parser
+
+
+def _first_pictures(items: Sequence[Item]) -> list[Item]:
+    """The questions about the first `_PICTURES` pictures; says on stderr where that is not all of them."""
+    first = dict.fromkeys(islice(dict.fromkeys(item.picture for item in items), _PICTURES))
+    taken = [item for item in items if item.picture in first]
+    if len(taken) < len(items):
+        sys.stderr.write(
+            f"takes the {len(taken)} questions about the first {_PICTURES} pictures, of {len(items)} questions; "
+            f"--limit {len(items)} takes all\n"
+        )
+    return taken
 
 
 def _names(text: str) -> list[str]:
@@ -106,9 +129,11 @@ def _observe(
     """What was observed of every question, by combination; the unpruned engines are the first."""
     console = Console(stderr=True)
     found: dict[Combination, list[Observation]] = {pair: [] for pair in (BASELINE, *combinations)}
-    for item in track(items, "asking", console=console, transient=True, disable=not console.is_terminal):
-        for pair, own in found.items():
-            own.append(observe(pipeline, watch, item, pair))
+    with ProgressLines("asking", len(items), "questions") as lines:
+        for item in track(items, "asking", console=console, transient=True, disable=not console.is_terminal):
+            for pair, own in found.items():
+                own.append(observe(pipeline, watch, item, pair))
+            lines.update(advance=1)
     return found
 
 

@@ -20,6 +20,7 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
 from sinkprune.contract.files import Output, check_apart, write_whole
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
@@ -131,11 +132,17 @@ def _ask(
     console = Console(stderr=True)
     columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
-    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("warming up", total=len(items) * (1 + len(combinations)))
+    total = len(items) * (1 + len(combinations))
+    with (
+        ProgressLines("warming up", total, "answers") as lines,
+        Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("warming up", total=total)
 
         def show(pair: Combination) -> None:
-            progress.update(task, advance=1, description=escaped(" ".join(dict.fromkeys(pair))))
+            name = " ".join(dict.fromkeys(pair))
+            progress.update(task, advance=1, description=escaped(name))
+            lines.update(f"asking with {name}", advance=1)
 
         return ask(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 

@@ -24,6 +24,7 @@ from sinkprune.contract.command import run_command
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files import Output, check_outputs, write_whole
 from sinkprune.contract.manifest import MANIFEST
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
@@ -149,8 +150,10 @@ def _bundle(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> tu
 
 def _features(look: Look, pictures: Sequence[NamedPicture]) -> Iterator[TokenFeatures]:
     console = Console(stderr=True)
-    for picture in track(pictures, "looking", console=console, transient=True, disable=not console.is_terminal):
-        yield look(picture.load())
+    with ProgressLines("looking", len(pictures), "pictures") as lines:
+        for picture in track(pictures, "looking", console=console, transient=True, disable=not console.is_terminal):
+            yield look(picture.load())
+            lines.update(advance=1)
 
 
 def _heatmap_outputs(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> list[Output]:

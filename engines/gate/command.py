@@ -63,6 +63,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     refused = first_refusal(report, built.engines.manifest)
     if refused is not None:
         raise EnginesError(refused)
+    if not options.json:
+        sys.stdout.write(f"passed: {len(report.graphs)} engines, {len(report.texts)} answers\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from rich.text import Text
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.files import Output, check_outputs, write_whole
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_trust_options, trusted_bundle
@@ -184,10 +185,11 @@ def write_report(options: argparse.Namespace, report: R, plot: Callable[[R, str]
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """A spinner on stderr while the block runs; nothing where stderr is no terminal."""
+    """A spinner on stderr while the block runs; a line every ten seconds where stderr is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
+        with ProgressLines(text):
+            yield
         return
     with console.status(plain(text)):
         yield

@@ -13,6 +13,7 @@ from rich.table import Table
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.energy import BudgetEnergy
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.report import OF_TTFT, BudgetReport, Report, Spread
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.commands import (
@@ -126,7 +127,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[..., None]]:
-    """A bar on stderr while the block runs; what it yields is told a budget's name, and how many steps were done."""
+    """A bar or lines on stderr while the block runs; call what it yields with a budget's name and the steps done."""
     console = Console(stderr=True)
     columns = [
         TextColumn("{task.description:<12}", markup=False),
@@ -134,9 +135,17 @@ def _progress(total: int) -> Iterator[Callable[..., None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     ]
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        ProgressLines("measuring", total, "answers") as lines,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("measuring", total=total)
-        yield lambda name, steps=1: progress.update(task, advance=steps, description=escaped(name))
+
+        def show(name: str, steps: int = 1) -> None:
+            progress.update(task, advance=steps, description=escaped(name))
+            lines.update(f"measuring {name}", advance=steps)
+
+        yield show
 
 
 def _print_table(report: Report) -> None:

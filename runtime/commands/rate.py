@@ -10,9 +10,9 @@ from rich.table import Table
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.rate_report import RateReport
 from sinkprune.contract.terminal import escaped
-from sinkprune.runtime.camera import DURATION, RATE, Camera, camera
 from sinkprune.runtime.commands import plain
 from sinkprune.runtime.commands.power import told_power
+from sinkprune.runtime.frame_clock import DURATION, RATE, FrameClock, frame_clock
 
 DURATION_SECONDS = 60.0
 FRAMES = {"--frames": "with --rate: a folder of pictures, of which each frame shows the next"}
@@ -28,7 +28,7 @@ def add_rate_options(parser: argparse.ArgumentParser) -> None:
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
 
 
-def wanted_camera(options: argparse.Namespace) -> Camera | None:
+def wanted_camera(options: argparse.Namespace) -> FrameClock | None:
     """What sends frames; None without --rate. Raises `UsageError` for options that do not go together."""
     if options.rate is None:
         for name in ("frames", "duration"):
@@ -37,7 +37,7 @@ def wanted_camera(options: argparse.Namespace) -> Camera | None:
         return None
     if options.repeat is not None:
         raise UsageError("--repeat counts rounds, and --rate goes by time. Leave --repeat out, and give --duration.")
-    return camera(options.rate, DURATION_SECONDS if options.duration is None else options.duration)
+    return frame_clock(options.rate, DURATION_SECONDS if options.duration is None else options.duration)
 
 
 def print_rates(report: RateReport) -> None:

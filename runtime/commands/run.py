@@ -8,17 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.costs_file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.answer import Answer, DeadlineReport
-from sinkprune.runtime.clip import Picture, Shown
 from sinkprune.runtime.commands import (
     bundle_folders,
     key_files,
@@ -33,8 +31,7 @@ from sinkprune.runtime.commands import (
 )
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
 from sinkprune.runtime.commands.unseen import warn_unseen
-from sinkprune.runtime.cost_measuring import place_of
-from sinkprune.runtime.overlay import PICTURE_SUFFIXES, draw_overlay, picture_bytes, stacked
+from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import DEADLINE_MS, MAX_NEW_TOKENS
 from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
@@ -48,7 +45,10 @@ examples:
   sinkprune-run bundle --video clip.mp4 --prompt "What happens?" --budget prune-80
   sinkprune-run bundle --image photo.jpg --prompt "Is the door open?" --deadline-ms 300 --max-new-tokens 8 --warm-up
 """
-_REQUEST = ("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms")
+_REQUEST = (
+    *("budget", "method", "max_new_tokens", "temperature", "top_p", "seed", "deadline_ms"),
+    *("system", "stop"),
+)
 """The options that are fields of a request."""
 
 
@@ -87,6 +87,10 @@ def _run(arguments: Sequence[str] | None) -> None:
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
     add("--seed", type=SEED, help="makes sampling repeatable")
+    add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
+    add(
+        "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
+    )
     add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
     add("--json", action="store_true", help="print the answer and its figures as JSON")
     options = parser.parse_args(arguments)
@@ -106,17 +110,19 @@ def _run(arguments: Sequence[str] | None) -> None:
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
-    asked = Planned(images, options.method, [options.budget], prompt, options.max_new_tokens)
+    texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
+    asked = Planned(images, options.method, [options.budget], texts, options.max_new_tokens)
     memory = check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle)
     asking = {name: getattr(options, name) for name in _REQUEST}
     if options.costs:
-        pipeline.costs = read_costs(options.costs, place_of(bundle.manifest, pipeline.backend))
+        pipeline.costs = read_costs(options.costs, pipeline.place)
         pipeline.load_plans(options.method)
     elif options.warm_up:
         with status("measuring what budgets cost on this machine"):
             pipeline.warm_up(images, prompt, **asking)
-    answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
+    with ProgressLines("answering"):
+        answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
     if options.json:
         write_line(json.dumps(_summary(pipeline, answer, memory)))
     else:
@@ -124,18 +130,9 @@ def _run(arguments: Sequence[str] | None) -> None:
     if answer.deadline is not None and not answer.deadline.met:
         sys.stderr.write(_late(answer.deadline))
     if options.overlay:
-        write_whole(options.overlay, picture_bytes(_overlay(images, answer), options.overlay))
+        write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
     warn_unseen(options, bundle, picture_files(options), images)
-
-
-def _overlay(images: Sequence[Picture], answer: Answer) -> Image.Image:
-    """The pictures one above the other, with what became of their tokens."""
-    drawn = []
-    for image, kept in zip(images, answer.images, strict=True):
-        frames = image.frames if isinstance(image, Shown) else [image] * len(kept.layout.views)
-        drawn.append(draw_overlay(frames, answer.method, kept))
-    return stacked(drawn)
 
 
 def _write_piece(text: str) -> None:

@@ -15,25 +15,91 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from sinkprune.contract.costs import Costs
+    from sinkprune.contract.costs_file import read_costs, write_costs
+    from sinkprune.contract.errors import (
+        AccuracyError,
+        BackendError,
+        BudgetError,
+        BundleError,
+        CheckpointError,
+        EnginesError,
+        ImageError,
+        NoSensorError,
+        NumericsError,
+        OptionError,
+        OutputError,
+        PowerError,
+        PromptError,
+        PruningError,
+        SinkpruneError,
+        TaskError,
+        UsageError,
+        VideoError,
+    )
+    from sinkprune.runtime.answer import Answer
+    from sinkprune.runtime.camera import Camera
     from sinkprune.runtime.clip import Clip
+    from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
+    from sinkprune.runtime.request import Request
+    from sinkprune.runtime.stream import Stream
     from sinkprune.runtime.video_file import VideoFile
 
 __version__ = "0.1.0"
-__all__ = ["Clip", "Pipeline", "VideoFile"]
+__all__ = [
+    "AccuracyError",
+    "Answer",
+    "BackendError",
+    "BudgetError",
+    "BundleError",
+    "Camera",
+    "CheckpointError",
+    "Clip",
+    "Costs",
+    "EnginesError",
+    "ImageError",
+    "NoSensorError",
+    "NumericsError",
+    "OptionError",
+    "OutputError",
+    "Pipeline",
+    "PowerError",
+    "PromptError",
+    "PruningError",
+    "Request",
+    "SinkpruneError",
+    "Stream",
+    "TaskError",
+    "UsageError",
+    "VideoError",
+    "VideoFile",
+    "overlay",
+    "read_costs",
+    "write_costs",
+]
 
 _MODULES = {
+    "Answer": "sinkprune.runtime.answer",
+    "Camera": "sinkprune.runtime.camera",
     "Clip": "sinkprune.runtime.clip",
+    "Costs": "sinkprune.contract.costs",
     "Pipeline": "sinkprune.runtime.pipeline",
+    "Request": "sinkprune.runtime.request",
+    "Stream": "sinkprune.runtime.stream",
     "VideoFile": "sinkprune.runtime.video_file",
+    "overlay": "sinkprune.runtime.overlay",
+    "read_costs": "sinkprune.contract.costs_file",
+    "write_costs": "sinkprune.contract.costs_file",
 }
 
 
 def __getattr__(name: str) -> Any:
     """A public name, its module loaded now."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(_MODULES[name]), name)
+    # What has no row in the table is an exception.
+    return getattr(import_module(_MODULES.get(name, "sinkprune.contract.errors")), name)
 
 
 def __dir__() -> list[str]:

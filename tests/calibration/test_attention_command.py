@@ -13,6 +13,7 @@ from skimage import data
 from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.calibration.attention.watching import Watch, observe
+from sinkprune.calibration.commands import attention
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.tasks import load_task
 from sinkprune.export.bundle_writer import export_bundle
@@ -33,6 +34,22 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "questions.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
+
+
+def test_without_a_limit_it_takes_some_pictures_and_says_so(
+    bundle: Bundles, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention._PICTURES == 50
+    monkeypatch.setattr(attention, "_PICTURES", 1)
+    report = tmp_path / "attention.json"
+    ask = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "retain-64")
+    outcome = run(*ask, "--json", report)
+    said = "takes the 2 questions about the first 1 pictures, of 3 questions; --limit 3 takes all\n"
+    assert (outcome.code, outcome.stderr) == (0, said)
+    assert json.loads(report.read_text())["questions"] == 2
+    outcome = run(*ask, "--limit", 3, "--json", report)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert json.loads(report.read_text())["questions"] == 3
 
 
 def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_path: Path) -> None:

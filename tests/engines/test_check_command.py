@@ -83,7 +83,9 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     outcome = run("sinkprune-check", *command)
     assert outcome.code == 0, outcome.stderr
     assert "REFUSED" not in outcome.stdout
-    assert outcome.stdout.count("passed") == len(read_bundle(source).manifest.graphs) + 2
+    graphs = len(read_bundle(source).manifest.graphs)
+    assert outcome.stdout.count("passed") == graphs + 3
+    assert outcome.stdout.endswith(f"\npassed: {graphs} engines, 2 answers\n")
     report = json.loads(run("sinkprune-check", *command, "--prompt", "What?", "--json").stdout)
     assert report["passed"] is True
     assert report["target"] == target
@@ -108,6 +110,7 @@ def test_a_refusal_names_graph_output_limit_and_what_to_try(
     outcome = run("sinkprune-check", source, planted, "--image", photo_file)
     assert outcome.code == 2
     assert outcome.stdout.count("REFUSED") == 1
+    assert "passed:" not in outcome.stdout
     assert outcome.stderr.count("\n") == 1
     for said in ("error: the engine of graph 'vision', by onnxruntime", "'norms'", "may by 0.0001", "Build again"):
         assert said in outcome.stderr

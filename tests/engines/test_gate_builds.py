@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sinkprune.contract.engines_manifest import Limits, read_engines
 from sinkprune.contract.errors import BackendError, EnginesError, NumericsError
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.manifest_file import file_specs
+from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording
 from sinkprune.engines.gate.checking import PictureGate
@@ -75,6 +77,9 @@ def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: 
     engines.verify()
     assert len(engines.manifest.flags["checked"]) == 64
     assert left(output) == []
+    text = engines_command._text(output, engines.manifest)
+    assert f"\ncheck passed: {len(engines.manifest.engines)} engines\n" in text
+    assert "check passed" not in engines_command._text(output, replace(engines.manifest, flags={}))
 
 
 @pytest.mark.parametrize("move", [False, True])

@@ -65,7 +65,7 @@ ODD: dict[str, Callable[[], Any]] = {
     "an array of objects": lambda: np.array([None, {}], dtype=object),
     "a clip": lambda: Clip([Image.new("RGB", (8, 8))], 1.0),
 }
-OPTIONS = ("budget", "method", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "seed")
+OPTIONS = ("budget", "method", "max_new_tokens", "min_new_tokens", "temperature", "top_p", "seed", "stop", "system")
 
 
 def outcome(call: Callable[[], Any], *names: str) -> None:

@@ -1,98 +1,135 @@
-"""Frames at fixed times, beside a simulation in small steps."""
+"""The camera: stale frames are dropped, channels come in RGB, and its end and errors reach the reader."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from queue import Queue
+from threading import Event
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from PIL import Image
 
-from sinkprune.contract.errors import UsageError
-from sinkprune.contract.rate_report import Latency
-from sinkprune.runtime.camera import Camera, camera
+from sinkprune import Camera, Clip, ImageError, Pipeline, UsageError
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.request import new_request
 
-TICKS = 1024
-"""Steps of a second: sums of them, and rates by powers of two, are exact in floats."""
+Pipelines = Callable[..., Pipeline]
 
 
-class Time:
-    """A clock that goes on when somebody sleeps or works, in ticks."""
-
-    def __init__(self, now: int) -> None:
-        self.now = now
-
-    def clock(self) -> float:
-        return self.now / TICKS
-
-    def sleep(self, seconds: float) -> None:
-        self.now += round(seconds * TICKS)
+def frame(number: int) -> Array:
+    """A frame whose red tells its number, and whose blue is 200."""
+    made = np.zeros((4, 6, 3), np.uint8)
+    made[..., 0], made[..., 2] = number, 200
+    return made
 
 
-def simulated(period: int, frames: int, work: list[int]) -> list[tuple[int, int, int, int]]:
-    """Frame, when it came, when it was begun, when it was answered: tick by tick."""
-    queue: int | None = None
-    busy_until, taken, served = 0, 0, []
-    now = 0
-    while now < period * frames or queue is not None or now < busy_until:
-        if now % period == 0 and now // period < frames:
-            # The newest takes the place of one that waits.
-            queue = now // period
-        if queue is not None and now >= busy_until:
-            busy_until = now + work[taken % len(work)]
-            taken += 1
-            served.append((queue, queue * period, now, busy_until))
-            queue = None
-        now += 1
-    return served
+class Source:
+    """Frames when the test gives them; `handed` waits until the camera has asked for the next."""
+
+    def __init__(self) -> None:
+        self.waiting, self.queue = Event(), Queue[Any]()
+
+    def read(self) -> Any:
+        self.waiting.set()
+        given = self.queue.get(timeout=60)
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    def give(self, given: Any) -> None:
+        assert self.waiting.wait(60)
+        self.waiting.clear()
+        self.queue.put(given)
+
+    def handed(self) -> None:
+        assert self.waiting.wait(60)
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    period=st.sampled_from([1, 2, 8, 16, 64, 128]),
-    frames=st.integers(1, 20),
-    work=st.lists(st.integers(0, 350), min_size=1, max_size=6),
-    start=st.integers(0, 10**6),
-)
-def test_frames_are_answered_as_by_a_queue_of_the_newest(
-    period: int, frames: int, work: list[int], start: int
-) -> None:
-    time, calls = Time(start), []
-
-    def answer(frame: int) -> None:
-        time.now += work[len(calls) % len(work)]
-        calls.append(frame)
-
-    source = Camera(TICKS / period, frames, period * frames / TICKS, time.clock, time.sleep)
-    served = [(one.frame, *(round(TICKS * moment) - start for moment in one[1:])) for one in source.serve(answer)]
-    assert served == simulated(period, frames, work)
-    assert calls == [frame for frame, *_ in served]
-    assert time.now - start >= period * frames
+def test_a_reader_gets_the_newest_frame_and_none_twice() -> None:
+    source = Source()
+    with Camera(source.read) as camera:
+        for number in (1, 2, 3):
+            source.give(frame(number))
+        source.handed()
+        assert (next(camera)[0, 0, 0], camera.frames, camera.dropped) == (3, 3, 2)
+        source.give(frame(4))
+        assert next(camera)[0, 0, 0] == 4
+        source.give(None)
+        assert list(camera) == []
+    assert (camera.frames, camera.dropped) == (4, 2)
 
 
-def test_a_camera_sends_as_many_frames_as_fit_into_its_time() -> None:
-    found = {
-        (rate, seconds): camera(rate, seconds).frames for rate, seconds in ((5, 60), (0.1, 1), (29.97, 10), (3, 0.3))
-    }
-    assert found == {(5, 60): 300, (0.1, 1): 1, (29.97, 10): 299, (3, 0.3): 1}
-    # In floats 100 * 0.29 is less than 29.
-    assert camera(100, 0.29).frames == 29
-    with pytest.raises(UsageError, match=r"^--rate is 0, expected from 0\.01 to 1000 frames a second\.$"):
-        camera(0, 60)
-    with pytest.raises(UsageError, match="--duration is nan"):
-        camera(5, float("nan"))
+def test_the_last_frame_is_given_before_the_end() -> None:
+    source = Source()
+    camera = Camera(source.read)
+    source.give((True, frame(7)))
+    source.give((False, None))
+    assert [one[0, 0, 0] for one in camera] == [7]
 
 
-def test_a_camera_slower_than_its_time_sends_one_frame_and_ends_in_time() -> None:
-    time = Time(0)
-    source = replace(camera(0.01, 0.5), clock=time.clock, sleep=time.sleep)
-    assert [served.frame for served in source.serve(lambda frame: None)] == [0]
-    assert time.clock() == 0.5
+def test_bgr_becomes_rgb_and_a_driver_s_buffer_may_change() -> None:
+    source, buffer = Source(), frame(9)[..., ::-1].copy()
+    with Camera(source.read, order="bgr") as camera:
+        source.give((True, buffer))
+        source.handed()
+        buffer[:] = 0
+        np.testing.assert_array_equal(next(camera), frame(9))
+        source.give(None)
 
 
-def test_percentiles_are_values_that_were_measured() -> None:
-    found = Latency.of([float(value) for value in range(100, 0, -1)])
-    assert (found.p50, found.p95, found.p99, found.maximum, found.mean) == (50, 95, 99, 100, 50.5)
-    assert found.jitter == pytest.approx(28.866, abs=1e-3)
-    assert Latency.of([7.0]) == Latency(7, 7, 7, 7, 7, 0)
-    assert Latency.of([1.0, 2.0, 90.0]).p95 == 90
+@pytest.mark.parametrize("odd", [frame(1).astype(np.float32), np.zeros((4, 6), np.uint8), (True, "x"), 3], ids=repr)
+def test_what_is_no_frame_is_told_to_the_reader(odd: Any) -> None:
+    source = Source()
+    camera = Camera(source.read)
+    source.give(odd)
+    with pytest.raises(ImageError, match=r"the camera gave .*, expected a uint8 \[height,width,3\] array"):
+        next(camera)
+    assert list(camera) == []
+
+
+def test_what_the_source_raises_is_raised_to_the_reader() -> None:
+    source = Source()
+    camera = Camera(source.read)
+    source.give(OSError("unplugged"))
+    with pytest.raises(OSError, match="unplugged"):
+        next(camera)
+
+
+def test_a_closed_camera_ends_and_asks_for_no_more() -> None:
+    source = Source()
+    with Camera(source.read) as camera:
+        source.give(frame(1))
+        source.handed()
+    assert list(camera) == []
+    source.give(frame(2))
+    camera._thread.join(60)
+    assert not source.waiting.is_set()
+    assert camera.frames == 1
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(UsageError, match=r"order is 'gbr', expected 'rgb' or 'bgr'"):
+        Camera(lambda: None, order="gbr")
+    with pytest.raises(TypeError, match="read is 3"):
+        Camera(3)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="order is 'gbr'"):
+        new_request("a.jpg", "Why?", order="gbr")
+
+
+def test_a_request_takes_bgr_arrays_and_clips_of_them(pipeline: Pipelines, photo: Image.Image) -> None:
+    rgb = np.asarray(photo)
+    bgr = rgb[..., ::-1]
+    given = new_request([bgr, photo, Clip([bgr, photo], 2.0)], "Why?", order="bgr").pictures
+    np.testing.assert_array_equal(given[0], rgb)
+    assert given[1] is photo
+    assert isinstance(given[2], Clip)
+    np.testing.assert_array_equal(given[2].frames[0], rgb)
+    pipe = pipeline("gqa-112")
+
+    def kept(picture: Any, **options: Any) -> list[float]:
+        answer = pipe.generate(picture, "What?", budget="retain-64", max_new_tokens=1, **options)
+        return answer.kept.norms.ravel().tolist()
+
+    assert kept(bgr, order="bgr") == kept(rgb) == kept(photo, order="bgr") != kept(bgr)

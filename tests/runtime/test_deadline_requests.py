@@ -18,7 +18,7 @@ from burning import burning
 from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.contract.costs import Curve, predict
-from sinkprune.contract.costs_file import write_costs
+from sinkprune.contract.costs_file import read_costs, write_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.demo.scenes import make_scene
@@ -188,6 +188,7 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     pipeline, path = loaded(bundle), tmp_path / "costs.json"
     assert pipeline.costs is not None
     write_costs(path, pipeline.costs)
+    assert read_costs(str(path), pipeline.place) == pipeline.costs
     ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 3)
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--json")
     assert json.loads(outcome.stdout)["budget"] == "none", outcome.stderr

@@ -15,7 +15,7 @@ from commands import assert_refused, run
 from power_stand_ins import Powercap, install_tegrastats
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.camera import camera
+from sinkprune.runtime.frame_clock import frame_clock
 from sinkprune.runtime.power import open_sensor
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
@@ -59,7 +59,7 @@ def test_budgets_follow_each_other_at_the_rate(
     shown: list[tuple[str, int]] = []
     other = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     report = at_rate(
-        *(pipeline("gqa-112"), [[photo], [other]], "What?", ["none", "retain-64"], camera(20, 0.5)),
+        *(pipeline("gqa-112"), [[photo], [other]], "What?", ["none", "retain-64"], frame_clock(20, 0.5)),
         new_tokens=2,
         root=machine,
         on_frames=lambda budget, frames: shown.append((budget, frames)),
@@ -85,7 +85,7 @@ def test_budgets_follow_each_other_at_the_rate(
 
 
 def test_frames_that_come_too_fast_are_missed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    report = at_rate(pipeline("gqa-112"), [photo], "What?", ["none"], camera(1000, 0.3), new_tokens=16, warmup=0)
+    report = at_rate(pipeline("gqa-112"), [photo], "What?", ["none"], frame_clock(1000, 0.3), new_tokens=16, warmup=0)
     budget = report.rates["none"]
     # However fast the machine is: no request of sixteen tokens takes less than a millisecond and a quarter.
     assert budget.frames == 300 and budget.missed > 60
@@ -102,14 +102,14 @@ def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], ph
             return super().__getitem__(place)
 
     pictures = Told([photo] * 3)
-    report = at_rate(pipeline("gqa-112"), pictures, "What?", ["none"], camera(10, 0.7), new_tokens=1, warmup=2)
+    report = at_rate(pipeline("gqa-112"), pictures, "What?", ["none"], frame_clock(10, 0.7), new_tokens=1, warmup=2)
     answered = report.rates["none"].answered_frames
     assert pictures.asked == [0, 1, *(frame % 3 for frame in answered)]
 
 
 def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> None:
     with pytest.raises(UsageError, match="0 pictures and 1 budgets, expected one of each"):
-        at_rate(pipeline("gqa-112"), [], "What?", ["none"], camera(1, 1))
+        at_rate(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
 
 
 def test_joules_of_a_frame_are_those_of_the_whole_time(
@@ -119,7 +119,7 @@ def test_joules_of_a_frame_are_those_of_the_whole_time(
     sensor = open_sensor("rapl", on_gpu=False, root=tmp_path)
     with tree.drawing(watts=10), measuring(sensor, 0.5) as meter:
         tree.watts = 30
-        pipe, frames = pipeline("gqa-112"), camera(10, 1.0)
+        pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)
         report = at_rate(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter)
     assert report.power is not None and report.power.sensor == "rapl"
     assert report.power.idle.watts == pytest.approx(11, rel=0.2)

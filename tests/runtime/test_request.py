@@ -51,8 +51,20 @@ def test_texts_must_fit_the_pictures() -> None:
         Request(("a.jpg", "b.jpg"), ("", "Why?"))
     with pytest.raises(PromptError, match="empty"):
         new_request("a.jpg", " \n")
-    with pytest.raises(TypeError, match="budgets"):
-        new_request("a.jpg", "Why?", budgets="retain-64")
+
+
+@pytest.mark.parametrize("kind", [TypeError, UsageError])
+def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]) -> None:
+    known = "budget, method, max_new_tokens, min_new_tokens, temperature, top_p, seed, deadline_ms"
+    with pytest.raises(kind) as refused:
+        new_request("a.jpg", "Why?", bugdet="retain-64")
+    said = "there is no option 'bugdet'; did you mean 'budget'? Options are: "
+    assert str(refused.value).startswith(said)
+    assert set(known.split(", ")) <= set(str(refused.value).removeprefix(said).removesuffix(".").split(", "))
+    with pytest.raises(kind, match=r"^there is no option 'zzz'\. Options are: budget, "):
+        new_request("a.jpg", "Why?", zzz=1)
+    with pytest.raises(kind, match="no option 'texts'"):
+        new_request("a.jpg", "Why?", texts=("", "Why?"))
 
 
 def test_a_stream_refuses_before_anything_is_asked_for(pipeline: Callable[..., Pipeline]) -> None:

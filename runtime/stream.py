@@ -1,0 +1,92 @@
+"""An answer that is still being generated: its text piece by piece, and a way to stop it."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.answer import Answer
+
+
+@dataclass
+class StreamState:
+    """What a stream and the steps of its request share.
+
+    Neither refers to the other, so that a stream that nobody holds any longer frees its caches at once.
+    """
+
+    cancelled: bool = False
+    """Set by the reader: the request generates no further token."""
+    budget: str | None = None
+    """Set by the request when it has chosen its budget."""
+
+
+class Stream(Generator[str, None, Answer]):
+    """The pieces of text of one answer, in order.
+
+        stream = pipeline.stream("kitchen.jpg", "What is on the table?")
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print(stream.answer.ms["latency"])
+
+    Iteration raises what `Pipeline.stream` names. A stream is a generator: the value of the last `StopIteration`, and
+    of `yield from`, is the `Answer`, and `close()` ends the request without an answer. Iterate in one thread at a
+    time; `cancel` may be called from any thread.
+    """
+
+    def __init__(self, steps: Generator[str, None, Answer], state: StreamState) -> None:
+        """From the `steps` of a request, which read and write `state`."""
+        self._steps, self._state = steps, state
+        self._answer: Answer | None = None
+
+    def __next__(self) -> str:
+        """Return the next piece of text; raises `StopIteration` with the answer as its value after the last."""
+        return self.send(None)
+
+    def send(self, value: None) -> str:
+        """Return the next piece of text, as `next` does."""
+        try:
+            return self._steps.send(value)
+        except StopIteration as end:
+            if end.value is not None:
+                self._answer = end.value
+            raise
+
+    def throw(
+        self, kind: Any, value: BaseException | object = None, traceback: TracebackType | None = None, /
+    ) -> NoReturn:
+        """End the request with an exception, which is raised again."""
+        error = kind if isinstance(kind, BaseException) else value if isinstance(value, BaseException) else kind()
+        self._steps.throw(error if traceback is None else error.with_traceback(traceback))
+        raise RuntimeError("a request went on after an exception")
+
+    def close(self) -> None:
+        """End the request at once, without an answer. Use `cancel` to get the answer so far."""
+        self._steps.close()
+
+    def cancel(self) -> None:
+        """Have the stream end after the current token; any thread may call this, at any time.
+
+        The reader still gets the last pieces of text, and then `answer` with the finish reason `cancelled` and all
+        tokens so far. A request that is cancelled before its first token generates this one token. Nothing happens
+        where the answer is complete.
+        """
+        self._state.cancelled = True
+
+    @property
+    def budget(self) -> str | None:
+        """The budget that the request runs at; None until it is chosen, which is before the first piece."""
+        return self._state.budget
+
+    @property
+    def answer(self) -> Answer:
+        """The whole answer, after the last piece. Raises `UsageError` before that, and after `close` or an error."""
+        if self._answer is None:
+            raise UsageError(
+                "the stream has no answer yet. Iterate until it ends; call cancel() to end it early. A stream that "
+                "was closed, or that raised an error, has no answer."
+            )
+        return self._answer

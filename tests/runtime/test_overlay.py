@@ -1,0 +1,38 @@
+"""The public overlay: what is drawn, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageChops
+
+from sinkprune import Clip, Pipeline, UsageError, overlay
+from sinkprune.runtime.overlay import draw_overlay
+
+Pipelines = Callable[..., Pipeline]
+
+
+def test_an_overlay_is_the_same_of_every_kind_of_picture(
+    pipeline: Pipelines, photo: Image.Image, tmp_path: Path
+) -> None:
+    answer = pipeline("gqa-112").generate(photo, "What?", budget="retain-64", max_new_tokens=1)
+    photo.save(tmp_path / "photo.png")
+    expected = draw_overlay([photo], answer.method, answer.kept)
+    for picture in (photo, np.asarray(photo), tmp_path / "photo.png", [str(tmp_path / "photo.png")]):
+        found = overlay(answer, picture)
+        assert found.mode == "RGB"
+        assert ImageChops.difference(found, expected).getbbox() is None
+
+
+def test_what_cannot_be_drawn_is_refused(pipeline: Pipelines, photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112")
+    pruned = pipe.generate(photo, "What?", budget="retain-64", max_new_tokens=1)
+    with pytest.raises(UsageError, match="ran without pruning"):
+        overlay(pipe.generate(photo, "What?", max_new_tokens=1), photo)
+    with pytest.raises(UsageError, match="found 2 pictures, the answer is about 1"):
+        overlay(pruned, [photo, photo])
+    with pytest.raises(UsageError, match="the frames that the model was shown"):
+        overlay(pruned, Clip([photo], 1.0))

@@ -1,0 +1,151 @@
+"""The object that `Pipeline.stream` returns: pieces, the answer after them, and an early end."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Generator
+from threading import Thread
+
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, Stream, UsageError
+from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.observer import Observer
+
+QUESTION = "What is on the table?"
+Pipelines = Callable[..., Pipeline]
+
+
+@pytest.fixture
+def pipe(pipeline: Pipelines) -> Pipeline:
+    return pipeline("gqa-112")
+
+
+def new_stream(pipe: Pipeline, photo: Image.Image, tokens: int = 6, observer: Observer | None = None) -> Stream:
+    """A stream of exactly so many tokens, unless it is cancelled."""
+    return pipe.stream(
+        photo,
+        QUESTION,
+        budget="retain-64",
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        observer=observer or Observer(),
+    )
+
+
+def test_the_answer_is_there_after_the_last_piece(pipe: Pipeline, photo: Image.Image) -> None:
+    stream = new_stream(pipe, photo)
+    with pytest.raises(UsageError, match=r"no answer yet\. Iterate until it ends"):
+        stream.answer  # noqa: B018
+    pieces = list(stream)
+    assert isinstance(stream.answer, Answer)
+    assert "".join(pieces) == stream.answer.text
+    assert (len(stream.answer.token_ids), stream.answer.finish) == (6, "length")
+    # What is over stays over.
+    assert next(stream, None) is None
+    assert stream.answer.text == "".join(pieces)
+
+
+def test_it_is_a_generator_whose_value_is_the_answer(pipe: Pipeline, photo: Image.Image) -> None:
+    stream = new_stream(pipe, photo)
+    assert isinstance(stream, Generator)
+
+    def passed_on() -> Generator[str, None, Answer]:
+        return (yield from new_stream(pipe, photo))
+
+    pieces = passed_on()
+    with pytest.raises(StopIteration) as own:
+        while True:
+            next(stream)
+    with pytest.raises(StopIteration) as others:
+        while True:
+            pieces.send(None)
+    assert own.value.value is stream.answer
+    assert others.value.value.token_ids == stream.answer.token_ids
+
+
+def test_the_budget_is_told_once_it_is_chosen(pipe: Pipeline, photo: Image.Image) -> None:
+    stream = new_stream(pipe, photo)
+    assert stream.budget is None
+    next(stream)
+    assert stream.budget == "retain-64"
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_cancelled_stream_ends_after_the_current_token(pieces: int, pipe: Pipeline, photo: Image.Image) -> None:
+    whole = new_stream(pipe, photo, 40)
+    every = list(whole)
+    chosen: list[int] = []
+
+    class Counter(Observer):
+        def chose(self, token: int, logits: object) -> None:
+            chosen.append(token)
+
+    stream = new_stream(pipe, photo, 40, Counter())
+    heard = [next(stream) for _ in range(pieces)]
+    before = len(chosen)
+    stream.cancel()
+    heard += list(stream)
+    answer = stream.answer
+    assert answer.finish == "cancelled"
+    # The token whose piece the reader has is the last; without any, the first is.
+    assert len(answer.token_ids) == len(chosen) == max(before, 1)
+    assert answer.token_ids == whole.answer.token_ids[: len(answer.token_ids)]
+    assert "".join(heard) == answer.text
+    assert heard[:pieces] == every[:pieces]
+    assert answer.ms["latency"] is not None
+
+
+def test_another_thread_may_cancel_while_a_token_is_computed(pipe: Pipeline, photo: Image.Image) -> None:
+    chosen: list[int] = []
+
+    class Canceller(Observer):
+        def chose(self, token: int, logits: object) -> None:
+            chosen.append(token)
+            if len(chosen) == 5:
+                thread = Thread(target=stream.cancel)
+                thread.start()
+                thread.join()
+
+    stream = new_stream(pipe, photo, 40, Canceller())
+    assert "".join(stream) == stream.answer.text
+    assert (stream.answer.finish, stream.answer.token_ids) == ("cancelled", chosen)
+    assert len(chosen) == 5
+
+
+def test_cancelling_changes_nothing_of_a_whole_answer(pipe: Pipeline, photo: Image.Image) -> None:
+    stream = new_stream(pipe, photo)
+    list(stream)
+    stream.cancel()
+    assert stream.answer.finish == "length"
+
+
+def test_a_closed_stream_has_no_answer(pipe: Pipeline, photo: Image.Image) -> None:
+    stream = new_stream(pipe, photo)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+    with pytest.raises(UsageError, match="was closed"):
+        stream.answer  # noqa: B018
+
+
+def test_an_exception_thrown_in_ends_it(pipe: Pipeline, photo: Image.Image) -> None:
+    stream = new_stream(pipe, photo)
+    next(stream)
+    with pytest.raises(KeyError, match="mine"):
+        stream.throw(KeyError("mine"))
+    assert list(stream) == []
+
+
+def test_a_stream_that_nobody_holds_is_freed_at_once(pipe: Pipeline, photo: Image.Image) -> None:
+    observer = Observer()
+    stream, held = new_stream(pipe, photo, 6, observer), weakref.ref(observer)
+    next(stream)
+    gc.disable()
+    try:
+        del stream, observer
+        assert held() is None
+    finally:
+        gc.enable()
