@@ -110,7 +110,7 @@ def _mendable(error: Exception) -> str | None:
     if shortage is not None and _is_of_threads(shortage):
         return (
             f"there are too few threads: {_last_line(shortage)}. End other programs, raise the limit that is set "
-            "(ulimit -u, or TasksMax of a systemd unit), or give --threads a smaller number."
+            "(ulimit -u or -v, or TasksMax of a systemd unit), or give --threads a smaller number."
         )
     if shortage is not None:
         return (

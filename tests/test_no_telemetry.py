@@ -54,7 +54,7 @@ def test_a_whole_run_touches_neither_home_nor_network(
     home.mkdir()
     task, line = tmp_path / "task.jsonl", {"image": str(photo_file), "question": "What?", "answer": "a cup"}
     task.write_text(json.dumps(line))
-    ask = ("--image", photo_file, "--prompt", "What?")
+    ask = ("--image", photo_file, "--fit", "pad", "--prompt", "What?")
     commands: list[tuple[object, ...]] = [
         ("sinkprune-export", checkpoint("gqa-112"), "-o", bundle, "--budgets", "retain-64"),
         ("sinkprune-run", bundle, *ask, "--budget", "retain-64", "--overlay", tmp_path / "kept.png"),
@@ -86,7 +86,17 @@ def test_a_home_that_cannot_be_written_is_none_of_our_business(
     bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
     # There not even root can make a folder.
-    arguments = (bundle("gqa-112"), "--image", photo_file, "--prompt", "What?", "--budgets", "retain-64")
+    arguments = (
+        bundle("gqa-112"),
+        "--image",
+        photo_file,
+        "--fit",
+        "pad",
+        "--prompt",
+        "What?",
+        "--budgets",
+        "retain-64",
+    )
     options = ("--repeat", 1, "--new-tokens", 2, "--plot", tmp_path / "profile.png")
     done = alone(own_process("sinkprune-profile", *arguments, *options), Path("/proc/nowhere"))
     assert (done.returncode, done.stderr) == (0, "")

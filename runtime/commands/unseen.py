@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,9 @@ def warn_unseen(
     for file, picture in first.values():
         layout = see(file, picture, family, bundle.manifest).layout
         if layout.seen_share < 1:
-            sys.stderr.write(f"{escaped(str(file))}: {_part(layout, picture.size)}. --fit pad shows it all.\n")
+            # The answer counts, also where stderr takes nothing.
+            with suppress(OSError):
+                sys.stderr.write(f"{escaped(str(file))}: {_part(layout, picture.size)}. --fit pad shows it all.\n")
 
 
 def _part(layout: VisualLayout, size: tuple[int, int]) -> str:

@@ -170,7 +170,7 @@ def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, phot
 
 
 def test_the_command_tells_what_was_chosen(bundle: Bundles, photo_file: Path) -> None:
-    ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 3)
+    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--warm-up", "--json")
     told = json.loads(outcome.stdout)
     assert (outcome.code, outcome.stderr, told["budget"]) == (0, "", "none")
@@ -189,7 +189,7 @@ def test_the_command_takes_costs_from_a_file(bundle: Bundles, photo_file: Path, 
     assert pipeline.costs is not None
     write_costs(path, pipeline.costs)
     assert read_costs(str(path), pipeline.place) == pipeline.costs
-    ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 3)
+    ask = (bundle("gqa-112"), "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 3)
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--json")
     assert json.loads(outcome.stdout)["budget"] == "none", outcome.stderr
     outcome = run("sinkprune-run", *ask, "--deadline-ms", 60_000, "--costs", path, "--threads", 3)

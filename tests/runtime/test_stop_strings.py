@@ -110,7 +110,7 @@ def test_what_is_no_string_is_refused(stop: Any, pipe: Pipeline, photo: Image.Im
 
 
 def test_the_command_takes_strings(pipe: Pipeline, photo_file: Path) -> None:
-    ask = (pipe.bundle.path, "--image", photo_file, "--prompt", QUESTION, "--json", "--seed", 1)
+    ask = (pipe.bundle.path, "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--json", "--seed", 1)
     ask = (*ask, "--temperature", 1.5, "--max-new-tokens", 12)
     text = json.loads(run("sinkprune-run", *ask).stdout)["text"]
     string = text[len(text) // 2 :][:3]
