@@ -24,7 +24,7 @@ class ProgressLines:
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
-        """`what` is being done; `total` steps of `unit` there are, None where nobody knows."""
+        """`what` names the work. `total` is the number of its steps, each a `unit`; None where it is unknown."""
         self._what, self._total, self._unit, self._done = what, total, unit, 0.0
         self._seconds = SECONDS if seconds is None else seconds
         self._began = time.monotonic()
@@ -47,13 +47,13 @@ class ProgressLines:
     def update(
         self, what: str | None = None, *, advance: float = 0, done: float | None = None, total: float | None = None
     ) -> None:
-        """Set what is being done, and how much: `done` in all, or `advance` more; `total` is how much there is."""
+        """Set the name of the work, the steps that are `done` (or add `advance` to them), and their `total`."""
         self._what = self._what if what is None else what
         self._done = self._done + advance if done is None else done
         self._total = self._total if total is None else total
 
     def line(self, seconds: float) -> str:
-        """What is written after so many seconds, without the line's end."""
+        """Return the line for a moment so many seconds after the start, without a line end."""
         if not self._done:
             return escaped(f"{self._what}: {seconds:.0f} s")
         rate, unit = self._done / seconds, f" {self._unit}" if self._unit else ""

@@ -42,7 +42,7 @@ class FrameClock:
     sleep: Callable[[float], None] = time.sleep
 
     def serve(self, answer: Callable[[int], object]) -> Iterator[Served]:
-        """Call `answer` with the number of each frame that is not missed, and tell of each when it is done.
+        """Call `answer` with the number of each frame that is not missed; yield a `Served` after each call.
 
         The first comes at once. It ends when one more frame would come, or later, when all is answered.
         """

@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _first_pictures(items: Sequence[Item]) -> list[Item]:
     """The questions about the first `_PICTURES` pictures; says on stderr where that is not all of them."""
-    first = dict.fromkeys(islice(dict.fromkeys(item.picture for item in items), _PICTURES))
+    first = set(islice(dict.fromkeys(item.picture for item in items), _PICTURES))
     taken = [item for item in items if item.picture in first]
     if len(taken) < len(items):
         sys.stderr.write(
