@@ -17,7 +17,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 from sinkprune.contract.schema import Bounds, Count
 
-COSTS_VERSION = 1
+COSTS_VERSION = 2
 Milliseconds = Annotated[float, Bounds(0, 1e12)]
 
 
@@ -113,6 +113,10 @@ class Costs:
     decoder takes longer in a request, where other engines ran before it, than by itself."""
     token: Curve
     """A token behind the first, against the rows that caches hold, mean over the layers."""
+    measured_at: Annotated[float, Bounds(0, 1e12)] | None = None
+    """When they were measured, in seconds of Unix time; None where the file does not say."""
+    load: Annotated[float, Bounds(0, 1)] | None = None
+    """The share of the machine's processor time that other programs took meanwhile; None where it is not known."""
 
     def slower(self, times: float) -> Costs:
         """The costs of a machine that takes so many times as long."""
@@ -126,6 +130,11 @@ class Costs:
             rest=times * self.rest,
             token=self.token.slower(times),
         )
+
+    def corrected(self, first: float, token: float) -> Costs:
+        """The costs where the parts up to the first token take `first` times as long, and each later one `token`
+        times. The vision tower stays: a request does not predict it."""
+        return replace(self.slower(first), tower=self.tower, token=self.token.slower(token))
 
 
 class Prediction(NamedTuple):

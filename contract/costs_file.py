@@ -40,6 +40,10 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
     except UnreadableError as error:
         raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
     version = data.get("costs_version") if isinstance(data, dict) else None
+    if version == 1 and type(version) is int:
+        # That version did not hold when and under which load costs were measured.
+        data = {**data, "costs_version": COSTS_VERSION, "measured_at": None, "load": None}
+        version = COSTS_VERSION
     if type(version) is not int or version != COSTS_VERSION:
         raise UsageError(
             f"the costs '{path}' have the version {shown(version)}, this sinkprune reads {COSTS_VERSION}. {_AGAIN}"

@@ -11,7 +11,7 @@ import hashlib
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -106,16 +106,6 @@ class HeldFile:
             yield mapping
         self._check_content()
 
-    def is_mapped(self) -> bool:
-        """Whether this process has it in memory that the file backs; False where no Linux lists what is."""
-        try:
-            maps = Path("/proc/self/maps").read_text(errors="replace")
-        except OSError:
-            return False
-        # By the inode alone: on overlay file systems the device listed here is another.
-        inodes = (line.split(maxsplit=5)[4] for line in maps.splitlines())
-        return str(self._stamp.inode) in inodes
-
     @contextmanager
     def by_path(self) -> Iterator[Path]:
         """Its path, for a library that takes nothing else; the name must lead to the same, unaltered file before the
@@ -150,6 +140,17 @@ class HeldFile:
             same = False
         if not same:
             raise self.altered()
+
+
+def any_is_mapped(files: Iterable[HeldFile]) -> bool:
+    """Return whether this process maps one of the `files` into its memory; False where the system lists no maps."""
+    try:
+        maps = Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return False
+    # By the inode alone: on overlay file systems the device listed here is another.
+    inodes = {line.split(maxsplit=5)[4] for line in maps.splitlines()}
+    return any(str(file._stamp.inode).encode() in inodes for file in files)
 
 
 def _stamp(found: os.stat_result) -> _Stamp:

@@ -54,7 +54,11 @@ class DeadlineReport:
     measured_ms: float
     """When the whole answer was there."""
     slower: float
-    """How many times as long as by the machine's costs the first token was expected to take: load, of late."""
+    """How many times as long as by the machine's costs the first token was expected to take: recent load."""
+    costs_age_s: float | None
+    """Seconds since the costs were measured; None where they do not say."""
+    costs_load: float | None
+    """The share of the machine's processor time that other programs took while costs were measured, if known."""
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,13 @@ class Hurried(Pace):
         costs: Costs,
         learnt: Learnt,
         now: Now = time.perf_counter,
+        began: float | None = None,
     ) -> None:
-        """The deadline is counted from now on. What the request takes is added to `learnt`."""
+        """The deadline is counted from `began`, a time of the clock `now` (default: from now on). What the request
+        takes is added to `learnt`."""
         super().__init__(request)
         self._deadline_ms, self._manifest, self._costs, self._learnt = deadline_ms, manifest, costs, learnt
-        self._now, self._began = now, now()
+        self._now, self._began = now, now() if began is None else began
 
     def budgets(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[str]:
         return up_to(manifest, self._request.method, self._request.budget, layouts)
@@ -120,6 +122,8 @@ class Hurried(Pace):
             predicted_ms=self._tower_at + self._expected.first + (self._tokens - 1) * self._expected.token,
             measured_ms=measured,
             slower=self._slower.first,
+            costs_age_s=None if self._costs.measured_at is None else max(0.0, time.time() - self._costs.measured_at),
+            costs_load=self._costs.load,
         )
 
     def _fitting(self, left: float) -> int:

@@ -1,4 +1,4 @@
-"""What requests of late took, beside what their costs said: load on the machine, and errors of the costs."""
+"""How recent requests compare with their costs: load on the machine, and errors of the costs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ WINDOW = 40
 """How many requests are remembered. Where they come in any order alike, the next exceeds all of them once in
 `WINDOW` + 1 times, whatever their distribution: 2.4 %."""
 MARGIN = 1.05
-"""What is expected is longer by this than what was."""
+"""What is expected is longer by this than the slowest request was."""
+_FEW = 20
+"""Of fewer requests, the next exceeds all of them more often than once in 20 times."""
 _UNKNOWN = 1.3
-"""Stands among the first: of few the next often is the slowest."""
+"""Until `_FEW` requests were seen, one that is slower than the fastest by this factor is expected."""
 
 
 class Slower(NamedTuple):
@@ -30,20 +32,43 @@ class Slower(NamedTuple):
 
 
 class Learnt:
-    """The last `WINDOW` requests: a slow one counts at once, and is forgotten after as many others."""
+    """The last `WINDOW` requests: a slow one counts at once, and is forgotten after as many others.
+
+    Requests that are faster than their costs lower what is expected in the same way.
+    """
 
     def __init__(self) -> None:
         """Of no request yet."""
-        self._first, self._token = deque([_UNKNOWN], WINDOW), deque([_UNKNOWN], WINDOW)
+        self._first, self._token = _Ratios(), _Ratios()
 
     def add(self, usual: Prediction, first: float, token: float | None) -> None:
         """A request took `first` milliseconds from behind the tower to its first token and `token` for each behind
         it (None where there was none), and `usual` is what costs say."""
-        self._first.append(first / usual.first)
+        self._first.add(first / usual.first)
         if token is not None:
-            self._token.append(token / usual.token)
+            self._token.add(token / usual.token)
 
     @property
     def slower(self) -> Slower:
         """What to expect of the next: that it is like the slowest of them."""
-        return Slower(MARGIN * max(self._first), MARGIN * max(self._token))
+        return Slower(self._first.expected(), self._token.expected())
+
+    @property
+    def fastest(self) -> Slower:
+        """What the fastest request took, of what its costs say; at most 1."""
+        return Slower(self._first.fastest, self._token.fastest)
+
+
+class _Ratios:
+    """Times of requests over what their costs say."""
+
+    def __init__(self) -> None:
+        self._last, self.fastest = deque[float](maxlen=WINDOW), 1.0
+
+    def add(self, ratio: float) -> None:
+        self._last.append(ratio)
+        self.fastest = min(self.fastest, ratio)
+
+    def expected(self) -> float:
+        unknown = [_UNKNOWN * self.fastest] if len(self._last) < _FEW else []
+        return MARGIN * max([*self._last, *unknown])

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from sinkprune.contract.arguments import check_callable, check_path, check_type
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.costs import Costs, Place
+from sinkprune.contract.costs_cache import cache_costs, cached_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.trust import ANY, Trust
@@ -33,6 +35,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.fits import Fit, check_fit
 from sinkprune.runtime.learnt import Learnt
 from sinkprune.runtime.observer import NOBODY, Observer
+from sinkprune.runtime.other_load import OtherLoad
 from sinkprune.runtime.pictures import PictureLike, decoded, see
 from sinkprune.runtime.prompt import PromptEncoder
 from sinkprune.runtime.request import Request, new_request
@@ -41,6 +44,10 @@ from sinkprune.runtime.stream import Stream, StreamState
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""
+
+
+_FASTER = 0.95
+"""Costs are corrected by requests that take at most this share of them."""
 
 
 class Pipeline:
@@ -79,7 +86,8 @@ class Pipeline:
             return backend.load_decoder(model(graph), manifest.cache, own)
 
         self.costs: Costs | None = None
-        """What requests cost on this machine; a request with a deadline needs it: see `warm_up`."""
+        """What requests cost on this machine. A request with a deadline needs it: `warm_up` measures it, and the
+        first such request reads what was measured before from the user's cache folder."""
         self._learnt = Learnt()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
@@ -224,7 +232,8 @@ class Pipeline:
 
         It takes about `seconds`, and minutes where the model is large: every budget answers four times or more.
         Takes what `stream` takes. With `deadline_ms`, budgets far too slow for it are left out. Sets and returns
-        `costs`; raises what `generate` raises.
+        `costs`, and writes them to the user's cache folder where that is possible, for later processes; raises what
+        `generate` raises.
         """
         return self.measure_costs(new_request(image, prompt, **options), seconds)
 
@@ -234,8 +243,25 @@ class Pipeline:
         self.load_plans(request.method)
         own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)
         with self.backend.turn:
-            self.costs = measure_costs(own, request, seconds)
+            others = OtherLoad()
+            found = measure_costs(own, request, seconds)
+        self.costs = replace(found, measured_at=time.time(), load=others.share())
+        self._learnt = Learnt()
+        cache_costs(self.costs)
         return self.costs
+
+    def correct_costs(self) -> bool:
+        """Lower `costs` where requests since were faster than `costs` say, and write them to the user's cache folder.
+
+        Return whether `costs` changed. Requests with a deadline reckon with faster requests in any case; this is for
+        processes to come.
+        """
+        fastest = self._learnt.fastest
+        if self.costs is None or min(fastest) > _FASTER:
+            return False
+        self.costs, self._learnt = self.costs.corrected(*fastest), Learnt()
+        cache_costs(self.costs)
+        return True
 
     @property
     def place(self) -> Place:
@@ -250,12 +276,16 @@ class Pipeline:
     def _pace(self, request: Request) -> Pace:
         if request.deadline_ms is None:
             return Pace(request)
+        began = time.perf_counter()
+        if self.costs is None:
+            self.costs = cached_costs(self.place)
         if self.costs is None:
             raise UsageError(
                 "a deadline was given, and the costs of requests on this machine are not known. Measure them first, "
                 "with pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: --costs FILE.json."
             )
-        return Hurried(request, request.deadline_ms, self.bundle.manifest, self.costs, self._learnt)
+        manifest = self.bundle.manifest
+        return Hurried(request, request.deadline_ms, manifest, self.costs, self._learnt, began=began)
 
 
 def _ms_since(start: float) -> float:

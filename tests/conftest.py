@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import hashlib
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,6 +50,9 @@ NEXT_SHAPES = {
     "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
 }
 
+# No test reads or writes costs in the user's cache folder; matplotlib's list of fonts may stay where it is.
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+os.environ["XDG_CACHE_HOME"] = "/dev/null/no-cache"
 # Tests that import ONNX Runtime themselves report to nobody either.
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 # A core to each worker of pytest-xdist: programs of many threads that share cores wait for each other.
@@ -69,28 +75,48 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a small checkpoint, by its name in one of the tables above."""
-    made: dict[str, Path] = {}
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all workers of this run share."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def make_once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """Return `folder`. The first worker that needs the folder makes it, and the others wait for that."""
+    with Path(f"{folder}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            unfinished = Path(f"{folder}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            make(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
+    """The folder of a small checkpoint, by its name in one of the tables above. Tests must not write into it."""
 
     def get(name: str) -> Path:
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name)
+        def make(folder: Path) -> None:
+            folder.mkdir()
             if name in QWEN_SHAPES:
-                made[name] = make_qwen_checkpoint(folder, QWEN_SHAPES[name])
+                make_qwen_checkpoint(folder, QWEN_SHAPES[name])
             elif name in NEXT_SHAPES:
-                made[name] = make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
+                make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
             else:
-                made[name] = make_checkpoint(folder, SHAPES[name])
-        return made[name]
+                make_checkpoint(folder, SHAPES[name])
+
+        return make_once(shared_folder / name, make)
 
     return get
 
 
 @pytest.fixture(scope="session")
-def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def bundle(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[..., Path]:
     """The bundle of a small checkpoint, with all budgets or the given ones. Tests must not write into it."""
-    made: dict[tuple[object, ...], Path] = {}
 
     def get(
         name: str,
@@ -101,21 +127,19 @@ def bundle(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
         max_frames: int = 0,
         weights: WeightsName | None = None,
     ) -> Path:
-        key = (name, precision, budgets, dialect, max_images, max_frames, weights)
-        if key not in made:
-            output = tmp_path_factory.mktemp("bundles") / f"{name}-{precision}-{dialect}"
-            request = ExportRequest(
-                str(checkpoint(name)),
-                budgets=budgets,
-                precision=precision,
-                dialect=dialect,
-                max_images=max_images,
-                max_frames=max_frames,
-                weights=weights,
-            )
-            export_bundle(request, output)
-            made[key] = output
-        return made[key]
+        request = ExportRequest(
+            str(checkpoint(name)),
+            budgets=budgets,
+            precision=precision,
+            dialect=dialect,
+            max_images=max_images,
+            max_frames=max_frames,
+            weights=weights,
+        )
+        digest = hashlib.sha256(repr(request).encode()).hexdigest()[:16]
+        return make_once(
+            shared_folder / f"{name}-{precision}-{dialect}-{digest}", lambda folder: export_bundle(request, folder)
+        )
 
     return get
 

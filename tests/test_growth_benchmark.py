@@ -54,6 +54,7 @@ def test_the_last_exponent_is_that_of_the_two_largest_sizes() -> None:
     assert "last 2.81" in growth.table([bent])
 
 
+@pytest.mark.slow
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--tokens", "144,196", "--prompts", "4,16", "--new", "2,3", "--pictures", "1,2", "--width", "128")
     files = ("--json", str(tmp_path / "growth.json"), "--plot", str(tmp_path / "growth.png"))

@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "runtime": (
         "__init__ answer answer_text block_chain chat_template cores display_matrix embedding fits grid_boxes heap "
-        "image_settings images keyframe_index learnt metered_file onnxruntime_library openvino_library "
+        "image_settings images keyframe_index learnt metered_file onnxruntime_library openvino_library other_load "
         "pixel_values plot power processor prompt rotary sampling stop_strings "
         "frame_clock stopwatch stream template_environment template_meter tensorrt_library torchvision_resize turns",
         "device",

@@ -14,7 +14,7 @@ import numpy as np
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.held_files import HeldFile, any_is_mapped
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.onnx_file import Weight, read_onnx_file
@@ -117,7 +117,7 @@ class Model:
 
     def is_mapped(self) -> bool:
         """Whether one of its files is mapped into this process; False where no Linux lists what is."""
-        return any(self.folder[name].is_mapped() for name in self.names)
+        return any_is_mapped(self.folder[name] for name in self.names)
 
     def _file_of(self, weight: Weight) -> str:
         """The name in the folder of the file that a weight lies in."""

@@ -50,6 +50,9 @@ _REQUEST = (
     *("system", "stop"),
 )
 """The options that are fields of a request."""
+_DAY_S = 86_400.0
+_OLD_S = 30 * _DAY_S
+_LOADED = 0.25
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,12 +73,13 @@ def _run(arguments: Sequence[str] | None) -> None:
         type=DEADLINE_MS,
         metavar="MS",
         help="have the whole answer in so many milliseconds: chooses the budget, and ends the answer in time; needs "
-        "--warm-up or --costs",
+        "--warm-up once on this machine, or --costs",
     )
     add(
         "--warm-up",
         action="store_true",
-        help="measure what requests cost here before the answer; takes seconds, and minutes for a large model",
+        help="measure what requests cost here before the answer, and keep it for later runs; takes seconds, and "
+        "minutes for a large model",
     )
     add(
         "--costs",
@@ -102,11 +106,8 @@ def _run(arguments: Sequence[str] | None) -> None:
             raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     if (options.costs or options.warm_up) and options.deadline_ms is None:
         raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
-    if options.deadline_ms is not None and bool(options.costs) == options.warm_up:
-        raise UsageError(
-            "--deadline-ms chooses a budget by what requests cost on this machine. Add --warm-up to measure that "
-            "before the answer, or --costs FILE.json with what was measured; one of the two."
-        )
+    if options.costs and options.warm_up:
+        raise UsageError("--warm-up measures costs, and --costs reads measured ones. Leave out one of the two.")
     prompt = prompt_pieces(options.prompt)
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
@@ -117,18 +118,21 @@ def _run(arguments: Sequence[str] | None) -> None:
     asking = {name: getattr(options, name) for name in _REQUEST}
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
-        pipeline.load_plans(options.method)
     elif options.warm_up:
         with status("measuring what budgets cost on this machine"):
             pipeline.warm_up(images, prompt, **asking)
+    if options.deadline_ms is not None:
+        pipeline.load_plans(options.method)
     with ProgressLines("answering"):
         answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
     if options.json:
         write_line(json.dumps(_summary(pipeline, answer, memory)))
     else:
         write_line("\n" + _timings(answer))
-    if answer.deadline is not None and not answer.deadline.met:
-        sys.stderr.write(_late(answer.deadline))
+    if answer.deadline is not None:
+        sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
+        if not options.costs:
+            pipeline.correct_costs()
     if options.overlay:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
@@ -156,20 +160,33 @@ def _in_time(answer: Answer) -> str:
     deadline = answer.deadline
     if deadline is None:
         return ""
+    tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
     return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected at most "
-        f"{deadline.predicted_ms:.0f}; {deadline.reason}"
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected {tokens} in at "
+        f"most {deadline.predicted_ms:.0f}; {deadline.reason}"
     )
 
 
 def _late(deadline: DeadlineReport) -> str:
-    """A warning, for who reads nothing else."""
+    """A warning, for who reads nothing else; nothing for an answer in time."""
+    if deadline.met:
+        return ""
     told = (
         f"late: {deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}"
     )
     if deadline.can_meet:
         return f"{told}.\n"
     return f"{told}. No budget can bring a token sooner than in about {deadline.predicted_first_ms:.0f} ms.\n"
+
+
+def _doubtful_costs(deadline: DeadlineReport) -> str:
+    """A line about costs that are old or were measured under load; nothing about others."""
+    age, load = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0
+    doubts = [
+        *([f"{age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
+        *([f"measured while other programs took {100 * load:.0f} % of the processors"] if load > _LOADED else []),
+    ]
+    return f"note: the costs are {' and '.join(doubts)}. Measure them again with --warm-up.\n" if doubts else ""
 
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from peer_shapes import LLAVA, QWEN3
 OURS = "sinkprune ort-cpu fp32"
 
 
+@pytest.mark.slow
 def test_it_measures_what_is_here_and_tells_of_what_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def test_layers_move_by_one_where_there_is_room() -> None:
     assert moved_layers("third-later", 6) == (0, 1, 4)
 
 
+@pytest.mark.slow
 def test_every_variant_keeps_the_mean_and_is_compared_with_the_method(
     checkpoint: Callable[[str], Path], task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ from skimage import data
 from commands import assert_refused, run
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.token_features import TokenFeatures
+from slow_cases import slow_except
 
 Bundles = Callable[..., Path]
 # Matplotlib's viridis at its ends, three quarters of it on black
@@ -78,7 +79,7 @@ def test_equal_values_and_zeros_are_drawn_too() -> None:
     assert drawn([1, 1, 1, 1], [1, 0, 0, 0]).shape[2] == 3
 
 
-@pytest.mark.parametrize("name", ["gqa-112", pytest.param("next", marks=pytest.mark.slow), "qwen"])
+@pytest.mark.parametrize("name", slow_except({"qwen"}, ["gqa-112", "next", "qwen"]))
 def test_pictures_of_one_name_have_maps_of_their_own(
     name: str, bundle: Bundles, photos: Path, tmp_path: Path
 ) -> None:

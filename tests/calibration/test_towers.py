@@ -16,6 +16,7 @@ from skimage import data
 
 from commands import assert_refused, run
 from sinkprune.calibration.towers import VisionTower
+from slow_cases import slow_except
 from tower_checkpoints import KINDS, PATCHES, PLANTED, SIZE, blocks, make_tower
 
 Towers = Callable[[str], Path]
@@ -46,7 +47,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except({"siglip_vision_model"}, KINDS))
 def test_outliers_are_found_where_they_were_planted(kind: str, tower: Towers, photos: Path, tmp_path: Path) -> None:
     files = tmp_path / "norms.json", tmp_path / "norms.png"
     outcome = run(

@@ -63,7 +63,7 @@ def test_an_interrupt_waits_while_a_compiled_module_is_loaded(phase: str) -> Non
     ("command", "number"),
     [
         ("sinkprune-run", signal.SIGINT),
-        ("sinkprune-run", signal.SIGTERM),
+        pytest.param("sinkprune-run", signal.SIGTERM, marks=pytest.mark.slow),
         ("sinkprune-export", signal.SIGINT),
     ],
 )

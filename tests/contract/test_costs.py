@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.costs import Costs, Curve, Place, fit, fit_measured, predict
+from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve, Place, fit, fit_measured, predict
 from sinkprune.contract.costs_file import read_costs, write_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
@@ -75,7 +75,7 @@ def costs_of(manifest: Manifest) -> Costs:
     place = Place("0" * 64, manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
     segments = tuple(Curve(10.0**-segment, 0.1, 1e-4) for segment in range(len(manifest.segments)))
     return Costs(
-        costs_version=1,
+        costs_version=COSTS_VERSION,
         place=place,
         tower=Curve(0.0, 1.0, 0.0),
         sanitizer=Curve(1000.0, 1.0, 0.0),
@@ -114,12 +114,24 @@ def test_a_file_of_costs(pipeline: Pipelines, tmp_path: Path) -> None:
     costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
     write_costs(path, costs)
     assert read_costs(path, costs.place) == costs
+    measured = replace(costs, measured_at=1.75e9, load=0.25)
+    write_costs(path, measured)
+    assert read_costs(path, costs.place) == measured
+
+
+def test_a_file_that_does_not_hold_when_it_was_measured_is_read(pipeline: Pipelines, tmp_path: Path) -> None:
+    costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
+    old = {name: value for name, value in to_json(costs).items() if name not in ("measured_at", "load")}
+    path.write_text(json.dumps({**old, "costs_version": 1}))
+    assert read_costs(path, costs.place) == costs
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"costs_version": 2}, "have the version 2, this sinkprune reads 1"),
+        ({"costs_version": 3}, "have the version 3, this sinkprune reads 2"),
+        ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
+        ({"load": 2}, "malformed at $.load"),
         ({"costs_version": True}, "have the version True"),
         ({"rest": -1}, "malformed at $.rest"),
         ({"rest": "1"}, "malformed at $.rest"),

@@ -59,6 +59,7 @@ def test_unpruned_it_is_right_overall_and_in_every_kind(every: int, pocket: Pock
     assert {kind: part.accuracy for kind, part in result.by_kind.items() if part.accuracy < 0.75} == {}
 
 
+@pytest.mark.slow
 def test_blind_it_is_near_chance(pocket: Pocket) -> None:
     """Chance: a half for yes, no, small and large, a quarter for choices, less elsewhere."""
     blind = [blinded(item) for item in QUESTIONS[::11]]

@@ -42,6 +42,7 @@ def parameters(training: Training) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in training.model.parameters()])
 
 
+@pytest.mark.slow
 def test_a_resumed_training_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
     unbroken = Training(tmp_path / "unbroken.pt")
     started = parameters(unbroken)

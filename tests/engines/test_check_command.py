@@ -25,6 +25,7 @@ from sinkprune.engines.progress import SILENT
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from slow_cases import slow_except
 
 Built = Callable[[str], Path]
 
@@ -77,7 +78,9 @@ def test_a_tower_that_another_library_runs_has_limits_of_its_own(source: Path) -
     assert rounding_of("vision", manifest, compute) == "bf16"
 
 
-@pytest.mark.parametrize("target", ["onnxruntime", "onnxruntime+openvino", "openvino"])
+@pytest.mark.parametrize(
+    "target", slow_except({"onnxruntime+openvino"}, ["onnxruntime", "onnxruntime+openvino", "openvino"])
+)
 def test_honest_engines(target: str, source: Path, built: Built, photo_file: Path) -> None:
     command = (source, built(target), "--image", photo_file)
     outcome = run("sinkprune-check", *command)

@@ -20,6 +20,7 @@ from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, read_eng
 from sinkprune.contract.errors import BundleError, EnginesError, UsageError
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.trust import Trust
+from slow_cases import slow_except
 
 NOBODY = 65534
 TARGETS = {"onnxruntime": "ort-cpu", "onnxruntime+openvino": "ort-cpu+openvino", "openvino": "openvino"}
@@ -61,7 +62,7 @@ def open_folder() -> Iterator[Path]:
             path.chmod(0o755)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", slow_except({"onnxruntime+openvino"}, TARGETS))
 def test_engines_answer_as_their_bundle(target: str, source: Path, built: Built, photo: Image.Image) -> None:
     pipelines = Pipeline.load(source, backend=TARGETS[target]), Pipeline.load(built(target))
     assert pipelines[1].backend.name == TARGETS[target]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from sinkprune.engines.targets import new_builder
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import backend_of, open_engines
 from sinkprune.runtime.backends.known import Compute
+from slow_cases import slow_except
 
 GRAPHS = (
     *("vision", "projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"),
@@ -91,14 +93,10 @@ def share(output: OutputReport) -> float:
 
 @pytest.mark.parametrize(
     ("form", "target"),
-    [
-        *(("fp32", target) for target in TARGETS),
-        *(("fp16", "openvino"), ("int8", "onnxruntime"), ("int4", "openvino")),
-        *(
-            pytest.param(form, target, marks=pytest.mark.slow)
-            for form, target in (("fp16", "onnxruntime"), ("int8", "openvino"), ("int4", "onnxruntime"))
-        ),
-    ],
+    slow_except(
+        {("fp32", "onnxruntime"), ("fp16", "openvino"), ("int4", "openvino")},
+        product(("fp32", "fp16", "int8", "int4"), TARGETS),
+    ),
 )
 def test_honest_engines_pass(form: str, target: str, honest: Callable[[str], Honest]) -> None:
     made = honest(form)

@@ -29,7 +29,7 @@ def checked(source: Path, photos: list[Path], folder: Path) -> dict[str, Any]:
     [
         ("qwen", "prune-80"),
         pytest.param("qwen2-vl", "prune-80", marks=pytest.mark.slow),
-        ("next-mistral", "retain-160"),
+        pytest.param("next-mistral", "retain-160", marks=pytest.mark.slow),
     ],
 )
 def test_honest_engines_of_every_family(

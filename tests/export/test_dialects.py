@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +26,7 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.kv_cache import cache_names
+from slow_cases import slow_except
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")
@@ -182,10 +184,8 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
 
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [
-        *((kind, "fp32") for kind in KINDS),
-        *(pytest.param(kind, "fp16", marks=[] if kind == "llava" else [pytest.mark.slow]) for kind in KINDS),
-    ],
+    # The others are made of the same operators.
+    slow_except({("llava", "fp32"), ("llava", "fp16"), ("qwen3-vl", "fp32")}, product(KINDS, PRECISIONS)),
 )
 def test_every_graph_computes_the_same_in_both_dialects(
     kind: str, precision: str, bundle: Bundles, photo: Image.Image
@@ -216,7 +216,7 @@ def test_every_graph_computes_the_same_in_both_dialects(
     assert compared > 50
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_except({"llava, several images", "llava-next", "qwen3-vl"}, KINDS))
 def test_the_answers_are_the_same(kind: str, bundle: Bundles, photo: Image.Image) -> None:
     name, budgets, images = KINDS[kind]
     pipelines = [Pipeline.load(bundle(name, "fp32", budgets, dialect, images)) for dialect in DIALECTS]

@@ -18,6 +18,7 @@ from qwen_towers import features
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from slow_cases import each_once, slow_except
 from steps import patch_grid
 
 Array = np.ndarray[Any, Any]
@@ -41,8 +42,7 @@ def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int =
     return {name: tensor[None].numpy() for name, tensor in found._asdict().items() if tensor is not None}
 
 
-@pytest.mark.parametrize("name", QWEN_SHAPES)
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize(("name", "size"), each_once(QWEN_SHAPES, SIZES))
 def test_tokens_norms_and_salience(
     name: str,
     size: tuple[int, int],
@@ -63,7 +63,7 @@ def test_tokens_norms_and_salience(
     assert ours["salience"].sum() * 4 == pytest.approx(1, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", QWEN_SHAPES)
+@pytest.mark.parametrize("name", slow_except({"qwen", "qwen-tied"}, QWEN_SHAPES))
 def test_salience_of_the_last_block_on_request(
     name: str, checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:

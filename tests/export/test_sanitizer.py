@@ -14,6 +14,7 @@ import graphs
 import reference
 from sinkprune.contract.budgets import OPTIONS, Budget, Share
 from sinkprune.contract.families import parse_budget
+from slow_cases import each_once
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -97,9 +98,11 @@ def tokens_of(kind: str, precision: str, groups: int, n: int = N, d: int = D) ->
     return tokens, lengths(tokens), salience
 
 
-@pytest.mark.parametrize("groups", [1, 5])
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("kind", ["random", "tied", "duplicated", "zero rows", "all zero", "outliers", "large norms"])
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    each_once([1, 5], ["random", "tied", "duplicated", "zero rows", "all zero", "outliers", "large norms"]),
+)
 def test_retain_64_equals_the_reference(kind: str, precision: str, groups: int) -> None:
     tokens, norms, salience = tokens_of(kind, precision, groups)
     assert np.isfinite(tokens).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.ort import OrtBackend
+from slow_cases import each_once, slow_except
 
 BUDGETS = ("retain-128", "retain-64")
 QUESTION = "What is on the table?"
@@ -57,8 +59,9 @@ def cut_off_weights(root: Path) -> None:
         os.truncate(path, 0)
 
 
-@pytest.mark.parametrize("backend", ["ort-cpu", "openvino"])
-@pytest.mark.parametrize("alter", [swap_plans, empty, shutil.rmtree, cut_off_weights])
+@pytest.mark.parametrize(
+    ("alter", "backend"), each_once([swap_plans, empty, shutil.rmtree, cut_off_weights], ["ort-cpu", "openvino"])
+)
 def test_a_loaded_pipeline_answers_as_before(
     alter: Callable[[Path], object], backend: str, copied: Path, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
@@ -75,13 +78,10 @@ def mapped(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("backend", "weights"),
-    [
-        pytest.param(
-            backend, weights, marks=[] if backend == "ort-cpu" or weights in ("fp32", "int4") else pytest.mark.slow
-        )
-        for backend in ("ort-cpu", "openvino", "ort-cpu+openvino")
-        for weights in ("fp32", "fp16", "bf16", "int8", "int4", "uint4")
-    ],
+    slow_except(
+        [("openvino", "int4"), ("ort-cpu+openvino", "fp32"), *product(["ort-cpu"], ("fp32", "fp16", "int4"))],
+        product(("ort-cpu", "openvino", "ort-cpu+openvino"), ("fp32", "fp16", "bf16", "int8", "int4", "uint4")),
+    ),
 )
 def test_no_file_stays_mapped(
     weights: WeightsName, backend: str, bundle: Callable[..., Path], photo: Image.Image

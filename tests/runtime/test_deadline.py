@@ -132,6 +132,21 @@ def test_load_moves_it_to_smaller_budgets_and_quiet_moves_it_back(small: Pipelin
     assert [found[number].slower for number in (60, 121, 219)] == pytest.approx([2.1, 2.1, 1.05])
 
 
+def test_requests_that_are_faster_than_their_costs_correct_what_is_expected(small: Pipeline) -> None:
+    """Costs that were measured under load are three times too high."""
+    whole = first_ms(small, "none") + 15
+    found = reports(small, lambda number: 1 / 3, 0.6 * whole, 60)
+    assert found[0].budget != "none"
+    assert budgets(found[1:]) == ["none"] * 59
+    assert all(report.met for report in found)
+    assert [found[number].slower for number in (0, 1, 19, 20)] == pytest.approx([1.365, 0.455, 0.455, 0.35])
+
+
+def test_one_slow_request_among_fast_ones_is_expected_again(small: Pipeline) -> None:
+    found = reports(small, lambda number: 2.0 if number == 5 else 1 / 3, 1e4, 60)
+    assert [found[number].slower for number in (5, 6, 45, 46)] == pytest.approx([0.455, 2.1, 2.1, 0.35])
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["even", "bursts", "heavy-tailed", "drifting"])
 def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str, seed: int) -> None:

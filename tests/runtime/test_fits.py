@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
@@ -24,6 +24,7 @@ from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.fits import FITS, Fit
 from sinkprune.runtime.overlay import draw_overlay, token_fates
 from sinkprune.runtime.square_processor import SquareProcessor
+from slow_cases import each_once
 
 Array = np.ndarray[Any, Any]
 Bundles = Callable[..., Path]
@@ -141,6 +142,7 @@ def share(family: Any, size: tuple[int, int]) -> float:
     return found
 
 
+@settings(max_examples=30)
 @given(size=st.tuples(st.integers(1, 1500), st.integers(1, 1500)).filter(lambda size: max(size) < 20 * min(size)))
 @example(size=(1280, 720))
 def test_the_seen_share_is_exact(size: tuple[int, int], manifest: Manifest) -> None:
@@ -244,8 +246,7 @@ def test_a_panorama_too_long_to_crop_can_be_stretched(manifest: Manifest) -> Non
     assert load_family(manifest, "stretch").see(panorama).layout.seen_share == 1
 
 
-@pytest.mark.parametrize("size", [(640, 360), (200, 480)], ids=["wide", "tall"])
-@pytest.mark.parametrize("fit", [None, *FITS])
+@pytest.mark.parametrize(("size", "fit"), each_once([(640, 360), (200, 480)], [None, *FITS]))
 def test_the_overlay_hatches_what_is_not_seen_and_draws_tokens_in_place(
     fit: Fit | None, size: tuple[int, int], bundle: Bundles
 ) -> None:

@@ -19,6 +19,7 @@ from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from slow_cases import each_once
 from steps import QUESTION, ask, tower_output
 
 NEW_TOKENS = 6
@@ -59,9 +60,7 @@ def expected_sequence(
     return Sequence(sequence, visual, text, family="llava-next"), indices
 
 
-@pytest.mark.parametrize("name", NEXT_SHAPES)
-@pytest.mark.parametrize("groups", SIZES)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("name", "groups", "budget"), each_once(NEXT_SHAPES, SIZES, BUDGETS))
 def test_prefill_and_decode_equal_the_masked_full_sequence(
     name: str,
     groups: int,

@@ -13,9 +13,10 @@ from same_answers import assert_equal
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from slow_cases import slow_except
 
 
-@pytest.mark.parametrize("merge", [3, 5])
+@pytest.mark.parametrize("merge", slow_except({3}, [3, 5]))
 def test_openvino_answers_as_onnxruntime_with_every_merge(merge: int, photo: Image.Image, tmp_path: Path) -> None:
     shape = QwenShape(depth=2, full_attention_blocks=(1,), merge_size=merge, most_tokens=30)
     checkpoint = make_qwen_checkpoint(tmp_path / "checkpoint", shape)

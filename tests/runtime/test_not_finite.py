@@ -18,6 +18,7 @@ from sinkprune.contract.errors import BundleError, NumericsError
 from sinkprune.contract.precision import DTYPES
 from sinkprune.contract.report import PARTS
 from sinkprune.runtime.backends import Backend, Engine, Tensor
+from slow_cases import each_once
 
 ALL = {"gqa-112": "retain-64", "next": "retain-160", "qwen": "prune-80", "qwen2-vl": "prune-80"}
 """A small bundle of every family, and a budget of its."""
@@ -42,9 +43,7 @@ def with_processor(source: Path, target: Path, **settings: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("budget", ["pruned", "none"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38], ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "value", "budget"), each_once(ALL, [np.nan, np.inf, 1e38], ["pruned", "none"]))
 def test_a_tower_whose_features_are_not_finite_is_refused(
     name: str, value: float, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
 ) -> None:
@@ -88,9 +87,10 @@ def test_tokens_that_overflow_behind_the_norms_are_refused(bundle: Bundles, phot
     assert ran == ["vision"]
 
 
-@pytest.mark.parametrize("budget", ["retain-64", "none"])
-@pytest.mark.parametrize("graph", ["projector", "decoder_0", "decoder_1", "head"])
-@pytest.mark.parametrize("value", [np.nan, 1e38], ids=str)
+@pytest.mark.parametrize(
+    ("value", "graph", "budget"),
+    each_once([np.nan, 1e38], ["projector", "decoder_0", "decoder_1", "head"], ["retain-64", "none"]),
+)
 def test_states_and_logits_that_are_not_finite_are_refused(
     value: float, graph: str, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
 ) -> None:

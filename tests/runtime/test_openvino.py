@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +29,13 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino_devices import Cpu
+from slow_cases import slow_except
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        # The others have the same operators, at other sizes.
-        pytest.param(name, marks=[pytest.mark.slow] if name in ("mha-336", "qwen-tied", "next-mistral") else [])
-        for name in (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES)
-    ],
+    # The others have the same operators, at other sizes.
+    slow_except({"gqa-112", "next", "qwen3-vl"}, (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES)),
 )
 def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
@@ -52,7 +50,8 @@ def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
 @pytest.mark.parametrize(
     ("name", "budgets"),
     [
-        ("gqa-112", ("retain-192", "retain-64+compact")),
+        ("gqa-112", ("retain-192+compact",)),
+        pytest.param("gqa-112", ("retain-64",), marks=pytest.mark.slow),
         pytest.param("qwen3-vl", ("prune-66.7",), marks=pytest.mark.slow),
     ],
 )
@@ -140,9 +139,12 @@ def test_selection_is_in_fp32_whatever_all_else_is_in(bundle: Callable[..., Path
         np.testing.assert_array_equal(fast[name], values)
 
 
-@pytest.mark.parametrize("compute", [compute for compute in COMPUTES if compute != "fp32"])
 @pytest.mark.parametrize(
-    "form", ["fp32", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fp16", "bf16")), "int4"]
+    ("form", "compute"),
+    slow_except(
+        {("fp32", "bf16"), ("int4", "fastest")},
+        product(("fp32", "fp16", "bf16", "int4"), [compute for compute in COMPUTES if compute != "fp32"]),
+    ),
 )
 def test_what_faster_types_change_is_little(
     form: str, compute: Compute, bundle: Callable[..., Path], photo: Image.Image

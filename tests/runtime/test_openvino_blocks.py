@@ -26,13 +26,12 @@ from sinkprune.runtime.backends.openvino_blocks import fill_blocks
 from sinkprune.runtime.backends.openvino_devices import DEVICES, Cpu
 from sinkprune.runtime.backends.openvino_graphs import GraphReader
 from sinkprune.runtime.openvino_library import import_openvino
+from slow_cases import slow_except
 
 openvino = import_openvino("openvino")
 ops = openvino.opset15
 TOWERS = {"gqa-112": 17, "next": 17, "qwen": 17, "qwen2-vl": 17, "qwen3-vl": 40}
 """How often a tower repeats and drops rows: around attention, and where patches are merged into tokens."""
-SLOW = ("next", "qwen2-vl")
-"""Whose towers and language models are those of others."""
 BLOCK, FEW = 8, 3
 WIDTH = 6
 DEEPSTACK = 3
@@ -54,9 +53,7 @@ class Filling(Cpu):
         self.fills_blocks = True
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in TOWERS]
-)
+@pytest.mark.parametrize("name", slow_except({"qwen3-vl"}, TOWERS))
 def test_answers_stay_the_same(
     name: str, bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:

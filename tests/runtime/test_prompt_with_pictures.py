@@ -22,6 +22,7 @@ from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune import Clip, Pipeline
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.request import new_request
+from slow_cases import each_once
 from steps import QUESTION
 
 THREE = ["", " ", "\n Wie groß? ", "What differs? "]
@@ -36,20 +37,21 @@ def found(pipe: Pipeline, pictures: list[Any], question: str | list[str], token:
     return [*chain.from_iterable(text + picture for text, picture in zip(texts, [*rows, []], strict=True))]
 
 
-@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize(
-    ("count", "question"),
-    [(1, QUESTION), (2, QUESTION), (3, QUESTION), (1, ["See ", "?"]), (2, PIECES), (3, THREE)],
-    ids=["one", "two", "three", "text before it", "text between two", "text between three"],
+    ("name", "asked"),
+    each_once(
+        SIZES,
+        [(1, QUESTION), (2, QUESTION), (3, QUESTION), (1, ["See ", "?"]), (2, PIECES), (3, THREE)],
+    ),
 )
 def test_ids_with_images_equal_transformers(
     name: str,
-    count: int,
-    question: str | list[str],
+    asked: tuple[int, str | list[str]],
     checkpoint: Callable[[str], Path],
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
+    count, question = asked
     pictures = [*images_of(name, photo), photo.resize((112, 56))][:count]
     pipe = pipeline(name, max_images=3)
     expected = reference_inputs(name, checkpoint(name), pictures, question)["input_ids"][0].tolist()

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImag
 from conftest import QWEN_SHAPES
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune import Pipeline
+from slow_cases import each_once
 from steps import QUESTION, ask
 from transformers_answers import greedy_answer
 
@@ -45,12 +46,8 @@ def reference_inputs(folder: Path, image: Image.Image) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [
-        # Sizes differ in the preprocessing and the positions, which "qwen-tied" shares with "qwen".
-        pytest.param(size, name, marks=[pytest.mark.slow] if name == "qwen-tied" and size != SIZES[0] else [])
-        for size in SIZES
-        for name in QWEN_SHAPES
-    ],
+    # Sizes differ in the preprocessing and the positions, which all checkpoints have alike.
+    each_once(SIZES, QWEN_SHAPES),
     ids=lambda value: value if isinstance(value, str) else f"{value[0]}x{value[1]}",
 )
 def test_greedy_text_and_logits_equal_transformers(

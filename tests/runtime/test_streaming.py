@@ -19,6 +19,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.answer import Answer
+from slow_cases import each_once
 
 STOP = 2
 FIRST_BYTE = 3
@@ -156,9 +157,9 @@ def test_no_replacement_character_before_the_end_wherever_the_answer_is_cut(
     assert "".join(pieces) == answer.text
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize(
-    "options", [{}, {"max_new_tokens": 4}, {"min_new_tokens": 20, "max_new_tokens": 30}], ids=str
+    ("name", "options"),
+    each_once(SCRIPTS, [{}, {"max_new_tokens": 4}, {"min_new_tokens": 20, "max_new_tokens": 30}]),
 )
 def test_pieces_add_up_to_the_text_generate_returns(
     name: str, options: dict[str, int], scripted: Callable[[str], Pipeline], small: Image.Image

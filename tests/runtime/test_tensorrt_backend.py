@@ -31,6 +31,7 @@ from sinkprune.runtime.decoding import decode_one_token, prefill
 from sinkprune.runtime.encoding import encode, look
 from sinkprune.runtime.prompt_rows import lay_out
 from sinkprune.runtime.stopwatch import Stopwatch
+from slow_cases import each_once
 from steps import QUESTION, ask
 from tensorrt_rig import Rig, rig_of
 
@@ -65,8 +66,7 @@ def in_dialect(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str], R
     return lambda dialect: rig_of(bundle("gqa-112", "fp32", budgets, dialect), tmp_path / dialect)
 
 
-@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
-@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize(("dialect", "has_graphs"), each_once(["opset24", "opset20"], [True, False]))
 def test_answers_and_logits_are_those_of_onnxruntime(
     has_graphs: bool, dialect: str, in_dialect: Callable[[str], Rig], photo: Image.Image
 ) -> None:

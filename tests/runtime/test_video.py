@@ -28,6 +28,7 @@ from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.clip import Shown, shown
+from slow_cases import each_once
 from steps import QUESTION, ask, patch_grid, tower_output
 from video_files import write_video
 
@@ -158,8 +159,7 @@ def expected_sequence(model: Any, pipe: Pipeline, clip: Clip, budget: str) -> tu
     return Sequence(hidden, visual, text, places, "qwen2.5-vl"), indices
 
 
-@pytest.mark.parametrize("name", CLIPS_IN_ONE_PIECE)
-@pytest.mark.parametrize("budget", VIDEO_BUDGETS)
+@pytest.mark.parametrize(("name", "budget"), each_once(CLIPS_IN_ONE_PIECE, VIDEO_BUDGETS))
 def test_pruned_equals_the_masked_full_sequence(
     name: str, budget: str, model: Callable[[str], Any], pipe: Callable[[str], Pipeline], clip: Clip
 ) -> None:

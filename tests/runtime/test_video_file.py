@@ -106,7 +106,7 @@ def test_a_trim_shows_the_frames_of_its_edit_list(
 
 
 @pytest.mark.parametrize(("suffix", "codec", "flags"), CUT)
-@pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.9])
 def test_a_file_without_its_end_is_refused_and_not_used_as_far_as_it_goes(
     share: float, suffix: str, codec: str, flags: dict[str, str], pictures: list[Image.Image], tmp_path: Path
 ) -> None:
