@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from sinkprune.contract.budgets import UNPRUNED, Budget, Counts
 from sinkprune.contract.errors import BudgetError
+
+_OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
+"""Names that sinkprune-calibrate schedule gives to budgets."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,12 @@ def find_plan(
             f"it can at: {', '.join(plans[method])}."
         )
     if budget not in plans[method]:
-        held = ", ".join([UNPRUNED, *plans[method]])
-        raise BudgetError(
-            f"this bundle holds no budget '{budget}' for method '{method}'; it holds: {held}. "
-            "Others must be exported first, with sinkprune-export --budgets."
+        held, of_machine = ", ".join([UNPRUNED, *plans[method]]), _OF_MACHINE.fullmatch(budget)
+        option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]] if of_machine else ""
+        remedy = (
+            f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
+            if of_machine
+            else "Others must be exported first, with sinkprune-export --budgets."
         )
+        raise BudgetError(f"this bundle holds no budget '{budget}' for method '{method}'; it holds: {held}. {remedy}")
     return plans[method][budget]

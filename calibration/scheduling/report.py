@@ -68,6 +68,10 @@ class ScheduleReport:
     speed changed since costs were measured."""
     other_cuts: tuple[OtherCuts, ...]
 
+    def meets(self, ms: float | None) -> bool:
+        """Whether 95 of 100 measured requests took at most `ms` milliseconds; true where no time is wanted."""
+        return ms is None or self.measured_ms.p95 <= ms
+
     @property
     def off(self) -> float:
         """How far the prediction is off what was measured, as a share of that."""

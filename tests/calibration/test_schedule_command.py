@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +14,10 @@ from PIL import Image
 
 from commands import Outcome, assert_refused, run
 from sinkprune import Pipeline
+from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.costs import Costs
+from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve
+from sinkprune.contract.report import Spread
 from sinkprune.contract.schema import from_json
 
 Bundles = Callable[..., Path]
@@ -69,6 +73,74 @@ def test_a_time_is_met(own: Path, tmp_path: Path) -> None:
         assert "no budget takes as little" in outcome.stderr or "no pruning is needed" in outcome.stderr
 
 
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Have requests take a millisecond a row and segment, and the slowest of them a number of times as long."""
+
+    def measure_costs(pipeline: Pipeline, *given: object) -> Costs:
+        nothing, row = Curve(0.0, 0.0, 0.0), Curve(0.0, 1.0, 0.0)
+        segments = (row,) * len(pipeline.bundle.manifest.segments)
+        return Costs(COSTS_VERSION, pipeline.place, nothing, nothing, nothing, segments, nothing, 1.0, row)
+
+    def set_tail(tail: float) -> None:
+        def measure(proposer: Proposer, name: str, new_tokens: int) -> tuple[Spread, Spread]:
+            # As costs predict, and so many times as long in one of 20 requests
+            ms = proposer._predict(proposer._schedule(name)).latency(new_tokens)
+            return Spread(ms, tail * ms), Spread(ms, ms)
+
+        monkeypatch.setattr(Pipeline, "measure_costs", measure_costs)
+        monkeypatch.setattr(Proposer, "_measure", measure)
+
+    return set_tail
+
+
+@pytest.mark.parametrize("tail", [1.0, 1.25])
+def test_a_time_is_met_by_95_of_100_requests(
+    tail: float, own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(tail)
+    assert schedule(own, "--target-ms", 1, "--json", tmp_path / "r.json").code == 2
+    target, report = 250, tmp_path / "report.json"
+    outcome = schedule(own, "--target-ms", target, "--json", report)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert f"in-{target}ms" in read_bundle(own).manifest.budgets
+    predicted = json.loads(report.read_text())["chosen"]["predicted_ms"]
+    # Most of the time is used.
+    assert 0.8 * target < tail * predicted <= target
+
+
+def test_a_name_that_would_promise_too_much_is_not_given(
+    own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(50.0)
+    report, costs = tmp_path / "report.json", tmp_path / "costs.json"
+    outcome = schedule(own, "--target-ms", 250, "--json", report, "--costs", costs)
+    assert outcome.code == 2
+    p95 = json.loads(report.read_text())["measured_ms"]["p95"]
+    assert f"'in-250ms' was found and not added: 95 of 100 requests took up to {p95:.0f} ms" in outcome.stderr
+    assert f"--target-ms {math.ceil(1.1 * p95)}" in outcome.stderr
+    assert "in-250ms" not in read_bundle(own).manifest.budgets
+    assert from_json(Costs, json.loads(costs.read_text())) == from_json(
+        Costs, json.loads(report.read_text())["costs"]
+    )
+    named = schedule(own, "--target-ms", 250, "--name", "quick")
+    assert named.code == 0 and named.stderr.startswith("warning: 95 of 100 requests took up to")
+    assert "quick" in read_bundle(own).manifest.budgets
+
+
+def test_costs_are_written_where_no_budget_is_found(
+    own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(1.0)
+    costs = tmp_path / "costs.json"
+    outcome = schedule(own, "--target-ms", 1, "--costs", costs)
+    assert outcome.code == 2
+    least = re.search(r"the least is ([0-9.]+), .* may meet is --target-ms (\d+)\.", outcome.stderr)
+    assert least is not None and float(least[1]) < float(least[2]) < 1.2 * float(least[1]) + 1
+    assert from_json(Costs, json.loads(costs.read_text())).rest == 1.0
+    assert schedule(own, "--target-ms", least[2]).code == 0
+
+
 def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Image.Image) -> None:
     photo.save(tmp_path / "a.png")
     lines = [{"image": "a.png", "question": f"What is {number}?", "answer": "a cup"} for number in range(3)]
@@ -112,7 +184,7 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
         (("--budget-tokens", 10, "--name", "retain-64"), ("Choose another --name",)),
         (("--budget-tokens", 10, "--name", "../x", "--dry-run"), ("'../x' cannot be a budget's",)),
         (("--budget-tokens", 64), ("no pruning is needed", "--budget none")),
-        (("--budget-tokens", 1), ("no budget takes as little as 1", "the least is")),
+        (("--budget-tokens", 1), ("no budget takes as little as 1", "the least is", "may meet is --budget-tokens ")),
         (("--target-ms", 0.001), ("no budget takes as little", "the least is")),
         (("--target-ms", 60_000), ("no pruning is needed",)),
     ]:
