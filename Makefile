@@ -76,6 +76,16 @@ test-x86-64: .venv/.dev
 clean:
 	rm -rf .venv build demo-output src/*.egg-info
 
+# The usual index has PyTorch with gigabytes of CUDA. Where its index for CPUs cannot be reached, the usual one has to do.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+.venv/.torch: | $(BIN)/python
+	$(BIN)/pip install --quiet --retries 0 --timeout 10 --index-url $(TORCH_INDEX) \
+		"$$(grep -om1 'torch==[0-9.]*' pyproject.toml)" || echo "PyTorch for CPUs is not at $(TORCH_INDEX)" >&2
+	touch $@
+
+.venv/.dev: .venv/.torch
+
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --editable ".[$*]"
 	touch $@

@@ -16,6 +16,7 @@ step() {
 }
 
 python -m sinkprune.demo.write_scenes "$out" 12
+python -m sinkprune.demo.write_examples "$out"
 step sinkprune-export "$here/pocket" -o "$out/bundle" --force
 step sinkprune-run "$out/bundle" --image "$out/scene-0.png" --prompt "What colour is the circle?"
 step sinkprune-run "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" --budget retain-64
@@ -33,5 +34,6 @@ Look at
   $out/kept.png                      which visual tokens were kept, and which stage dropped the others
   $out/profile.png                   where the time of each budget goes
   $out/accuracy.png                  how many answers are still right
+kitchen.jpg, kitchen.jsonl, a.jpg, b.jpg and clip.mp4 are the files that the README and docs/ name.
 The .json files say the same for programs.
 END

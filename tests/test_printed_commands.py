@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
-from clips import frames
 from commands import run
 from import_statements import ROOT
-from video_files import write_video
+from sinkprune.demo.write_examples import write_examples
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CHECKPOINTS = {
@@ -107,6 +106,8 @@ PARSED = [
     if text.startswith("sinkprune-") and (place, text) not in RUN and "..." not in text
 ]
 
+SNIPPETS = [block for block in blocks() if block.language == "python"]
+
 
 class Parsed(Exception):
     """A command's options were accepted."""
@@ -119,11 +120,11 @@ def readers_folder(
     photo: Image.Image,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """What a reader has before the first command, under the names of the pages."""
+    """What a reader has before the first command: the files of `make demo`, and bundles under the names of the pages."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("kitchen.jpg", "door.jpg", "a.jpg", "b.jpg", "coffee.jpg"):
-        photo.save(folder / name)
-    write_video(folder / "clip.mp4", frames(20, (160, 112), photo))
+    write_examples(folder)
+    # docs/savings.md prints the command that writes it.
+    photo.save(folder / "coffee.jpg")
     for name, kind in CHECKPOINTS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(checkpoint(kind))
@@ -191,6 +192,15 @@ def test_only_exports_for_gpus_have_states_in_fp16() -> None:
     assert wrong == []
 
 
+def test_the_demo_leaves_the_files_that_commands_and_snippets_read(readers_folder: Path) -> None:
+    named = re.compile(r"\b[\w./-]+\.(?:jpg|jsonl|mp4)\b")
+    snippets = [(f"{block.page}:{block.line}", block.text) for block in SNIPPETS]
+    for place, text in [*ALL, *snippets]:
+        for name in named.findall(text):
+            written = f"--answers {name}" in text or text.startswith("python demo/photo.py")
+            assert written or (readers_folder / name).exists(), f"{place}: {name}"
+
+
 def test_files_and_targets_that_commands_name_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     extras = set(re.findall(r"^([a-z-]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
@@ -201,9 +211,6 @@ def test_files_and_targets_that_commands_name_exist() -> None:
             assert text.split()[1] in targets, f"{place}: {text}"
         for named in re.findall(r"(?:\.|sinkprune)\[([a-z,-]+)\]", text):
             assert set(named.split(",")) <= extras, f"{place}: {text}"
-
-
-SNIPPETS = [block for block in blocks() if block.language == "python"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda block: f"{block.page}:{block.line}")

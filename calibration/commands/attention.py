@@ -20,6 +20,7 @@ from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.plots import plot_attention
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
+from sinkprune.calibration.small_samples import warn_few_pictures
 from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
@@ -82,6 +83,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
     pipeline = load_pipeline(options, bundle, watch.wrap)
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, combinations))
     write_report(options, report, plot_attention)
+    warn_few_pictures(report.pictures, "shares and entropies")
     _print(report)
     sys.stdout.write(_advice(bundle.manifest))
 

@@ -15,6 +15,7 @@ from sinkprune.calibration.evaluation.asking import ask, choose_combinations, re
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
+from sinkprune.calibration.small_samples import warn_few_questions
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
@@ -91,6 +92,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation)
+    warn_few_questions(result.questions)
     # Last, because whoever reads it may stop reading, as `head` does.
     _print_tables(result)
 

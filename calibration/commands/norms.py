@@ -15,6 +15,7 @@ from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
+from sinkprune.calibration.small_samples import warn_few_pictures
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
@@ -90,6 +91,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
             write_whole(_heatmap_file(options, pictures, number), draw_heatmaps(features, title))
     report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
+    warn_few_pictures(report.pictures, "norms")
     sys.stdout.write(escaped(_text(report), keep="\n"))
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sinkprune.calibration.plots import plot_quantisation
+from sinkprune.calibration.small_samples import warn_few_prompts
 from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
@@ -99,6 +100,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             told=_tell,
         )
     write_report(options, report, plot_quantisation)
+    warn_few_prompts(report.prompts)
     _print(report)
     size = sum(spec.size for spec in manifest.files.values())
     sys.stdout.write(
