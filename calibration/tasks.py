@@ -2,7 +2,7 @@
 
 A file has one JSON object a line. `question` is what is asked, and `image` the path of the picture, relative to the
 file. `answer` is a string, or a list of strings that are all right; with `options`, a list of strings, it is the
-letter of the right one, its text, or its 0-based number. `id` is the line's number unless given, and `kind` "unnamed".
+letter of the right one, its text, or its 0-based number. Unless given, `id` is the line's number, `kind` "unnamed".
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def readers_folder(
     photo: Image.Image,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """What a reader has before the first command: the files of `make demo`, and bundles under the names of the pages."""
+    """What a reader has before the first command: the files of `make demo`, and bundles named as on the pages."""
     folder = tmp_path_factory.mktemp("reader")
     write_examples(folder)
     # docs/savings.md prints the command that writes it.
