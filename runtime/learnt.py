@@ -43,10 +43,11 @@ class Learnt:
 
     def add(self, usual: Prediction, first: float, token: float | None) -> None:
         """A request took `first` milliseconds from behind the tower to its first token and `token` for each behind
-        it (None where there was none), and `usual` is what costs say."""
-        self._first.add(first / usual.first)
-        if token is not None:
-            self._token.add(token / usual.token)
+        it, and `usual` is what costs say. Where there was none (None), tokens compare as the first one does: answers
+        of one token would leave costs that are too high as they are."""
+        ratio = first / usual.first
+        self._first.add(ratio)
+        self._token.add(ratio if token is None else token / usual.token)
 
     @property
     def slower(self) -> Slower:

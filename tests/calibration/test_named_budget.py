@@ -149,6 +149,7 @@ def test_a_disk_that_fills_leaves_the_old_bundle(own: Path) -> None:
     assert left(own) == []
 
 
+@pytest.mark.slow
 def test_killed_at_calls_of_the_system(own: Path) -> None:
     program = Path(__file__).parents[1] / "kill_adding.py"
     done = subprocess.run([sys.executable, program, own], capture_output=True, text=True, check=False, timeout=120)

@@ -58,6 +58,7 @@ def test_a_resumed_training_ends_where_an_unbroken_one_does(tmp_path: Path) -> N
     assert resumed.tokenizer.to_str() == unbroken.tokenizer.to_str()
 
 
+@pytest.mark.slow
 def test_every_parameter_but_none_is_trained(tmp_path: Path) -> None:
     training = Training(tmp_path / "state.pt")
     before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}

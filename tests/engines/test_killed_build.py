@@ -69,9 +69,8 @@ def again(source: Path, output: Path, limits: Limits = LIMITS, **options: Any) -
     return builder, build_engines(read_bundle(source, whole=False), output, builder, limits, **options)
 
 
-@pytest.mark.parametrize(
-    "moment", [".out.building/engines/engines/*", pytest.param(".out.*.partial/old", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", [".out.building/engines/engines/*", ".out.*.partial/old"])
 def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = (bundle("gqa-112"), "-o", output, "--target", "onnxruntime", "--force")

@@ -63,6 +63,7 @@ def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: P
         assert [*built.optimisation_profiles] == [*profiles[graph]]
 
 
+@pytest.mark.slow
 def test_every_shape_of_every_method_lies_in_an_optimisation_profile(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:

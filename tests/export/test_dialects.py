@@ -185,7 +185,7 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
 @pytest.mark.parametrize(
     ("kind", "precision"),
     # The others are made of the same operators.
-    slow_except({("llava", "fp32"), ("llava", "fp16"), ("qwen3-vl", "fp32")}, product(KINDS, PRECISIONS)),
+    slow_except({("llava", "fp16"), ("qwen3-vl", "fp32")}, product(KINDS, PRECISIONS)),
 )
 def test_every_graph_computes_the_same_in_both_dialects(
     kind: str, precision: str, bundle: Bundles, photo: Image.Image
@@ -216,7 +216,7 @@ def test_every_graph_computes_the_same_in_both_dialects(
     assert compared > 50
 
 
-@pytest.mark.parametrize("kind", slow_except({"llava, several images", "llava-next", "qwen3-vl"}, KINDS))
+@pytest.mark.parametrize("kind", slow_except({"llava, several images", "qwen3-vl"}, KINDS))
 def test_the_answers_are_the_same(kind: str, bundle: Bundles, photo: Image.Image) -> None:
     name, budgets, images = KINDS[kind]
     pipelines = [Pipeline.load(bundle(name, "fp32", budgets, dialect, images)) for dialect in DIALECTS]
