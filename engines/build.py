@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import (
+    ASKED_LIMITS,
     BUNDLE_FOLDER,
     ENGINES,
     FORMAT_VERSION,
@@ -53,6 +54,7 @@ def build_engines(
     builder: Builder,
     limits: Limits,
     *,
+    asked_limits: Collection[str] = (),
     force: bool = False,
     move: bool = False,
     sign: Sign | None = None,
@@ -61,6 +63,7 @@ def build_engines(
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`, which then runs without the bundle.
 
+    `asked_limits` are the fields of `limits` that the user gave. Engines that take any shape enforce these only.
     With `force`, engines that are there are replaced. With `move`, a graph and its weights are removed from the
     bundle as soon as the disk holds its engine, and in the end the bundle. `sign` signs the engines' manifest
     (`sinkprune.contract.signature.read_private_key`). Each engine must pass `gate` before its graph may go, and all
@@ -72,6 +75,7 @@ def build_engines(
     check_outside(output, bundle.path, ENGINES)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
+    asked = {ASKED_LIMITS: " ".join(asked_limits)} if asked_limits else {}
     plan = EnginesManifest(
         format_version=FORMAT_VERSION,
         sinkprune_version=version("sinkprune"),
@@ -81,7 +85,7 @@ def build_engines(
         bundle_sha256=bundle.sha256,
         checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
         plugins={},
-        flags={**builder.flags, **gate.flags(bundle)},
+        flags={**builder.flags, **asked, **gate.flags(bundle)},
         limits=limits,
         engines={},
         files={},
