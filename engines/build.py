@@ -32,15 +32,13 @@ from sinkprune.contract.staging import named
 from sinkprune.contract.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.engines.gate.checking import OPEN, Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free
+from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
 from sinkprune.engines.unfinished import Unfinished, unfinished
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
 
-# What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
-_CODE_BYTES = 16 << 20
 # In the folder of an unfinished build: what the gate keeps.
 _RECORDING = "recording"
 # Other programs write too, and file systems keep some for themselves.
@@ -147,13 +145,7 @@ def _check_room(
     """Compare what building the graphs of `profiles` needs of memory and disk with what is free, and tell it."""
     memories = builder.memories()
     check_memory(bundle, profiles, memories)
-    beside = sum(bundle.manifest.files[name].size for name in BESIDE_GRAPHS)
-    needed = most = beside
-    for graph in profiles:
-        weights = bundle.manifest.weight_bytes(graph)
-        needed += int(builder.disk_copies * weights) + _CODE_BYTES
-        most = max(most, needed)
-        needed -= weights if move else 0
+    most = disk_bytes(bundle.manifest, profiles, builder.disk_copies, move=move)
     check_room(place, most, ENGINES, _WAY_OUT)
     if most >= TOLD_BYTES and profiles:
         largest = max(profiles, key=bundle.manifest.weight_bytes)
