@@ -11,7 +11,7 @@ from sinkprune.contract.memory_need import gigabytes
 from sinkprune.jetson.fit import TYPICAL_NEW_TOKENS, BudgetFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.report import Report
-from sinkprune.jetson.times import COMPUTE, Milliseconds, Share
+from sinkprune.jetson.times import COMPUTE, Share
 from sinkprune.runtime.commands import plain
 
 _UNKNOWN = "-"
@@ -131,11 +131,7 @@ def _time_cells(fit: BudgetFit) -> list[str]:
         return [f"{fit.decode_bytes / 1e9:.2f}"]
     prefill = f"{fit.bounds.prefill_ms:.0f}{'w' if fit.bounds.by_weights else ' '}"
     ttft, token = fit.times.ttft, fit.times.token
-    return [prefill, f"{ttft.bound:.0f}", _range(ttft), f"{token.bound:.0f}", _range(token)]
-
-
-def _range(time: Milliseconds) -> str:
-    return f"{time.least:.0f}-{time.most:.0f}"
+    return [prefill, ttft.rounded_bound, ttft.range, token.rounded_bound, token.range]
 
 
 def _memory(fit: BudgetFit) -> Text:

@@ -126,12 +126,9 @@ def _faster(own: FormFit, budget: str, compared: list[FormFit]) -> str | None:
     best = min(compared, key=lambda form: _slowness(form, budget))
     if best is own:
         return None
-    fits = (best.budgets[budget], own.budgets[budget])
-    times = [fit.times for fit in fits if fit.times]
-    new, old = (
-        [f"{each.token.least:.0f} to {each.token.most:.0f}" for each in times]
-        if times
-        else [gigabytes(fit.decode_bytes) for fit in fits]
-    )
-    unit = "take {} ms a token, these {}" if times else "read {} a token, these {}"
-    return f"Weights in {best.decoder_form} would {unit.format(new, old)}: export with --weights {best.decoder_form}."
+    new, old = best.budgets[budget], own.budgets[budget]
+    if new.times and old.times:
+        told = f"would take {new.times.token.range} ms a token, these {old.times.token.range}"
+    else:
+        told = f"would read {gigabytes(new.decode_bytes)} a token, these {gigabytes(old.decode_bytes)}"
+    return f"Weights in {best.decoder_form} {told}: export with --weights {best.decoder_form}."

@@ -83,6 +83,20 @@ class Milliseconds:
     least: float
     most: float
 
+    @property
+    def range(self) -> str:
+        """The range as tables have it, as in "44-85"."""
+        return f"{_rounded(self.least)}-{_rounded(self.most)}"
+
+    @property
+    def rounded_bound(self) -> str:
+        """The bound as tables have it."""
+        return _rounded(self.bound)
+
+
+def _rounded(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
+
 
 @dataclass(frozen=True)
 class Times:

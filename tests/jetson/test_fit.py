@@ -7,13 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.memory_need import running_need
 from sinkprune.contract.schedule import schedule
 from sinkprune.jetson.boards import Board, read_boards
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, ModelFit, Target, fit
+from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, FormFit, ModelFit, Target, fit
+from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.jetson.recommendation import best_choice
 from sinkprune.runtime.families import load_family
 
 NANO = read_boards().board("orin-nano-8gb")
@@ -133,3 +136,59 @@ def test_faster_boards_have_lower_bounds_in_their_ratio() -> None:
     assert slow.encoder_flops_ms == pytest.approx(2 * fast.encoder_flops_ms)
     assert slow.token_ms == pytest.approx(4 * fast.token_ms)
     assert slow.prefill_weights_ms == pytest.approx(4 * fast.prefill_weights_ms)
+
+
+def test_the_longest_text_is_the_last_that_fits() -> None:
+    model = preset("llava-1.5-7b", usable=7_150_000_000)
+    manifest = stored_as(preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20"), "fp16", "int4")
+    layout = load_family(manifest).see(Image.new("RGB", PICTURE)).layout
+    for budget in ("none", "retain-64"):
+        rows = schedule(manifest, "sinkpruner", budget, [layout])
+        found = model.forms[-1].budgets[budget]
+        assert found.longest_text is not None
+        assert found.longest_context == rows.rows + found.longest_text
+        needs = [
+            running_need(manifest, "tensorrt", built=False, layouts=[layout], rows=rows, tokens=tokens).bytes
+            for tokens in (found.longest_text, found.longest_text + 1)
+        ]
+        assert needs[0] <= 7_150_000_000 < needs[1]
+    # The model's positions are the limit where there is memory enough, and nothing fits where weights do not.
+    roomy = preset("llava-1.5-7b", usable=1 << 40).forms[-1].budgets["none"]
+    assert (roomy.longest_text, roomy.longest_context) == (4096 - 576, 4096)
+    heavy = model.forms[0].budgets["none"]
+    assert (heavy.longest_text, heavy.longest_context) == (0, 0)
+    assert preset("llava-1.5-7b").forms[0].budgets["none"].longest_text is None
+
+
+def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
+    assert chosen(preset("llava-1.1b")) == ("int4", "retain-192")
+    # Without a datasheet bytes count.
+    assert chosen(preset("llava-1.1b", None)) == ("int4", "retain-192")
+    # Where one form alone fits at the largest budget, a quicker one at a smaller budget is no choice.
+    model = preset("llava-1.1b")
+    forms = tuple(fitting(form, form.decoder_form == "fp16") for form in model.forms)
+    assert chosen(replace(model, forms=forms)) == ("fp16", "retain-192")
+    assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
+
+
+def test_what_cannot_be_built_is_no_choice() -> None:
+    model = preset("llava-1.1b", usable=8 << 30)
+    int4 = model.forms[-1]
+    assert int4.build is not None and int4.build.fits
+    too_large = replace(int4, build=replace(int4.build, fits=False))
+    assert chosen(replace(model, forms=(*model.forms[:-1], too_large))) == ("int8", "retain-192")
+    # A bundle runs on a processor as it is.
+    on_processor = replace(model, forms=(too_large,), backend="ort-cpu")
+    assert chosen(on_processor) == ("int4", "retain-192")
+
+
+def chosen(model: ModelFit) -> tuple[str, str] | None:
+    """The form and the budget of the best choice."""
+    best = best_choice(model)
+    return (best[0].decoder_form, best[1]) if best else None
+
+
+def fitting(form: FormFit, fits: bool) -> FormFit:
+    """The form, which fits at retain-192 or only at retain-32."""
+    budgets = {name: replace(one, fits=fits or name == "retain-32") for name, one in form.budgets.items()}
+    return replace(form, budgets=budgets)
