@@ -8,39 +8,17 @@ import shlex
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from board_trees import PYTHON_OF_JETPACK_6, agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
-from commands import Outcome, assert_refused, own_process, run
+from commands import assert_refused, own_process, run
+from doctor_runs import doctor, set_python, told
 from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.commands import doctor as doctor_command
-
-
-@pytest.fixture
-def board_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Have the command run in a Python of that version which sees a board's TensorRT."""
-
-    def set_version(version: str) -> None:
-        python = replace(PYTHON_OF_JETPACK_6, version=version)
-        monkeypatch.setattr(doctor_command, "this_environment", lambda: python)
-
-    return set_version
-
-
-def doctor(*arguments: object) -> Outcome:
-    return run("sinkprune-doctor", *arguments)
-
-
-def told(*arguments: object) -> Any:
-    done = doctor(*arguments, "--json")
-    assert done.code == 0, done.stderr
-    assert done.stderr == ""
-    return json.loads(done.stdout)
 
 
 def test_this_machine() -> None:
@@ -123,54 +101,6 @@ def test_a_recorded_board_is_told_as_it_is(tmp_path: Path) -> None:
     assert model["forms"][0]["budgets"]["none"]["bounds"]["token_ms"] > 0
 
 
-def test_the_command_that_a_stop_forbids_is_not_printed(tmp_path: Path) -> None:
-    """Instead, the page has what to do first, and the recommendation that holds afterwards."""
-    root = orin_nano_jetpack_6_2(tmp_path)
-    report = told("--root", root, "llava-1.1b")
-    assert report["next"] == []
-    assert report["first"] == ["make the environment again: python3.10 -m venv --system-site-packages .venv"]
-    assert report["recommendations"][0]["weights"] == "int4"
-    page = doctor("--root", root, "llava-1.1b").stdout
-    assert "First:\n  make the environment again" in page
-    assert "Next:" not in page and "sinkprune-export" not in page and "sinkprune-build" not in page
-
-
-def test_another_backend_is_not_stopped(tmp_path: Path) -> None:
-    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b", "--backend", "ort-cpu")
-    assert not any(finding["stops"] for finding in report["findings"])
-    assert report["first"] == []
-    assert report["next"][0].startswith("sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4")
-
-
-def test_the_recommendation_is_the_best_row_that_fits(board_python: Callable[[str], None], tmp_path: Path) -> None:
-    board_python("3.10.12")
-    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
-    (model,), (found,) = report["models"], report["recommendations"]
-    times = {form["weights"]: form["budgets"][found["budget"]]["times"]["answer"] for form in model["forms"]}
-    best = min(times, key=lambda weights: times[weights]["most"])
-    assert best.startswith(found["weights"])
-    assert found["answer_ms"] == times[best]
-    assert found["why"] == "Of fp16, int8, int4, int4 answers soonest."
-    assert report["next"] == [
-        "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4 --precision fp16 --weights int4 --dialect "
-        "opset20  # true shapes; for its weights give the checkpoint, without --random-weights"
-    ]
-
-
-def test_a_bundle_of_another_dialect_is_exported_again(
-    board_python: Callable[[str], None], bundle: Callable[..., Path], tmp_path: Path
-) -> None:
-    """What forbids the bundle is mended by the command that is printed."""
-    board_python("3.10.12")
-    path = bundle("mha-336", "fp16")
-    report = told("--root", orin_nano_jetpack_6_2(tmp_path), path)
-    assert [finding["model"] for finding in report["findings"] if finding["stops"]] == [str(path)]
-    assert report["first"] == []
-    (command,) = report["next"]
-    assert re.match(r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20$", command)
-    assert not report["recommendations"][0]["as_it_is"]
-
-
 def test_a_long_look_at_a_machine_shows_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Importing libraries and computing what fits both happen below the line of progress."""
     said: list[str] = []
@@ -209,8 +139,8 @@ def test_what_a_machine_says_of_itself_cannot_rule_the_terminal(tmp_path: Path) 
     assert "machine       [bold]Evil\\x1b[2J\n" in doctor("--root", root, "llava-1.1b").stdout
 
 
-def test_jetpack_7_2_takes_the_default_dialect(board_python: Callable[[str], None], tmp_path: Path) -> None:
-    board_python("3.12.3")
+def test_jetpack_7_2_takes_the_default_dialect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_python(monkeypatch, "3.12.3")
     report = told("--root", agx_orin_jetpack_7_2(tmp_path), "llava-1.5-7b")
     assert report["jetpack"]["version"] == "7.2"
     assert "--dialect" not in report["next"][0]
@@ -220,11 +150,11 @@ def test_jetpack_7_2_takes_the_default_dialect(board_python: Callable[[str], Non
 @pytest.mark.parametrize("tree", [orin_nano_jetpack_6_2, workstation])
 def test_a_bundle_is_told_with_the_commands_that_run_it(
     tree: Callable[[Path], Path],
-    board_python: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
     bundle: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    board_python("3.10.12")
+    set_python(monkeypatch, "3.10.12")
     path = bundle("mha-336", "fp16", dialect="opset20")
     report = told("--root", tree(tmp_path), path)
     (model,) = report["models"]
@@ -286,23 +216,6 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     assert_refused(doctor(engines), "are for tensorrt", "--board NAME")
     (command,) = told("--board", "orin-nano-8gb", engines)["next"]
     assert command.startswith(f"sinkprune-run {engines} --image")
-
-
-def test_a_bundle_too_large_is_told_how_to_be_smaller(
-    board_python: Callable[[str], None], bundle: Callable[..., Path], tmp_path: Path
-) -> None:
-    board_python("3.10.12")
-    path = bundle("mha-336", "fp16", dialect="opset20")
-    none = told("--root", orin_nano_jetpack_6_2(tmp_path), path)["models"][0]["forms"]
-    needed = [form["budgets"]["retain-32"]["memory_bytes"] for form in none]
-    # Between int8 and fp16, in whole KiB.
-    free = (needed[1] // 1024 + 1, f"MemTotal: 8000000 kB\nMemAvailable: {needed[1] // 1024 + 1} kB\n")
-    assert needed[1] < free[0] * 1024 < needed[0]
-    report = told("--root", changed(tmp_path, {"proc/meminfo": free[1]}), path)
-    assert any("as it is exported" in finding["found"] for finding in report["findings"])
-    assert re.match(
-        r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20", report["next"][0]
-    )
 
 
 def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:

@@ -9,23 +9,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from doctor_runs import NANO, PICTURE, preset
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.memory_need import running_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.jetson.boards import Board, read_boards
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, FormFit, ModelFit, Target, fit
+from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, Target, fit
 from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import preset_manifest, read_presets
-from sinkprune.jetson.recommendation import best_choice
 from sinkprune.runtime.families import load_family
-
-NANO = read_boards().board("orin-nano-8gb")
-PICTURE = (640, 480)
-
-
-def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
-    manifest = preset_manifest(name, read_presets()[name], "opset20")
-    return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)
 
 
 def test_a_7b_by_hand() -> None:
@@ -158,37 +149,3 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
     heavy = model.forms[0].budgets["none"]
     assert (heavy.longest_text, heavy.longest_context) == (0, 0)
     assert preset("llava-1.5-7b").forms[0].budgets["none"].longest_text is None
-
-
-def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
-    assert chosen(preset("llava-1.1b")) == ("int4", "retain-192")
-    # Without a datasheet bytes count.
-    assert chosen(preset("llava-1.1b", None)) == ("int4", "retain-192")
-    # Where one form alone fits at the largest budget, a quicker one at a smaller budget is no choice.
-    model = preset("llava-1.1b")
-    forms = tuple(fitting(form, form.decoder_form == "fp16") for form in model.forms)
-    assert chosen(replace(model, forms=forms)) == ("fp16", "retain-192")
-    assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
-
-
-def test_what_cannot_be_built_is_no_choice() -> None:
-    model = preset("llava-1.1b", usable=8 << 30)
-    int4 = model.forms[-1]
-    assert int4.build is not None and int4.build.fits
-    too_large = replace(int4, build=replace(int4.build, fits=False))
-    assert chosen(replace(model, forms=(*model.forms[:-1], too_large))) == ("int8", "retain-192")
-    # A bundle runs on a processor as it is.
-    on_processor = replace(model, forms=(too_large,), backend="ort-cpu")
-    assert chosen(on_processor) == ("int4", "retain-192")
-
-
-def chosen(model: ModelFit) -> tuple[str, str] | None:
-    """The form and the budget of the best choice."""
-    best = best_choice(model)
-    return (best[0].decoder_form, best[1]) if best else None
-
-
-def fitting(form: FormFit, fits: bool) -> FormFit:
-    """The form, which fits at retain-192 or only at retain-32."""
-    budgets = {name: replace(one, fits=fits or name == "retain-32") for name, one in form.budgets.items()}
-    return replace(form, budgets=budgets)
