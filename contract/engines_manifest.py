@@ -26,8 +26,11 @@ BUNDLE_FOLDER = "bundle"
 Target = Literal["onnxruntime", "onnxruntime+openvino", "openvino", "tensorrt", "tensorrt-rtx"]
 """The library, or libraries, that engines are built by and run in."""
 ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "onnxruntime+openvino", "openvino")
-"""Those whose engines take any shape: there are no optimisation profiles, and a request may be as long as the model
-takes."""
+"""The targets whose engines take any shape: no optimisation profiles, and only the limits that the user gave."""
+ASKED_LIMITS = "limits"
+"""The flag that names the limits a user gave to `sinkprune-build`, with a space between: the fields of `Limits`.
+
+Engines that take any shape enforce these limits only. Engines built before this flag existed enforce none."""
 Realisation = Literal["plugin", "function", "stripped"]
 """What became of a `TopRho` or `DiversitySelect` node: our plugin, named as such by the parser; the compiled function
 body; or our plugin, after the function that would have won (before TensorRT 10.7) was stripped."""
@@ -59,6 +62,10 @@ class Limits:
     """Generated tokens of an answer (`sinkprune-build --max-new-tokens`)."""
     images: Few
     """Images of a prompt (`sinkprune-build --max-images`)."""
+
+
+MOST_TOKENS = 1 << 30
+"""The largest limit of tokens that `Limits` holds; no model has so many positions, so it limits no request."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,16 @@ class EnginesManifest:
     """The engines by graph name, as in the bundle."""
     files: dict[str, FileSpec]
     """Size and sha256 of every file of the folder but `engines.json`, by its path relative to the folder."""
+
+    @property
+    def enforced_limits(self) -> dict[str, int]:
+        """Return the limits that the runtime enforces, in tokens and images, by the field of `Limits`.
+
+        Optimisation profiles enforce all limits. Engines that take any shape enforce those the user gave.
+        """
+        limits: dict[str, int] = vars(self.limits)
+        given = self.flags.get(ASKED_LIMITS, "").split() if self.target in ANY_SHAPE else limits
+        return {name: value for name, value in limits.items() if name in given}
 
 
 ENGINES = ManifestFile(

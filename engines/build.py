@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import (
+    ASKED_LIMITS,
     BUNDLE_FOLDER,
     ENGINES,
     FORMAT_VERSION,
@@ -31,15 +32,13 @@ from sinkprune.contract.staging import named
 from sinkprune.contract.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.engines.gate.checking import OPEN, Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.preflight import OutOfMemoryError, check_memory, need_and_free
+from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
 from sinkprune.engines.unfinished import Unfinished, unfinished
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
 
-# What an engine takes beside its weights, generously; TensorRT-RTX's selects have 4 MB.
-_CODE_BYTES = 16 << 20
 # In the folder of an unfinished build: what the gate keeps.
 _RECORDING = "recording"
 # Other programs write too, and file systems keep some for themselves.
@@ -53,6 +52,7 @@ def build_engines(
     builder: Builder,
     limits: Limits,
     *,
+    asked_limits: Collection[str] = (),
     force: bool = False,
     move: bool = False,
     sign: Sign | None = None,
@@ -61,6 +61,7 @@ def build_engines(
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`, which then runs without the bundle.
 
+    `asked_limits` are the fields of `limits` that the user gave. Engines that take any shape enforce these only.
     With `force`, engines that are there are replaced. With `move`, a graph and its weights are removed from the
     bundle as soon as the disk holds its engine, and in the end the bundle. `sign` signs the engines' manifest
     (`sinkprune.contract.signature.read_private_key`). Each engine must pass `gate` before its graph may go, and all
@@ -72,6 +73,7 @@ def build_engines(
     check_outside(output, bundle.path, ENGINES)
     builder.check_bundle(bundle)
     profiles = optimisation_profiles(bundle.manifest, limits)
+    asked = {ASKED_LIMITS: " ".join(asked_limits)} if asked_limits else {}
     plan = EnginesManifest(
         format_version=FORMAT_VERSION,
         sinkprune_version=version("sinkprune"),
@@ -81,7 +83,7 @@ def build_engines(
         bundle_sha256=bundle.sha256,
         checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
         plugins={},
-        flags={**builder.flags, **gate.flags(bundle)},
+        flags={**builder.flags, **asked, **gate.flags(bundle)},
         limits=limits,
         engines={},
         files={},
@@ -143,13 +145,7 @@ def _check_room(
     """Compare what building the graphs of `profiles` needs of memory and disk with what is free, and tell it."""
     memories = builder.memories()
     check_memory(bundle, profiles, memories)
-    beside = sum(bundle.manifest.files[name].size for name in BESIDE_GRAPHS)
-    needed = most = beside
-    for graph in profiles:
-        weights = bundle.manifest.weight_bytes(graph)
-        needed += int(builder.disk_copies * weights) + _CODE_BYTES
-        most = max(most, needed)
-        needed -= weights if move else 0
+    most = disk_bytes(bundle.manifest, profiles, builder.disk_copies, move=move)
     check_room(place, most, ENGINES, _WAY_OUT)
     if most >= TOLD_BYTES and profiles:
         largest = max(profiles, key=bundle.manifest.weight_bytes)

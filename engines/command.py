@@ -32,6 +32,9 @@ examples:
 ENGINES runs by itself, as in `sinkprune-run ENGINES --image ...`; copy it where you want. A build that was killed
 goes on with the same command. TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be
 exported with --dialect opset20.
+
+Engines of every target reject a request above --max-prompt, --max-new-tokens or --max-images. The defaults limit
+engines of TensorRT only; the other targets accept what the model accepts.
 """
 
 _SM = WholeNumber("--sm", 10, 999)
@@ -63,12 +66,12 @@ def _build(arguments: Sequence[str] | None) -> None:
     bundle = read_bundle(options.bundle, trusted_bundle(options), whole=not is_begun(options.output))
     check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
-    limits = resolve_limits(
-        bundle.manifest,
-        prompt_tokens=options.max_prompt,
-        new_tokens=options.max_new_tokens,
-        images=options.max_images,
-    )
+    asked = {
+        "prompt_tokens": options.max_prompt,
+        "new_tokens": options.max_new_tokens,
+        "images": options.max_images,
+    }
+    limits = resolve_limits(bundle.manifest, **asked)
     if options.check is None and options.check_prompt is not None:
         raise UsageError("--check-prompt is what --check asks about its picture. Add --check, or leave it out.")
     place = options.output.absolute()
@@ -84,6 +87,7 @@ def _build(arguments: Sequence[str] | None) -> None:
             options.output,
             builder,
             limits,
+            asked_limits=[name for name, value in asked.items() if value is not None],
             force=options.force,
             move=options.move,
             sign=sign,
@@ -106,6 +110,7 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
         "library_version": manifest.library_version,
         "compute_capabilities": list(manifest.compute_capabilities),
         "limits": vars(manifest.limits),
+        "enforced_limits": list(manifest.enforced_limits),
         "build_seconds": {graph: engine.build_seconds for graph, engine in manifest.engines.items()},
         "nodes": {graph: engine.nodes for graph, engine in manifest.engines.items() if engine.nodes},
         "checked": CHECKED in manifest.flags,
@@ -119,16 +124,25 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
 
     size = sum(spec.size for spec in manifest.files.values()) / 1e6
     gpus = "".join(f", sm_{capability}" for capability in manifest.compute_capabilities)
-    limits = manifest.limits
     nodes = Counter(realised for engine in manifest.engines.values() for realised in engine.nodes.values())
     realised = ", ".join(f"{count} as {realised}" for realised, count in nodes.items()) or "none"
     library = f"{manifest.target} {manifest.library_version}"
     return (
         f"{escaped(str(output))}: {len(manifest.engines)} engines, {size:.2f} MB, {library}{gpus}; "
-        f"prompts of {limits.prompt_tokens} tokens, answers of {limits.new_tokens}\n"
+        f"{_limits(manifest)}\n"
         + (f"check passed: {len(manifest.engines)} engines\n" if CHECKED in manifest.flags else "")
         + f"sanitizer nodes: {realised}\n"
         f"sha256 {ENGINES.sha256(manifest)}\n"
+    )
+
+
+def _limits(manifest: EnginesManifest) -> str:
+    """The limits that the engines enforce, in words."""
+    words = {"prompt_tokens": "prompts of {} tokens", "new_tokens": "answers of {}", "images": "images: {}"}
+    enforced = manifest.enforced_limits
+    return (
+        ", ".join(text.format(enforced[name]) for name, text in words.items() if name in enforced)
+        or "no limits of their own"
     )
 
 
@@ -164,15 +178,15 @@ def _parser() -> argparse.ArgumentParser:
         "--max-prompt",
         type=MAX_PROMPT,
         metavar="N",
-        help="text tokens of a prompt (default: 512, or what the model takes)",
+        help="most text tokens of a prompt (TensorRT's default: 512, or what the model takes)",
     )
     add(
         "--max-new-tokens",
         type=MAX_NEW_TOKENS,
         metavar="N",
-        help="tokens of an answer (default: 512, or what the model takes)",
+        help="most tokens of an answer (TensorRT's default: 512, or what the model takes)",
     )
-    add("--max-images", type=MAX_IMAGES, metavar="N", help="images of a prompt (default: 1)")
+    add("--max-images", type=MAX_IMAGES, metavar="N", help="most images of a prompt (TensorRT's default: 1)")
     add(
         "--check",
         type=Path,

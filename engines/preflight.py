@@ -1,19 +1,45 @@
-"""Whether the memory a build needs is there, before it begins."""
+"""How much memory and disk a build needs, and whether the memory is free before the build begins."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import OptimisationProfiles
+from sinkprune.contract.engines_manifest import OptimisationProfiles, Target
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest import GraphSpec
+from sinkprune.contract.manifest import BESIDE_GRAPHS, GraphSpec, Manifest
 from sinkprune.contract.system_memory import available_bytes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20
+# What an engine takes in addition to its weights, generously; TensorRT-RTX's selects have 4 MB.
+_CODE_BYTES = 16 << 20
+
+
+class Copies(NamedTuple):
+    """How many times the weights of a graph are held while its engine is built."""
+
+    memory: float
+    """In the machine's memory, at the peak, the engine included."""
+    gpu: float
+    """In a GPU's memory, to time kernels. On a board it is the same memory."""
+    disk: float
+    """In the files of the engine, at most."""
+
+
+COPIES: dict[Target, Copies] = {
+    # On disk: as they were and as they are packed, int8 with scales for blocks of its own.
+    "onnxruntime": Copies(2.5, 0, 2.5),
+    "onnxruntime+openvino": Copies(2.5, 0, 2.5),
+    "openvino": Copies(2.5, 0, 1.05),
+    # Measured with TensorRT-RTX 1.7. The GPU's share is the least there must be.
+    "tensorrt": Copies(2.2, 1, 1.0),
+    "tensorrt-rtx": Copies(2.2, 1, 1.0),
+}
+"""By target. Measured on x86-64 but for the GPU's share."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +93,30 @@ def need_and_free(bundle: Bundle, graph: str, profiles: OptimisationProfiles, me
     return f"building '{graph}' needs {', and '.join(told)}"
 
 
+def weights_bytes(manifest: Manifest, graph: str, copies: float) -> int:
+    """Return about how many bytes building `graph` takes without activations: `copies` of its weights, and more."""
+    return int(copies * manifest.weight_bytes(graph)) + _FIXED_BYTES
+
+
+def disk_bytes(manifest: Manifest, graphs: Iterable[str], copies: float, *, move: bool) -> int:
+    """Return how many bytes of disk building the engines of `graphs` takes at most, the bundle not counted.
+
+    `copies` is how many times an engine holds its graph's weights. With `move` each graph leaves the bundle when its
+    engine is whole.
+    """
+    needed = most = sum(manifest.files[name].size for name in BESIDE_GRAPHS if name in manifest.files)
+    for graph in graphs:
+        weights = manifest.weight_bytes(graph)
+        needed += int(copies * weights) + _CODE_BYTES
+        most = max(most, needed)
+        needed -= weights if move else 0
+    return most
+
+
 def needed_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memory: Memory) -> int:
     """About how many bytes of `memory` building `graph` takes: weights a few times, activations, and a fixed part."""
-    weights = bundle.manifest.weight_bytes(graph)
     activations = _activation_bytes(bundle, graph, profiles) if memory.activations else 0
-    return int(memory.copies * weights) + activations + _FIXED_BYTES
+    return weights_bytes(bundle.manifest, graph, memory.copies) + activations
 
 
 def _activation_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles) -> int:

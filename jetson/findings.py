@@ -9,8 +9,16 @@ from sinkprune.contract.memory_need import gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.machine import Machine
+from sinkprune.jetson.recommendation import best_choice, choices, refused_by_backend
 
-_ENGINES = ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
+_BACKENDS = {
+    "onnxruntime": ("ort-cpu", "ort-cpu+openvino"),
+    "openvino": ("openvino", "ort-cpu+openvino"),
+    "tensorrt": (BOARD_BACKEND,),
+    "tensorrt_rtx": ("tensorrt-rtx",),
+}
+"""The backends that need each engine library."""
+_TENSORRT = (BOARD_BACKEND,)
 _GPU_ACCESS = ("cuda.bindings", "pycuda")
 _LITTLE_MEMORY_GB = 8
 _LITTLE_DISK = 10_000_000_000
@@ -25,6 +33,16 @@ class Finding:
     """Whether what was asked for cannot run as long as it is so."""
     found: str
     do: str
+    backends: tuple[str, ...] = ()
+    """The backends that cannot run as long as it is so; none where it concerns all or is a note."""
+    model: str | None = None
+    """The model that cannot run; None where it concerns the machine."""
+
+    def blocks(self, model: ModelFit) -> bool:
+        """Return whether this model cannot run on its backend as long as it is so."""
+        return (
+            self.stops and self.model in (None, model.name) and (not self.backends or model.backend in self.backends)
+        )
 
 
 def machine_findings(machine: Machine, boards: Boards) -> Iterator[Finding]:
@@ -61,19 +79,44 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
                 f"'{model.name}' fits in no form: it needs {gigabytes(least)} at least, "
                 f"{gigabytes(memory)} can be taken",
                 "end other programs, take a smaller model or a board with more memory",
+                model=model.name,
             )
         elif model.kind != "preset" and not any(form.exported for form, _ in model.fitting()):
             form = next(form for form in model.forms if form.exported)
             least = min(fit.memory_bytes for fit in form.budgets.values())
-            smaller = next(form for form, _ in model.fitting())
             yield Finding(
                 True,
                 f"'{model.name}' needs {gigabytes(least)} at least as it is exported, "
                 f"{gigabytes(memory)} can be taken",
-                f"export it again with --weights {smaller.decoder_form}",
+                _smaller(model),
+                model=model.name,
             )
+        else:
+            yield from _build_findings(model, memory)
         if model.kind == "bundle" and model.backend == BOARD_BACKEND:
             yield from _tensorrt_bundle_findings(model, jetpack)
+
+
+def _smaller(model: ModelFit) -> str:
+    """The advice to export a model in the form that is recommended."""
+    best = best_choice(model)
+    return f"export it again with --weights {best[0].decoder_form}" if best else "take a smaller model"
+
+
+def _build_findings(model: ModelFit, memory: int) -> Iterator[Finding]:
+    """What is found where a model could run, but its engines cannot be built there."""
+    forms = [form for form, _ in model.fitting() if (form.exported or model.kind == "preset")]
+    wanted = [form for form in forms if not refused_by_backend(model, form)]
+    if not wanted or any(form in wanted for form in choices(model)):
+        return
+    build = min((form.build for form in wanted if form.build), key=lambda build: build.memory_bytes)
+    yield Finding(
+        True,
+        f"engines of '{model.name}' cannot be built here: a build needs about {gigabytes(build.memory_bytes)} of "
+        f"memory ({gigabytes(memory)} are free) and, with --move, {gigabytes(build.moving_disk_bytes)} of disk",
+        f"end other programs and free disk, or {_smaller(model)}",
+        model=model.name,
+    )
 
 
 def _board_findings(machine: Machine, board: Board | None, jetpack: JetPack | None) -> Iterator[Finding]:
@@ -85,19 +128,24 @@ def _board_findings(machine: Machine, board: Board | None, jetpack: JetPack | No
         )
     if machine.jetpack.l4t is None:
         yield Finding(
-            True, "no release of Jetson Linux is told by /etc/nv_tegra_release", "install JetPack 6.2 or 7.2"
+            True,
+            "no release of Jetson Linux is told by /etc/nv_tegra_release",
+            "install JetPack 6.2 or 7.2",
+            _TENSORRT,
         )
     elif jetpack is None:
         yield Finding(
             True,
             f"Jetson Linux {machine.jetpack.l4t} is of no JetPack that this sinkprune knows",
             "install JetPack 6.2 or 7.2, or upgrade sinkprune",
+            _TENSORRT,
         )
     elif machine.python.minor != jetpack.python and not machine.jetpack.tensorrt_python:
         yield Finding(
             True,
             f"this Python is {machine.python.minor}; JetPack {jetpack.version} has {jetpack.python}",
             f"make the environment with the system's: {_VENV.format(minor=jetpack.python)}",
+            _TENSORRT,
         )
 
 
@@ -108,6 +156,7 @@ def _tensorrt_findings(machine: Machine) -> Iterator[Finding]:
             True,
             "TensorRT's Python module is not installed for the system's Python",
             "sudo apt-get install nvidia-jetpack python3-libnvinfer",
+            _TENSORRT,
         )
     elif python.minor not in installed.tensorrt_python:
         pythons = " and ".join(installed.tensorrt_python)
@@ -115,12 +164,14 @@ def _tensorrt_findings(machine: Machine) -> Iterator[Finding]:
             True,
             f"TensorRT {installed.tensorrt or ''} is installed for Python {pythons}, this is {python.minor}",
             f"make the environment again: {_VENV.format(minor=installed.tensorrt_python[-1])}",
+            _TENSORRT,
         )
     elif not python.sees_system:
         yield Finding(
             True,
             "this virtual environment does not see the system's packages, TensorRT among them",
             f"make it again: {_VENV.format(minor=python.minor)}",
+            _TENSORRT,
         )
     if not any(map(python.imports, _GPU_ACCESS)):
         major = (installed.cuda or "12").split(".")[0]
@@ -130,6 +181,7 @@ def _tensorrt_findings(machine: Machine) -> Iterator[Finding]:
             f"pip install 'cuda-python>={major},<{int(major) + 1}'"
             if major.isdecimal()
             else "pip install cuda-python",
+            _TENSORRT,
         )
 
 
@@ -169,11 +221,12 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
     for name, library in libraries.items():
         if library.error:
             yield Finding(
-                name in _ENGINES,
+                name in _BACKENDS,
                 f"{name} is installed but does not import: {library.error}",
                 "reinstall it for this Python, or remove it",
+                _BACKENDS.get(name, ()),
             )
-    if not any(name in libraries for name in _ENGINES):
+    if not any(name in libraries for name in _BACKENDS):
         yield Finding(True, "no engine library is installed", "pip install 'sinkprune[cpu]'")
 
 
@@ -184,13 +237,20 @@ def _tensorrt_bundle_findings(model: ModelFit, jetpack: JetPack | None) -> Itera
             True,
             f"'{model.name}' has states in {own.precision}, and TensorRT builds attention in fp16 only",
             "export it again with --precision fp16",
+            model=model.name,
         )
     if "uint4" in own.weights:
-        yield Finding(True, f"'{model.name}' has uint4 weights, which TensorRT takes none of", "export with int4")
+        yield Finding(
+            True,
+            f"'{model.name}' has uint4 weights, which TensorRT takes none of",
+            "export with int4",
+            model=model.name,
+        )
     if jetpack and jetpack.dialect == "opset20" and model.dialect != "opset20":
         yield Finding(
             True,
             f"'{model.name}' is of dialect {model.dialect}; TensorRT {jetpack.tensorrt} of JetPack {jetpack.version} "
             "takes opset20",
             "export it again with --dialect opset20",
+            model=model.name,
         )

@@ -1,11 +1,12 @@
-"""Which forms of weights and budgets of a model fit a machine, and how fast they could be there at best.
+"""Which forms of weights and budgets of a model fit a machine, and how fast they could be there.
 
 The bounds are the roofline's: no prefill takes less than its FLOPs at the board's dense peak or than reading the
-weights once, no token less than reading weights and cache. What really runs is slower.
+weights once, no token less than reading weights and cache. What really runs is slower: `times.py` has a range.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -20,12 +21,17 @@ from sinkprune.contract.memory_need import MemoryNeed, cache_bytes, running_need
 from sinkprune.contract.precision import PrecisionName, WeightsName
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.jetson.boards import Board
+from sinkprune.jetson.build_fit import BuildFit, build_fit
 from sinkprune.jetson.other_forms import stored_as
+from sinkprune.jetson.times import Bounds, Times, expected_times
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
 """What is asked and answered, in tokens of text, where needs and bounds are told."""
+TYPICAL_NEW_TOKENS = 32
+"""The answer of a typical request, in tokens. A recommendation is for one picture, `PROMPT_TOKENS` and this."""
 BOARD_BACKEND = "tensorrt"
 Kind = Literal["preset", "bundle", "engines"]
 """What a model is there as: nothing yet, a folder of graphs, a folder of engines."""
@@ -46,35 +52,13 @@ class Target:
     """What a program may take of the memory; 0 is not known."""
     board: Board | None
     """What the bounds are of; None where no datasheet is known."""
+    disk_free: int | None = None
+    """Bytes that are free where engines are to be written; None is not known."""
 
     @property
     def precision(self) -> PrecisionName:
         """The type of states that the backend is for."""
         return "fp16" if self.backend == BOARD_BACKEND else "fp32"
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The least milliseconds that a board's figures allow."""
-
-    encoder_flops_ms: float
-    """Vision tower and projector, at the dense fp16 peak."""
-    prefill_flops_ms: float
-    """The decoder's prefill, at the dense fp16 peak."""
-    prefill_weights_ms: float
-    """The same by reading the decoder's weights once."""
-    token_ms: float
-    """A token of the answer: reading weights and cache."""
-
-    @property
-    def prefill_ms(self) -> float:
-        """The larger of a prefill's bounds."""
-        return max(self.prefill_flops_ms, self.prefill_weights_ms)
-
-    @property
-    def by_weights(self) -> bool:
-        """Whether reading weights, not FLOPs, is what bounds a prefill."""
-        return self.prefill_weights_ms > self.prefill_flops_ms
 
 
 @dataclass(frozen=True)
@@ -89,6 +73,13 @@ class BudgetFit:
     decode_bytes: int
     """What a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
     bounds: Bounds | None
+    times: Times | None
+    """Of a request with `TYPICAL_NEW_TOKENS`, from the bounds; None where they are."""
+    longest_text: int | None
+    """The most tokens of prompt and answer together that memory and model allow after the picture; None where the
+    machine's memory is not known."""
+    longest_context: int | None
+    """The same with the picture's tokens into the LLM; 0 where no text fits."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,8 @@ class FormFit:
     exported: bool
     """Whether the bundle has it so; else sizes are computed, to one per cent."""
     weight_bytes: int
+    build: BuildFit | None
+    """What building engines takes; None of engines, which are built."""
     budgets: dict[str, BudgetFit]
 
     @property
@@ -169,7 +162,9 @@ def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tupl
             for budget, planned in schedules.items()
         }
         count = sum(map(stored.weight_bytes, stored.graphs))
-        forms.append(FormFit(stored.precision, stored.weights.name, exported, count, budgets))
+        build = build_fit(stored, KNOWN[target.backend].target, target.usable_bytes, target.disk_free)
+        built = None if kind == "engines" else build
+        forms.append(FormFit(stored.precision, stored.weights.name, exported, count, built, budgets))
     return ModelFit(
         name=name,
         kind=kind,
@@ -215,18 +210,26 @@ def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:
 def _budget_fit(
     stored: Manifest, kind: Kind, planned: Schedule, layout: VisualLayout, rows: Rows, target: Target
 ) -> BudgetFit:
-    tokens = PROMPT_TOKENS + NEW_TOKENS
-    built = kind == "engines"
-    need = running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
+    def need(tokens: int) -> MemoryNeed:
+        built = kind == "engines"
+        return running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
+
+    here = need(PROMPT_TOKENS + NEW_TOKENS)
     cache = cache_bytes(stored, planned, PROMPT_TOKENS)
     step = decode_bytes(stored, cache)
+    bounds = _bounds(target.board, rows, step - cache, step) if target.board else None
+    room = range(max(stored.language_model.max_positions - planned.rows, 0) + 1)
+    text = bisect_right(room, target.usable_bytes, key=lambda tokens: need(tokens).bytes) - 1
     return BudgetFit(
-        memory=need,
-        memory_bytes=need.bytes,
-        fits=need.bytes <= target.usable_bytes if target.usable_bytes else None,
+        memory=here,
+        memory_bytes=here.bytes,
+        fits=here.bytes <= target.usable_bytes if target.usable_bytes else None,
         kv_bytes=cache,
         decode_bytes=step,
-        bounds=_bounds(target.board, rows, step - cache, step) if target.board else None,
+        bounds=bounds,
+        times=expected_times(bounds, stored.weights.decoder, TYPICAL_NEW_TOKENS) if bounds else None,
+        longest_text=max(text, 0) if target.usable_bytes else None,
+        longest_context=planned.rows * (text >= 0) + max(text, 0) if target.usable_bytes else None,
     )
 
 

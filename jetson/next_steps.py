@@ -1,4 +1,4 @@
-"""The commands to run next, as they are typed."""
+"""What to do first where something stands in the way, and the commands to run next, as they are typed."""
 
 from __future__ import annotations
 
@@ -6,55 +6,84 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.jetson.fit import BOARD_BACKEND, FormFit, ModelFit
+from sinkprune.contract.manifest import DialectName
+from sinkprune.jetson.findings import Finding
+from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
+from sinkprune.jetson.recommendation import Recommendation, recommend
 
 _OF_A_PRESET = "# true shapes; for its weights give the checkpoint, without --random-weights"
 _ASKED = '--image PICTURE.jpg --prompt "What is in front of me?"'
 
 
-def next_steps(models: Sequence[ModelFit]) -> list[str]:
-    """A command or two for each model that fits; for presets, how the first is exported for that machine."""
-    there = [model for model in models if model.kind != "preset"]
-    if there:
-        return [command for model in there for command in _with_folder(model)]
-    exports = (_export(model, form) for model in models for form in _best(model))
-    return [f"{command}  {_OF_A_PRESET}" for command in islice(exports, 1)]
+def recommendations(models: Sequence[ModelFit], findings: Sequence[Finding]) -> list[Recommendation]:
+    """Return what to run of each model that can run at all, as far as `findings` of the models allow."""
+    forbidden = {finding.model for finding in findings if finding.stops}
+    found = (recommend(model, as_it_is=model.name not in forbidden) for model in models)
+    return [one for one in found if one is not None]
 
 
-def _with_folder(model: ModelFit) -> Iterator[str]:
+def first_steps(findings: Sequence[Finding], recommended: Sequence[Recommendation]) -> list[str]:
+    """Return what to do before any command can run, in the order of the findings.
+
+    What stands in the way of one model is left out where `next_steps` has the command that mends it.
+    """
+    mended = {found.model for found in recommended}
+    return [finding.do for finding in findings if finding.stops and finding.model not in mended]
+
+
+def next_steps(
+    models: Sequence[ModelFit],
+    recommended: Sequence[Recommendation],
+    findings: Sequence[Finding],
+    dialect: DialectName,
+) -> list[str]:
+    """Return a command or two for each recommendation; for presets, how the first is exported for that machine.
+
+    There is none for a model whose backend the machine cannot run as long as one of `findings` is so. What must be
+    exported again is exported in `dialect`.
+    """
+    by_name = {model.name: model for model in models}
+    commands = (
+        command
+        for found in recommended
+        if not any(finding.blocks(by_name[found.model]) and finding.model is None for finding in findings)
+        for command in _commands(by_name[found.model], found, dialect)
+    )
+    if all(model.kind == "preset" for model in models):
+        return [f"{command}  {_OF_A_PRESET}" for command in islice(commands, 1)]
+    return list(commands)
+
+
+def _commands(model: ModelFit, found: Recommendation, dialect: DialectName) -> Iterator[str]:
+    if found.as_it_is:
+        yield from _with_folder(model, found)
+    else:
+        yield _export(model, found, dialect)
+
+
+def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
     folder = shlex.quote(model.name)
-    own = next((form for form, _ in model.fitting() if form.exported), None)
-    if own is None:
-        for form in _best(model):
-            yield _export(model, form)
-        return
-    fitting = [name for name, fit in own.budgets.items() if fit.fits is not False]
-    # As accurate as there is room for, but pruned: that is what a user came for.
-    budget = next((name for name in fitting if name != UNPRUNED), fitting[0])
     if model.kind == "engines":
-        yield f"sinkprune-run {folder} {_ASKED} --budget {budget}"
+        yield f"sinkprune-run {folder} {_ASKED} --budget {found.budget}"
     elif model.backend == BOARD_BACKEND:
         engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
         limits = f"--max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"
-        yield f"sinkprune-build {folder} -o {engines} --target tensorrt {limits}"
-        yield f"sinkprune-run {engines} {_ASKED} --budget {budget}"
+        own = next(form for form in model.forms if form.exported)
+        move = " --move" if own.build and own.build.needs_move else ""
+        yield f"sinkprune-build {folder} -o {engines} --target tensorrt {limits}{move}"
+        yield f"sinkprune-run {engines} {_ASKED} --budget {found.budget}"
     else:
-        yield f"sinkprune-run {folder} --backend {model.backend} {_ASKED} --budget {budget}"
+        yield f"sinkprune-run {folder} --backend {model.backend} {_ASKED} --budget {found.budget}"
 
 
-def _best(model: ModelFit) -> list[FormFit]:
-    """The first form that fits, which is the one with most bits; none where none does."""
-    return [form for form, _ in model.fitting()][:1]
-
-
-def _export(model: ModelFit, form: FormFit) -> str:
-    """How to export a model in `form`; of a preset its true shapes."""
+def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str:
+    """How to export a model in the recommended form; of a preset its true shapes."""
     given = shlex.quote(model.source) + (" --random-weights" if model.random_weights else "")
-    place = f"{model.name.rstrip('/').rpartition('/')[2]}-{form.decoder_form}"
-    words = ["sinkprune-export", given, "-o", shlex.quote(place), "--precision", form.precision]
-    if form.decoder_form != form.precision:
-        words += ["--weights", form.decoder_form]
-    if model.dialect != "opset24":
-        words += ["--dialect", model.dialect]
+    place = f"{model.name.rstrip('/').rpartition('/')[2]}-{found.weights}"
+    words = ["sinkprune-export", given, "-o", shlex.quote(place), "--precision", found.precision]
+    if found.weights != found.precision:
+        words += ["--weights", found.weights]
+    # opset20 runs wherever opset24 does.
+    if "opset20" in (model.dialect, dialect):
+        words += ["--dialect", "opset20"]
     return " ".join(words)

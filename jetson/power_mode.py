@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sinkprune.jetson.system_files import SystemFiles
@@ -27,14 +28,28 @@ class PowerMode:
     @property
     def fastest(self) -> tuple[str, int] | None:
         """The mode without limits and its number; None where the board has none."""
-        # MAXN_SUPER is faster than MAXN, where a board has both.
-        unlimited = [mode for mode in self.modes.items() if mode[0].startswith("MAXN")]
-        return max(unlimited, key=lambda mode: len(mode[0]), default=None)
+        name = fastest_mode(self.modes)
+        return (name, self.modes[name]) if name else None
 
     @property
     def is_fastest(self) -> bool:
         """Whether the board is in it, or has none."""
         return self.fastest is None or self.fastest[1] == self.id
+
+
+@dataclass(frozen=True)
+class ModeFacts:
+    """A power mode of a board, as far as it is known."""
+
+    name: str
+    number: int | None
+    """What `nvpmodel -m` takes; None for a board that is elsewhere."""
+    watts: int | None
+    """The power budget in its name; None for a mode without one."""
+    current: bool | None
+    """Whether the board is in it; None for a board that is elsewhere."""
+    bounds_hold: bool
+    """Whether bounds and ranges are of this mode. Others are slower: their clocks are in no data here."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,23 @@ def read_power_mode(files: SystemFiles) -> PowerMode | None:
         return None
     number = int(found[1])
     return PowerMode(number, next((name for name, own in modes.items() if own == number), None), modes)
+
+
+def mode_facts(found: PowerMode | None, names: tuple[str, ...]) -> tuple[ModeFacts, ...]:
+    """Return the power modes that nvpmodel has, or else those of these `names`; datasheets are of the fastest."""
+    modes: dict[str, int | None] = dict(found.modes) if found and found.modes else dict.fromkeys(names)
+    watts = {name: int(budget[1]) if (budget := re.search(r"(\d+)W", name)) else None for name in modes}
+    unlimited = fastest_mode(modes)
+    fastest = unlimited or max(modes, key=lambda name: watts[name] or 0, default=None)
+    return tuple(
+        ModeFacts(name, number, watts[name], number == found.id if found and found.modes else None, name == fastest)
+        for name, number in sorted(modes.items(), key=lambda mode: watts[mode[0]] or 10**9)
+    )
+
+
+def fastest_mode(names: Iterable[str]) -> str | None:
+    """Return the mode without limits: MAXN_SUPER, which is faster than MAXN where a board has both; None without."""
+    return max((name for name in names if name.startswith("MAXN")), key=len, default=None)
 
 
 def read_cpu_clock(files: SystemFiles) -> Clock | None:

@@ -12,8 +12,11 @@ from sinkprune.jetson.boards import Board, Boards, JetPack, Source
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
 from sinkprune.jetson.fit import BOARD_BACKEND, Kind, ModelFit, Target, fit
 from sinkprune.jetson.machine import Machine
-from sinkprune.jetson.next_steps import next_steps
+from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
+from sinkprune.jetson.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.jetson.recommendation import Recommendation
+from sinkprune.jetson.times import SHARES, Share
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import ON_CPU
 
@@ -48,6 +51,16 @@ class Report:
     """What a program may take of the memory: what is free here now, or about what a board leaves."""
     findings: tuple[Finding, ...]
     models: tuple[ModelFit, ...]
+    overview: bool
+    """Whether no model was named, and all presets are here."""
+    power_modes: tuple[ModeFacts, ...]
+    """The board's power modes; none where no board is known."""
+    shares: dict[str, Share]
+    """What the ranges of times are made of: the shares of a peak that were measured, by what they are of."""
+    recommendations: tuple[Recommendation, ...]
+    """What to run of each model that can run."""
+    first: tuple[str, ...]
+    """What to do before any command can run; empty where nothing stands in the way."""
     next: tuple[str, ...]
     """Commands to run next."""
 
@@ -57,7 +70,8 @@ def report_on_machine(machine: Machine, boards: Boards, asked: Asked) -> Report:
     board = boards.board(machine.board) if machine.board else None
     jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
     backend = asked.backend or _backend(machine)
-    target = Target(backend, machine.free_bytes or 0, board if backend == BOARD_BACKEND else None)
+    own = board if backend == BOARD_BACKEND else None
+    target = Target(backend, machine.free_bytes or 0, own, machine.disk_free_bytes)
     dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
     found = tuple(machine_findings(machine, boards))
     return _report(boards, asked, target, dialect, jetpack, machine, machine.board, found)
@@ -86,6 +100,8 @@ def _report(
     models = tuple(_fit(model, dialect, target, asked.picture) for model in asked.models or tuple(read_presets()))
     # Where nothing was asked for, that some preset is too large is no finding.
     told = model_findings(models, jetpack, target.usable_bytes) if asked.models else ()
+    findings = _stopping((*found, *told), models)
+    recommended = recommendations(models, findings)
     facts = boards.board(name) if name else None
     used = {*facts.sources.values()} if facts else set()
     return Report(
@@ -96,17 +112,30 @@ def _report(
         jetpack=jetpack,
         backend=target.backend,
         usable_bytes=target.usable_bytes or None,
-        findings=(*found, *told),
+        findings=findings,
         models=models,
-        next=tuple(next_steps(models)),
+        overview=not asked.models,
+        power_modes=mode_facts(machine.power_mode if machine else None, facts.power_modes if facts else ()),
+        shares=SHARES,
+        recommendations=tuple(recommended),
+        first=tuple(first_steps(findings, recommended)),
+        next=tuple(next_steps(models, recommended, findings, dialect)),
     )
+
+
+def _stopping(findings: tuple[Finding, ...], models: tuple[ModelFit, ...]) -> tuple[Finding, ...]:
+    """Return the findings as far as they concern what was asked: one that blocks no model here stops nothing."""
+    return tuple(replace(one, stops=any(one.blocks(model) for model in models)) for one in findings)
 
 
 def _backend(machine: Machine) -> str:
     if machine.chip:
         return BOARD_BACKEND
     imports = machine.python.imports
-    return "openvino" if imports("openvino") and not imports("onnxruntime") else "ort-cpu"
+    # With both, the first token comes soonest from OpenVINO's tower and each later one from ONNX Runtime's decoder.
+    if imports("onnxruntime") and imports("openvino"):
+        return "ort-cpu+openvino"
+    return "openvino" if imports("openvino") else "ort-cpu"
 
 
 def _fit(model: str, dialect: DialectName, target: Target, picture: tuple[int, int]) -> ModelFit:

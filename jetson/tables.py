@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -12,39 +12,69 @@ from rich.text import Text
 from sinkprune.contract.memory_need import gigabytes
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.findings import Finding
-from sinkprune.jetson.fit import BudgetFit, ModelFit
 from sinkprune.jetson.machine import Machine
-from sinkprune.jetson.power_mode import Clock
+from sinkprune.jetson.model_tables import budgets, builds, heading, legend, overview, recommendation
+from sinkprune.jetson.power_mode import Clock, ModeFacts
 from sinkprune.jetson.python_environment import Library
 from sinkprune.jetson.report import Report
 from sinkprune.runtime.commands import plain
 
-# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_WIDTH = 250
+_WIDTH = 100
 _NOT_TOLD = "-"
 
 
 def print_report(report: Report) -> None:
     """Write a report to stdout."""
-    console = Console(width=_WIDTH, soft_wrap=True, highlight=False)
+    console = Console(width=_WIDTH, highlight=False)
     rows = _machine_rows(report.machine) if report.machine else iter(())
     for name, told in (*rows, *_board_rows(report.board_facts, report)):
-        console.print(Text.assemble((f"{name:<14}", "bold"), plain(told)))
+        console.print(Text.assemble((f"{name:<14}", "bold"), plain(told)), soft_wrap=True)
     for finding in report.findings:
-        console.print(_finding(finding))
+        console.print(_finding(finding), soft_wrap=True)
     if report.machine and not report.findings:
         console.print("Nothing was found to stand in the way.")
-    for model in report.models:
+    if report.power_modes:
         console.print()
-        console.print(plain(_heading(model)), style="bold")
-        console.print(_budgets(model))
+        console.print(_power_modes(report.power_modes))
+    if report.overview:
+        console.print()
+        console.print(overview(report.models, report.recommendations))
+    for model in () if report.overview else report.models:
+        console.print()
+        console.print(plain(heading(model)), style="bold", soft_wrap=True)
+        console.print(budgets(model))
+        console.print()
+        console.print(builds(model))
     console.print()
-    for line in _legend(report):
+    for line in legend(report):
         console.print(plain(line), style="dim")
-    if report.next:
-        console.print("\nNext:", style="bold")
-        for command in report.next:
-            console.print(plain(f"  {command}"))
+    _print_advice(console, report)
+
+
+def _print_advice(console: Console, report: Report) -> None:
+    """Write what is recommended, and either what to do first or the commands to run next."""
+    if report.recommendations and not report.overview:
+        console.print("\nRecommended:", style="bold")
+        for found in report.recommendations:
+            console.print(plain(f"  {recommendation(found, report)}"), soft_wrap=True)
+    for title, lines in (("First:", report.first), ("Next:", report.next)):
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(plain(f"  {line}"), soft_wrap=True)
+    if report.first and not report.next:
+        console.print("  Then run sinkprune-doctor again: it prints the commands.")
+
+
+def _power_modes(modes: Sequence[ModeFacts]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for title in ("power mode", "budget", "times below"):
+        table.add_column(title, no_wrap=True)
+    for mode in modes:
+        name = f"{mode.name}{' (now)' if mode.current else ''}"
+        holds = "of this mode" if mode.bounds_hold else "slower; clocks of this mode are not known here"
+        table.add_row(plain(name), f"{mode.watts} W" if mode.watts else "no limit", holds)
+    return table
 
 
 def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
@@ -96,7 +126,6 @@ def _board_rows(board: Board | None, report: Report) -> Iterator[tuple[str, str]
     int8 = f", {board.int8_tops:g} TOPS int8" if board.int8_tops else ""
     figures = f"{board.memory_gb} GB, {board.gb_per_s:g} GB/s, {board.fp16_tflops:g} TFLOP/s fp16{int8}"
     yield "datasheet", f"{figures} (dense; verify before quoting)"
-    yield "power modes", ", ".join(board.power_modes)
     if report.machine is None and report.usable_bytes:
         yield "for programs", f"about {gigabytes(report.usable_bytes)}, without a desktop"
 
@@ -104,62 +133,6 @@ def _board_rows(board: Board | None, report: Report) -> Iterator[tuple[str, str]
 def _finding(finding: Finding) -> Text:
     mark, style = ("stop", "bold red") if finding.stops else ("note", "yellow")
     return Text.assemble((f"{mark}: ", style), plain(finding.found), "\n      ", plain(finding.do))
-
-
-def _heading(model: ModelFit) -> str:
-    width, height = model.picture
-    return (
-        f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, {model.prompt_tokens} of "
-        f"prompt, {model.new_tokens} of answer, on {model.backend}{_encoder(model)}"
-    )
-
-
-def _encoder(model: ModelFit) -> str:
-    first = next(iter(model.forms[0].budgets.values()))
-    return f"; vision tower at least {first.bounds.encoder_flops_ms:.0f} ms" if first.bounds else ""
-
-
-def _budgets(model: ModelFit) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("budget", no_wrap=True)
-    for heading in ("visual", "TFLOP"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for form in model.forms:
-        own = "*" if form.exported else ""
-        bounded = next(iter(form.budgets.values())).bounds is not None
-        table.add_column(f"{form.decoder_form}{own}: GB", justify="right", no_wrap=True)
-        for heading in ("prefill ms", "a token ms") if bounded else ():
-            table.add_column(heading, justify="right", no_wrap=True)
-    for name, rows in model.rows.items():
-        visual = [model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1]]
-        cells: list[Text] = [plain(name), Text(">".join(map(str, visual))), Text(f"{rows.prefill_flops / 1e12:.2f}")]
-        for form in model.forms:
-            cells += _cells(form.budgets[name])
-        table.add_row(*cells)
-    return table
-
-
-def _cells(fit: BudgetFit) -> list[Text]:
-    needed = f"{fit.memory_bytes / 1e9:.1f}"
-    style = "red" if fit.fits is False else "green" if fit.fits else ""
-    cells = [Text(f"{needed}!" if fit.fits is False else f"{needed} ", style=style)]
-    if fit.bounds:
-        prefill = f"{fit.bounds.prefill_ms:.0f}{'w' if fit.bounds.by_weights else ' '}"
-        cells += [Text(prefill), Text(f"{fit.bounds.token_ms:.0f}")]
-    return cells
-
-
-def _legend(report: Report) -> Iterator[str]:
-    """What the columns of the models' tables mean."""
-    most = f"; !: more than the {gigabytes(report.usable_bytes)} there are" if report.usable_bytes else ""
-    yield f"visual: tokens of the picture > into the LLM > in its last layer. GB: memory that an answer takes{most}."
-    if any(form.exported for model in report.models for form in model.forms):
-        yield "*: as the bundle is exported; the others are computed, to one per cent of the weights."
-    if any(fit.bounds for model in report.models for fit in model.forms[0].budgets.values()):
-        yield (
-            "ms: the least that the datasheet allows, not measured. Prefill: its FLOPs at the fp16 peak, or w: "
-            "reading the weights once. A token: reading weights and cache."
-        )
 
 
 def _clock(clock: Clock) -> str:

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from sinkprune.jetson.python_environment import Library, PythonEnvironment
+
 GIB = 1 << 30
+LIBRARIES = {name: Library("1", None) for name in ("onnxruntime", "tensorrt", "cuda.bindings")}
+PYTHON_OF_JETPACK_6 = PythonEnvironment(
+    "3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries=LIBRARIES
+)
+"""A virtual environment on a board that sees JetPack's TensorRT."""
 
 NVPMODEL_ORIN_NANO = """\
 < PARAM TYPE=FILE NAME=CPU_ONLINE >

@@ -15,7 +15,7 @@ from sinkprune.contract.engines_manifest import Realisation, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.aligned_weights import align_weights, takes_prepacked
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
-from sinkprune.engines.preflight import Memory, system_memory
+from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
 from sinkprune.runtime.heap import trim_heap
@@ -25,7 +25,6 @@ from sinkprune.runtime.processor import instructions, machine
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.
 _EXTERNAL_BYTES = "1024"
-_COPIES = 2.5
 
 
 class OnnxRuntimeBuilder:
@@ -33,8 +32,7 @@ class OnnxRuntimeBuilder:
 
     target: Target = "onnxruntime"
     compute_capabilities: tuple[int, ...] = ()
-    # As they were and as they are packed: of int8 that has scales for blocks of its own.
-    disk_copies = 2.5
+    disk_copies = COPIES["onnxruntime"].disk
 
     def __init__(self) -> None:
         """Raises `BackendError` if onnxruntime is missing."""
@@ -57,7 +55,7 @@ class OnnxRuntimeBuilder:
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory, of which ONNX Runtime takes 2.5 times the weights of a graph."""
-        return system_memory(_COPIES, activations=False)
+        return system_memory(COPIES[self.target].memory, activations=False)
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the optimised model of one graph to the file `output`, its weights beside it; raises `EnginesError`.

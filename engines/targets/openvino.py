@@ -12,13 +12,11 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Realisation, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
-from sinkprune.engines.preflight import Memory, system_memory
+from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
 from sinkprune.runtime.backends.openvino import OpenVinoBackend
 from sinkprune.runtime.heap import trim_heap
-
-_COPIES = 2.5
 
 
 class OpenVinoBuilder:
@@ -26,7 +24,7 @@ class OpenVinoBuilder:
 
     target: Target = "openvino"
     compute_capabilities: tuple[int, ...] = ()
-    disk_copies = 1.05
+    disk_copies = COPIES["openvino"].disk
 
     def __init__(self) -> None:
         """Raises `BackendError` if openvino is missing."""
@@ -48,7 +46,7 @@ class OpenVinoBuilder:
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory, of which a graph takes that of its weights, and of what is written."""
-        return system_memory(_COPIES, activations=False)
+        return system_memory(COPIES[self.target].memory, activations=False)
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the model of one graph to the file `output`, its weights beside it; raises `BackendError`.

@@ -12,21 +12,18 @@ from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.plugin_graph import layers, read_model, realisations
-from sinkprune.engines.preflight import Memory, OutOfMemoryError, system_memory
+from sinkprune.engines.preflight import COPIES, Memory, OutOfMemoryError, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
 from sinkprune.runtime.kv_cache import cache_names, fixed_room
 from sinkprune.runtime.tensorrt_library import new_error_log
-
-HOST_COPIES = 2.2
-"""The machine's memory a build takes, in weights: measured with TensorRT-RTX 1.7 at the peak, the engine included."""
 
 
 class TensorRTBuilder:
     """Builds for TensorRT or TensorRT-RTX; `tensorrt_libraries.py` has a class of each, for where the two differ."""
 
     target: Target
-    disk_copies = 1.0
+    disk_copies = COPIES["tensorrt"].disk
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
         """With the library's module `trt`, for GPUs of these compute capabilities; `flags` for `engines.json`."""
@@ -56,7 +53,7 @@ class TensorRTBuilder:
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory, with what is free of it."""
-        return system_memory(HOST_COPIES, activations=False)
+        return system_memory(COPIES[self.target].memory, activations=False)
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
         """The graph `model` as this library is to parse it; the original is left alone."""

@@ -17,15 +17,13 @@ from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.files import write_whole
 from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, read_model
 from sinkprune.engines.plugins import registry
-from sinkprune.engines.preflight import Memory, system_memory
-from sinkprune.engines.targets.tensorrt import HOST_COPIES, TensorRTBuilder, export_again
+from sinkprune.engines.preflight import COPIES, Memory, system_memory
+from sinkprune.engines.targets.tensorrt import TensorRTBuilder, export_again
 from sinkprune.engines.trt10_checker import check_trt10
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.device import open_device
 from sinkprune.runtime.tensorrt_library import import_tensorrt
 
-# The least there must be, to time kernels on them.
-_GPU_COPIES = 1
 # The first version whose parser takes RMSNormalization and RotaryEmbedding.
 _FIRST_WITH_OPSET24 = (10, 15)
 # Orin and Thor, whose GPU uses the machine's memory.
@@ -62,12 +60,13 @@ class TensorRT(TensorRTBuilder):
 
     def memories(self) -> tuple[Memory, ...]:
         """The machine's memory and the GPU's, with what is free of them; on a board they are one."""
+        copies = COPIES[self.target]
         if self._device.compute_capability in _BOARDS:
-            return system_memory(HOST_COPIES + _GPU_COPIES, activations=True)
+            return system_memory(copies.memory + copies.gpu, activations=True)
         free, _ = self._device.memory()
         return (
-            *system_memory(HOST_COPIES, activations=False),
-            Memory(f"memory of {self._device.name}", free, copies=_GPU_COPIES, activations=True),
+            *system_memory(copies.memory, activations=False),
+            Memory(f"memory of {self._device.name}", free, copies=copies.gpu, activations=True),
         )
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:

@@ -50,7 +50,7 @@ def _examine(arguments: Sequence[str] | None) -> None:
         with status("looking at this machine"):
             files = SystemFiles(options.root)
             machine = read_machine(files, this_environment(), boards, Path())
-        report = report_on_machine(machine, boards, asked)
+            report = report_on_machine(machine, boards, asked)
     _write(report, as_json=options.json)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import ANY_SHAPE, Engines, Limits, Target, read_engines
+from sinkprune.contract.engines_manifest import MOST_TOKENS, Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
 from sinkprune.contract.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN
@@ -32,9 +32,13 @@ class BuiltEngines:
 
     @property
     def limits(self) -> Limits | None:
-        """What a request may be at most; None for engines that take any shape."""
-        manifest = self.engines.manifest
-        return None if manifest.target in ANY_SHAPE else manifest.limits
+        """The largest request that the engines accept; None if only the model limits requests.
+
+        Where the user gave some limits to engines that take any shape, the other limits are those of the bundle.
+        """
+        enforced = self.engines.manifest.enforced_limits
+        unlimited = Limits(MOST_TOKENS, MOST_TOKENS, self.bundle.manifest.max_images)
+        return replace(unlimited, **enforced) if enforced else None
 
     def check_bundle(self) -> None:
         """Refuse engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""

@@ -20,7 +20,7 @@ from heads_of_64 import export_random
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
-from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.errors import EnginesError, PromptError
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines import preflight
@@ -125,7 +125,27 @@ def test_the_summary_as_text_and_as_json(bundle: Bundles, tmp_path: Path) -> Non
     summary = json.loads(build(bundle("gqa-112"), tmp_path / "b", *options, "--json").stdout)
     assert summary["engines"] == str(tmp_path / "b")
     assert summary["limits"] == {"prompt_tokens": 100, "new_tokens": 50, "images": 1}
+    assert summary["enforced_limits"] == ["prompt_tokens", "new_tokens"]
     assert summary["bytes"] == sum(spec.size for spec in read_engines(tmp_path / "b").manifest.files.values())
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
+def test_given_limits_hold_on_every_target(target: str, bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+    options = ("--target", target, "--max-prompt", 32, "--max-new-tokens", 8)
+    built = build(bundle("gqa-112"), tmp_path / "engines", *options)
+    assert "; prompts of 32 tokens, answers of 8\n" in built.stdout
+    pipeline = Pipeline.load(tmp_path / "engines")
+    assert len(pipeline.generate(photo, "What is this?", max_new_tokens=8).token_ids) <= 8
+    with pytest.raises(PromptError, match=r"9 new tokens are more than the 8 .* --max-new-tokens 9"):
+        pipeline.generate(photo, "What is this?", max_new_tokens=9)
+    with pytest.raises(PromptError, match=r"than the 32 the engines were built for.* --max-prompt"):
+        pipeline.generate(photo, "word " * 40, max_new_tokens=8)
+
+
+def test_defaults_limit_no_engines_of_any_shape(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
+    engines = optimised("fp32")
+    assert engines.manifest.enforced_limits == {}
+    assert open_engines(engines.path, read_bundle(bundle("gqa-112"))).limits is None
 
 
 def test_engines_are_replaced_only_with_force(bundle: Bundles, tmp_path: Path) -> None:

@@ -6,27 +6,19 @@ import json
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
-from commands import Outcome, assert_refused, own_process, run
+from board_trees import PYTHON_OF_JETPACK_6, agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from commands import assert_refused, own_process, run
+from doctor_runs import doctor, set_python, told
 from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.boards import read_boards
-
-
-def doctor(*arguments: object) -> Outcome:
-    return run("sinkprune-doctor", *arguments)
-
-
-def told(*arguments: object) -> Any:
-    done = doctor(*arguments, "--json")
-    assert done.code == 0, done.stderr
-    assert done.stderr == ""
-    return json.loads(done.stdout)
+from sinkprune.jetson.commands import doctor as doctor_command
 
 
 def test_this_machine() -> None:
@@ -42,11 +34,29 @@ def test_a_board_from_a_workstation() -> None:
     assert done.code == 0, done.stderr
     for words in ("Jetson Orin Nano 8GB (Super), sm_87", "102 GB/s", "verify before quoting", "about 7.1 GB"):
         assert words in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("none ", "retain-"))]
-    assert [row[0] for row in rows] == ["none", "retain-192", "retain-128", "retain-64", "retain-32"]
-    assert rows[0][1:6] == ["576>576>576", "8.50", "21.4!", "500", "133"]
-    assert rows[4][1:6] == ["576>65>22", "1.27", "21.4!", "130w", "130"]
+    rows = [
+        line.split() for line in done.stdout.splitlines() if re.search(r"^(fp16|int8|int4)? +(none|retain-)", line)
+    ]
+    assert rows[0] == ["fp16", "none", "576>576>576", "21.4!", "500", "523", "581-1163", "133", "149-160", "0"]
+    assert rows[4] == ["retain-32", "576>65>22", "21.4!", "130w", "151", "170-215", "130", "146-157", "0"]
+    assert rows[11] == ["retain-192", "576>385>138", "6.5", "206", "228", "254-508", "35", "44-85", "1365"]
+    assert [row[0] for row in rows if len(row) == 10] == ["fp16", "int8", "int4"]
+    builds = [line.split() for line in done.stdout.splitlines() if line.endswith((" no", " yes"))]
+    assert [(row[0], row[-1]) for row in builds] == [("fp16", "no"), ("int8", "no"), ("int4", "yes")]
+    assert re.search(r"^MAXN +no limit +of this mode", done.stdout, re.MULTILINE)
+    assert re.search(r"^15W +15 W +slower; clocks .* not known", done.stdout, re.MULTILINE)
+    assert "llava-1.5-7b: int4 at retain-192 on tensorrt. Only int4 fits. One picture" in done.stdout
+    assert "take 1.6 to 3.1 s." in done.stdout
     assert "libraries" not in done.stdout
+
+
+@pytest.mark.parametrize("board", ["orin-nano-8gb", "thor-t5000"])
+def test_tables_fit_into_100_columns(board: str) -> None:
+    for models in ([], ["llava-1.5-13b", "qwen2.5-vl-7b"]):
+        done = doctor("--board", board, *models, "--picture", "1280x720")
+        tables = done.stdout.partition("power mode")[2].partition("Recommended:")[0].partition("Next:")[0]
+        assert max(map(len, tables.splitlines())) <= 100
+        assert "\N{HORIZONTAL ELLIPSIS}" not in tables
 
 
 def test_json_has_every_budget_of_every_preset_in_every_form() -> None:
@@ -76,16 +86,42 @@ def test_a_recorded_board_is_told_as_it_is(tmp_path: Path) -> None:
         "name": "15W",
         "modes": {"15W": 0, "25W": 1, "MAXN_SUPER": 2, "7W": 3},
     }
+    modes = [(mode["name"], mode["watts"], mode["current"], mode["bounds_hold"]) for mode in report["power_modes"]]
+    assert modes == [
+        ("7W", 7, False, False),
+        ("15W", 15, True, False),
+        ("25W", 25, False, False),
+        ("MAXN_SUPER", None, False, True),
+    ]
     # This Python is none of the board's.
     assert any("is installed for Python 3.10" in finding["found"] for finding in report["findings"])
     assert any(finding["stops"] for finding in report["findings"])
     assert report["usable_bytes"] == report["machine"]["free_bytes"]
     (model,) = report["models"]
     assert model["forms"][0]["budgets"]["none"]["bounds"]["token_ms"] > 0
-    assert report["next"][0].startswith(
-        "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-fp16 --precision fp16"
-    )
-    assert "--dialect opset20" in report["next"][0]
+
+
+def test_a_long_look_at_a_machine_shows_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Importing libraries and computing what fits both happen below the line of progress."""
+    said: list[str] = []
+
+    @contextmanager
+    def recorded(text: str) -> Iterator[None]:
+        said.append(text)
+        yield
+        said.append("done")
+
+    computed = doctor_command.report_on_machine
+
+    def watched(*arguments: Any) -> Any:
+        said.append("computing")
+        return computed(*arguments)
+
+    monkeypatch.setattr(doctor_command, "status", recorded)
+    monkeypatch.setattr(doctor_command, "report_on_machine", watched)
+    monkeypatch.setattr(doctor_command, "this_environment", lambda: said.append("importing") or PYTHON_OF_JETPACK_6)
+    doctor("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
+    assert said == ["looking at this machine", "importing", "computing", "done"]
 
 
 def test_findings_come_with_what_to_do(tmp_path: Path) -> None:
@@ -103,7 +139,8 @@ def test_what_a_machine_says_of_itself_cannot_rule_the_terminal(tmp_path: Path) 
     assert "machine       [bold]Evil\\x1b[2J\n" in doctor("--root", root, "llava-1.1b").stdout
 
 
-def test_jetpack_7_2_takes_the_default_dialect(tmp_path: Path) -> None:
+def test_jetpack_7_2_takes_the_default_dialect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_python(monkeypatch, "3.12.3")
     report = told("--root", agx_orin_jetpack_7_2(tmp_path), "llava-1.5-7b")
     assert report["jetpack"]["version"] == "7.2"
     assert "--dialect" not in report["next"][0]
@@ -112,8 +149,12 @@ def test_jetpack_7_2_takes_the_default_dialect(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tree", [orin_nano_jetpack_6_2, workstation])
 def test_a_bundle_is_told_with_the_commands_that_run_it(
-    tree: Callable[[Path], Path], bundle: Callable[..., Path], tmp_path: Path
+    tree: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    bundle: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
+    set_python(monkeypatch, "3.10.12")
     path = bundle("mha-336", "fp16", dialect="opset20")
     report = told("--root", tree(tmp_path), path)
     (model,) = report["models"]
@@ -131,6 +172,9 @@ def test_a_bundle_is_told_with_the_commands_that_run_it(
         (ask,) = commands
         assert ask[:4] == ["sinkprune-run", str(path), "--backend", "ort-cpu"]
     assert ask[-2:] == ["--budget", "retain-192"]
+    (found,) = report["recommendations"]
+    assert (found["weights"], found["budget"], found["as_it_is"]) == (own[0]["weights"], "retain-192", True)
+    assert re.match(r"Weights in int\d would .* these .*: export with --weights int\d\.", found["faster"])
 
 
 def test_a_command_that_is_told_runs(bundle: Callable[..., Path], photo_file: Path) -> None:
@@ -172,20 +216,6 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     assert_refused(doctor(engines), "are for tensorrt", "--board NAME")
     (command,) = told("--board", "orin-nano-8gb", engines)["next"]
     assert command.startswith(f"sinkprune-run {engines} --image")
-
-
-def test_a_bundle_too_large_is_told_how_to_be_smaller(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    path = bundle("mha-336", "fp16", dialect="opset20")
-    none = told("--root", orin_nano_jetpack_6_2(tmp_path), path)["models"][0]["forms"]
-    needed = [form["budgets"]["retain-32"]["memory_bytes"] for form in none]
-    # Between int8 and fp16, in whole KiB.
-    free = (needed[1] // 1024 + 1, f"MemTotal: 8000000 kB\nMemAvailable: {needed[1] // 1024 + 1} kB\n")
-    assert needed[1] < free[0] * 1024 < needed[0]
-    report = told("--root", changed(tmp_path, {"proc/meminfo": free[1]}), path)
-    assert any("as it is exported" in finding["found"] for finding in report["findings"])
-    assert re.match(
-        r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20", report["next"][0]
-    )
 
 
 def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from board_trees import LIBRARIES as GOOD
+from board_trees import PYTHON_OF_JETPACK_6 as PYTHON
 from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import read_boards
@@ -17,9 +19,8 @@ from sinkprune.jetson.machine import Machine, read_machine
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.python_environment import Library, PythonEnvironment
 from sinkprune.jetson.system_files import SystemFiles
+from sinkprune.runtime.backends.known import ON_CPU
 
-GOOD = {name: Library("1", None) for name in ("onnxruntime", "tensorrt", "cuda.bindings")}
-PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries=GOOD)
 PYTHON_7 = replace(PYTHON, version="3.12.3")
 BOARDS = read_boards()
 
@@ -158,7 +159,9 @@ def test_too_little_memory_says_what_would_fit(bundle: Callable[..., Path]) -> N
     assert int4 < own
     (finding,) = model_findings([fits("it", own - 1, path)], None, own - 1)
     assert "as it is exported" in finding.found
-    assert finding.do == "export it again with --weights int8"
+    assert finding.do == "export it again with --weights int4"
+    assert finding.model == "it"
+    assert finding.blocks(whole) and not finding.blocks(small)
 
 
 @pytest.mark.parametrize(
@@ -181,3 +184,29 @@ def test_what_tensorrt_of_the_jetpack_takes_none_of(
         assert finding.stops
     later = list(model_findings([model], BOARDS.jetpack("39.2"), 0))
     assert not [finding for finding in later if "dialect" in finding.found]
+
+
+def test_a_finding_blocks_what_needs_the_library(tmp_path: Path) -> None:
+    findings = found(orin_nano_jetpack_6_2(tmp_path), PYTHON_7)
+    tensorrt = only(findings, "this is 3.12")
+    model = fits("llava-1.1b", 8 << 30)
+    assert tensorrt.blocks(model)
+    assert not tensorrt.blocks(replace(model, backend="ort-cpu"))
+    assert not only(findings, "the power mode").blocks(model)
+    broken = replace(PYTHON, libraries={**GOOD, "openvino": Library(None, "ImportError: no")})
+    openvino = only(found(workstation(tmp_path / "pc"), broken), "openvino is installed but does not import")
+    backends = {name: openvino.blocks(replace(model, backend=name)) for name in ON_CPU}
+    assert backends == {"ort-cpu": False, "ort-cpu+openvino": True, "openvino": True}
+
+
+def test_engines_that_fit_but_cannot_be_built_are_a_finding(bundle: Callable[..., Path]) -> None:
+    path = bundle("mha-336", "fp16", dialect="opset20")
+    manifest = read_bundle(path).manifest
+    target = Target("tensorrt", 1 << 40, None, disk_free=1 << 40)
+    assert not list(model_findings([fit("it", "bundle", manifest, target, (336, 336))], None, 1 << 40))
+    full = replace(target, disk_free=1 << 10)
+    (finding,) = model_findings([fit("it", "bundle", manifest, full, (336, 336))], None, 1 << 40)
+    assert "engines of 'it' cannot be built here" in finding.found
+    assert finding.stops and finding.model == "it"
+    built = fit("it", "engines", manifest, full, (336, 336))
+    assert not list(model_findings([built], None, 1 << 40))

@@ -7,22 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from doctor_runs import NANO, PICTURE, preset
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.memory_need import running_need
 from sinkprune.contract.schedule import schedule
-from sinkprune.jetson.boards import Board, read_boards
-from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, ModelFit, Target, fit
+from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, Target, fit
+from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.families import load_family
-
-NANO = read_boards().board("orin-nano-8gb")
-PICTURE = (640, 480)
-
-
-def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
-    manifest = preset_manifest(name, read_presets()[name], "opset20")
-    return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)
 
 
 def test_a_7b_by_hand() -> None:
@@ -133,3 +127,25 @@ def test_faster_boards_have_lower_bounds_in_their_ratio() -> None:
     assert slow.encoder_flops_ms == pytest.approx(2 * fast.encoder_flops_ms)
     assert slow.token_ms == pytest.approx(4 * fast.token_ms)
     assert slow.prefill_weights_ms == pytest.approx(4 * fast.prefill_weights_ms)
+
+
+def test_the_longest_text_is_the_last_that_fits() -> None:
+    model = preset("llava-1.5-7b", usable=7_150_000_000)
+    manifest = stored_as(preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20"), "fp16", "int4")
+    layout = load_family(manifest).see(Image.new("RGB", PICTURE)).layout
+    for budget in ("none", "retain-64"):
+        rows = schedule(manifest, "sinkpruner", budget, [layout])
+        found = model.forms[-1].budgets[budget]
+        assert found.longest_text is not None
+        assert found.longest_context == rows.rows + found.longest_text
+        needs = [
+            running_need(manifest, "tensorrt", built=False, layouts=[layout], rows=rows, tokens=tokens).bytes
+            for tokens in (found.longest_text, found.longest_text + 1)
+        ]
+        assert needs[0] <= 7_150_000_000 < needs[1]
+    # The model's positions are the limit where there is memory enough, and nothing fits where weights do not.
+    roomy = preset("llava-1.5-7b", usable=1 << 40).forms[-1].budgets["none"]
+    assert (roomy.longest_text, roomy.longest_context) == (4096 - 576, 4096)
+    heavy = model.forms[0].budgets["none"]
+    assert (heavy.longest_text, heavy.longest_context) == (0, 0)
+    assert preset("llava-1.5-7b").forms[0].budgets["none"].longest_text is None

@@ -19,7 +19,7 @@ from fake_device import FakeDevice
 from fake_tensorrt import ACTIVATIONS, VERSION, FakeBuild, FakeTensorRT, build_fake_engines
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import ENGINES, EngineSpec, Limits
+from sinkprune.contract.engines_manifest import ASKED_LIMITS, ENGINES, MOST_TOKENS, EngineSpec, Limits
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
 from sinkprune.contract.manifest_file import file_specs
 from sinkprune.runtime.backends import load_backend, tensorrt
@@ -245,6 +245,18 @@ def test_onnxruntime_loads_its_engines_without_limits(
     built = Pipeline.load(without_graphs, engines=optimised.folder, check_sums=False)
     assert built.limits is None
     assert built.generate(photo, "What is this?", **options).token_ids == plain.token_ids
+
+
+def test_each_given_limit_holds_alone(small: Bundle, optimised: FakeBuild) -> None:
+    most = small.manifest.max_images
+    for name, limits in (
+        ("prompt_tokens", Limits(1, MOST_TOKENS, most)),
+        ("new_tokens", Limits(MOST_TOKENS, 1, most)),
+        ("images", Limits(MOST_TOKENS, MOST_TOKENS, 1)),
+        ("prompt_tokens new_tokens images", Limits(1, 1, 1)),
+    ):
+        optimised.change(flags={**optimised.manifest.flags, ASKED_LIMITS: name})
+        assert open_engines(optimised.folder, small).limits == limits
 
 
 def test_onnxruntime_of_another_version_is_refused(small: Bundle, optimised: FakeBuild) -> None:

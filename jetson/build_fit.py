@@ -1,0 +1,44 @@
+"""Whether engines of a model can be built on a machine, by memory and by disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sinkprune.contract.engines_manifest import Target
+from sinkprune.contract.manifest import Manifest
+from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
+
+
+@dataclass(frozen=True)
+class BuildFit:
+    """What building engines takes, and whether the machine has it."""
+
+    memory_bytes: int
+    """For the largest graph, without activations. Graphs are built one after the other."""
+    disk_bytes: int
+    """For all engines, next to the bundle."""
+    moving_disk_bytes: int
+    """The same with `sinkprune-build --move`."""
+    fits: bool | None
+    """Whether memory and disk suffice, as far as they are known; None where neither is."""
+    needs_move: bool
+    """Whether the disk has room with --move only."""
+
+
+def build_fit(manifest: Manifest, target: Target, usable_bytes: int, disk_free: int | None) -> BuildFit:
+    """Return what building engines of `manifest` for `target` takes of these bytes; 0 bytes of memory are not known.
+
+    The machine's GPU is a board's, which computes in the same memory.
+    """
+    copies = COPIES[target]
+    memory = max(weights_bytes(manifest, graph, copies.memory + copies.gpu) for graph in manifest.graphs)
+    disk, moving = (disk_bytes(manifest, manifest.graphs, copies.disk, move=move) for move in (False, True))
+    known = [memory <= usable_bytes] if usable_bytes else []
+    known += [moving <= disk_free] if disk_free is not None else []
+    return BuildFit(
+        memory_bytes=memory,
+        disk_bytes=disk,
+        moving_disk_bytes=moving,
+        fits=all(known) if known else None,
+        needs_move=disk_free is not None and moving <= disk_free < disk,
+    )

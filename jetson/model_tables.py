@@ -1,0 +1,147 @@
+"""The models of a report as tables, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from sinkprune.contract.memory_need import gigabytes
+from sinkprune.jetson.fit import TYPICAL_NEW_TOKENS, BudgetFit, ModelFit
+from sinkprune.jetson.recommendation import Recommendation
+from sinkprune.jetson.report import Report
+from sinkprune.jetson.times import COMPUTE, Share
+from sinkprune.runtime.commands import plain
+
+_UNKNOWN = "-"
+
+
+def heading(model: ModelFit) -> str:
+    """Return the line above the tables of a model."""
+    width, height = model.picture
+    return f"{model.name}: {model.visual_tokens} visual tokens of a {width}x{height} picture, on {model.backend}"
+
+
+def budgets(model: ModelFit) -> Table:
+    """Return a row for each form of weights and budget: memory, times and the longest context."""
+    timed = _timed(model)
+    table = _table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
+    for form in model.forms:
+        name = f"{form.decoder_form}{'*' if form.exported else ''}"
+        for budget, rows in model.rows.items():
+            fit = form.budgets[budget]
+            visual = ">".join(map(str, (model.visual_tokens, rows.tokens_per_layer[0], rows.tokens_per_layer[-1])))
+            table.add_row(name, plain(budget), visual, _memory(fit), *_time_cells(fit), _text(fit))
+            name = ""
+    return table
+
+
+def builds(model: ModelFit) -> Table:
+    """Return a row for each form of weights: what its files take, and what building engines of it takes."""
+    table = _table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "fits"])
+    for form in model.forms:
+        build = form.build
+        if build is None:
+            continue
+        sizes = (form.weight_bytes, build.memory_bytes, build.disk_bytes, build.moving_disk_bytes)
+        fits = _UNKNOWN if build.fits is None else "no" if not build.fits else "--move" if build.needs_move else "yes"
+        table.add_row(form.decoder_form, *(f"{size / 1e9:.1f}" for size in sizes), _coloured(fits, build.fits))
+    return table
+
+
+def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
+    """Return a row for each preset: its recommendation, with memory, times and the longest context."""
+    timed = any(map(_timed, models))
+    table = _table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
+    found = {one.model: one for one in recommended}
+    for model in models:
+        one = found.get(model.name)
+        if one is None:
+            table.add_row(model.name, "none")
+            continue
+        form = next(form for form in model.forms if form.decoder_form == one.weights)
+        fit = form.budgets[one.budget]
+        build = f"{form.build.memory_bytes / 1e9:.1f}" if form.build else _UNKNOWN
+        table.add_row(model.name, one.weights, one.budget, _memory(fit), build, *_time_cells(fit)[timed:], _text(fit))
+    return table
+
+
+def legend(report: Report) -> Iterator[str]:
+    """Yield what the columns of the tables mean, and how the ranges were derived."""
+    model = report.models[0]
+    yield f"GB: memory for one picture, a prompt of {model.prompt_tokens} tokens and {model.new_tokens} new tokens."
+    if report.usable_bytes:
+        yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
+    if report.overview:
+        yield "none: no weights fit, or their engines cannot be built there."
+    else:
+        yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
+    if any(form.build for form in model.forms):
+        yield "build: memory for the largest graph, activations not counted. disk: next to the bundle."
+    yield "text: the most tokens of prompt and answer together that fit after the picture."
+    if any(form.exported for one in report.models for form in one.forms):
+        yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
+    if not any(map(_timed, report.models)):
+        yield "token GB: bytes that a token reads, weights and cache. The speed of this machine is not known."
+        return
+    yield "prefill, TTFT, token: the least milliseconds that the datasheet allows, for each."
+    yield "TTFT: vision tower and prefill; preparing the picture is not counted."
+    yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
+    shares = report.shares
+    read = ", ".join(f"{form} {_share(shares[form])}" for form in ("fp16", "int8", "int4"))
+    yield f"range: the bound over measured shares of the peak: FLOPs {_share(shares[COMPUTE])}; reading {read}."
+    yield "The shares were measured on CPUs, not on a board. Expect the slow end, or slower (docs/jetson.md)."
+
+
+def recommendation(found: Recommendation, report: Report) -> str:
+    """Return the recommendation for a model, as sentences."""
+    told = f"{found.model}: {found.weights} at {found.budget} on {found.backend}. {found.why}"
+    if found.answer_ms:
+        told += (
+            f" One picture, a prompt of {report.models[0].prompt_tokens} tokens and {TYPICAL_NEW_TOKENS} new tokens "
+            f"take {found.answer_ms.least / 1e3:.1f} to {found.answer_ms.most / 1e3:.1f} s."
+        )
+    return f"{told} {found.faster}" if found.faster else told
+
+
+def _share(share: Share) -> str:
+    return f"{share.least:.2f}-{share.most:.2f}"
+
+
+def _table(left: Sequence[str], right: Sequence[str]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _timed(model: ModelFit) -> bool:
+    return any(fit.times for form in model.forms for fit in form.budgets.values())
+
+
+def _time_headings(timed: bool) -> list[str]:
+    return ["prefill", "TTFT", "range", "token", "range"] if timed else ["token GB"]
+
+
+def _time_cells(fit: BudgetFit) -> list[str]:
+    if fit.bounds is None or fit.times is None:
+        return [f"{fit.decode_bytes / 1e9:.2f}"]
+    prefill = f"{fit.bounds.prefill_ms:.0f}{'w' if fit.bounds.by_weights else ' '}"
+    ttft, token = fit.times.ttft, fit.times.token
+    return [prefill, ttft.rounded_bound, ttft.range, token.rounded_bound, token.range]
+
+
+def _memory(fit: BudgetFit) -> Text:
+    needed = f"{fit.memory_bytes / 1e9:.1f}"
+    return _coloured(f"{needed}!" if fit.fits is False else f"{needed} ", fit.fits)
+
+
+def _text(fit: BudgetFit) -> str:
+    return _UNKNOWN if fit.longest_text is None else str(fit.longest_text)
+
+
+def _coloured(text: str, fits: bool | None) -> Text:
+    return Text(text, style="" if fits is None else "green" if fits else "red")

@@ -1,0 +1,120 @@
+"""How long a request takes on a board: what the datasheet allows, and a range by measured shares of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sinkprune.contract.precision import WeightsName
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which share of a processor's peak was reached, as measured elsewhere."""
+
+    least: float
+    most: float
+    measured: str
+    """What was measured, and where it is documented."""
+
+
+_PRODUCTS = Share(
+    0.45,
+    0.9,
+    "share of the peak FLOPs in prefill: on two cores 0.48 of llava-1.5-7b in int4 on ort-cpu+openvino, where int8 "
+    "products count four times the 430 GFLOP/s of fp32, and 0.89 of llava-1.1b in fp32 at retain-32 (README.md, "
+    "docs/savings.md)",
+)
+_SIXTEEN_BITS = Share(0.83, 0.89, "share of a plain memory read in decode, bf16 on two cores (docs/peers.md)")
+_INT8 = Share(0.68, 0.8, "share of a plain memory read in decode, int8 on two cores (docs/peers.md)")
+_INT4 = Share(0.41, 0.79, "share of a plain memory read in decode, int4 on two cores (docs/peers.md)")
+COMPUTE = "prefill"
+"""The key in `SHARES` of the share of FLOPs; all others are forms of weights."""
+SHARES: dict[str, Share] = {
+    COMPUTE: _PRODUCTS,
+    "fp32": _SIXTEEN_BITS,
+    "fp16": _SIXTEEN_BITS,
+    "bf16": _SIXTEEN_BITS,
+    "int8": _INT8,
+    "int4": _INT4,
+    "uint4": _INT4,
+}
+"""Measured on CPUs, not on a board: no board has run this. A datasheet's peak is above a plain read and above what
+products reach, so expect the slow end of each range, or slower."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The least milliseconds that a board's figures allow."""
+
+    encoder_flops_ms: float
+    """Vision tower and projector, at the dense fp16 peak."""
+    prefill_flops_ms: float
+    """The decoder's prefill, at the dense fp16 peak."""
+    prefill_weights_ms: float
+    """The same by reading the decoder's weights once."""
+    token_ms: float
+    """A token of the answer: reading weights and cache."""
+
+    @property
+    def prefill_ms(self) -> float:
+        """The larger of a prefill's bounds."""
+        return max(self.prefill_flops_ms, self.prefill_weights_ms)
+
+    @property
+    def by_weights(self) -> bool:
+        """Whether reading weights, not FLOPs, is what bounds a prefill."""
+        return self.prefill_weights_ms > self.prefill_flops_ms
+
+    def at(self, computing: float, reading: float) -> Bounds:
+        """Return the milliseconds at these shares of the peak FLOPs and of the memory's peak bandwidth."""
+        return Bounds(
+            self.encoder_flops_ms / computing,
+            self.prefill_flops_ms / computing,
+            self.prefill_weights_ms / reading,
+            self.token_ms / reading,
+        )
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """The bound of a time, and the range in which it is expected."""
+
+    bound: float
+    least: float
+    most: float
+
+    @property
+    def range(self) -> str:
+        """The range as tables have it, as in "44-85"."""
+        return f"{_rounded(self.least)}-{_rounded(self.most)}"
+
+    @property
+    def rounded_bound(self) -> str:
+        """The bound as tables have it."""
+        return _rounded(self.bound)
+
+
+def _rounded(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long the parts of a request take; preparing the picture is not counted."""
+
+    ttft: Milliseconds
+    """Vision tower, projector and prefill: the first token."""
+    token: Milliseconds
+    """Each later token."""
+    answer: Milliseconds
+    """The whole answer of a typical request."""
+
+
+def expected_times(bounds: Bounds, form: WeightsName, new_tokens: int) -> Times:
+    """Return the bounds and ranges for decoder weights stored in `form` and an answer of `new_tokens`."""
+    computing, reading = SHARES[COMPUTE], SHARES[form]
+    cases = (bounds, bounds.at(computing.most, reading.most), bounds.at(computing.least, reading.least))
+    ttft = [case.encoder_flops_ms + case.prefill_ms for case in cases]
+    token = [case.token_ms for case in cases]
+    answer = [first + (new_tokens - 1) * later for first, later in zip(ttft, token, strict=True)]
+    return Times(Milliseconds(*ttft), Milliseconds(*token), Milliseconds(*answer))

@@ -1,0 +1,114 @@
+"""The one recommendation: the best of the table, as findings allow it, and what to do first where they do not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from board_trees import changed, orin_nano_jetpack_6_2
+from doctor_runs import doctor, preset, set_python, told
+from sinkprune.jetson.fit import FormFit, ModelFit
+from sinkprune.jetson.recommendation import best_choice
+
+
+def chosen(model: ModelFit) -> tuple[str, str] | None:
+    """The form and the budget of the best choice."""
+    best = best_choice(model)
+    return (best[0].decoder_form, best[1]) if best else None
+
+
+def fitting(form: FormFit, fits: bool) -> FormFit:
+    """The form, which fits at retain-192 or only at retain-32."""
+    budgets = {name: replace(one, fits=fits or name == "retain-32") for name, one in form.budgets.items()}
+    return replace(form, budgets=budgets)
+
+
+def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
+    assert chosen(preset("llava-1.1b")) == ("int4", "retain-192")
+    # Without a datasheet bytes count.
+    assert chosen(preset("llava-1.1b", None)) == ("int4", "retain-192")
+    # Where one form alone fits at the largest budget, a quicker one at a smaller budget is no choice.
+    model = preset("llava-1.1b")
+    forms = tuple(fitting(form, form.decoder_form == "fp16") for form in model.forms)
+    assert chosen(replace(model, forms=forms)) == ("fp16", "retain-192")
+    assert chosen(preset("llava-1.5-13b", usable=7_150_000_000)) is None
+
+
+def test_what_cannot_be_built_is_no_choice() -> None:
+    model = preset("llava-1.1b", usable=8 << 30)
+    int4 = model.forms[-1]
+    assert int4.build is not None and int4.build.fits
+    too_large = replace(int4, build=replace(int4.build, fits=False))
+    assert chosen(replace(model, forms=(*model.forms[:-1], too_large))) == ("int8", "retain-192")
+    # A bundle runs on a processor as it is.
+    on_processor = replace(model, forms=(too_large,), backend="ort-cpu")
+    assert chosen(on_processor) == ("int4", "retain-192")
+
+
+def test_the_command_that_a_stop_forbids_is_not_printed(tmp_path: Path) -> None:
+    """Instead, the page has what to do first, and the recommendation that holds afterwards."""
+    root = orin_nano_jetpack_6_2(tmp_path)
+    report = told("--root", root, "llava-1.1b")
+    assert report["next"] == []
+    assert report["first"] == ["make the environment again: python3.10 -m venv --system-site-packages .venv"]
+    assert report["recommendations"][0]["weights"] == "int4"
+    page = doctor("--root", root, "llava-1.1b").stdout
+    assert "First:\n  make the environment again" in page
+    assert "Next:" not in page and "sinkprune-export" not in page and "sinkprune-build" not in page
+
+
+def test_another_backend_is_not_stopped(tmp_path: Path) -> None:
+    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b", "--backend", "ort-cpu")
+    assert not any(finding["stops"] for finding in report["findings"])
+    assert report["first"] == []
+    assert report["next"][0].startswith("sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4")
+
+
+def test_the_recommendation_is_the_best_row_that_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_python(monkeypatch, "3.10.12")
+    report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
+    (model,), (found,) = report["models"], report["recommendations"]
+    times = {form["weights"]: form["budgets"][found["budget"]]["times"]["answer"] for form in model["forms"]}
+    best = min(times, key=lambda weights: times[weights]["most"])
+    assert best.startswith(found["weights"])
+    assert found["answer_ms"] == times[best]
+    assert found["why"] == "Of fp16, int8, int4, int4 answers soonest."
+    assert report["next"] == [
+        "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4 --precision fp16 --weights int4 --dialect "
+        "opset20  # true shapes; for its weights give the checkpoint, without --random-weights"
+    ]
+
+
+def test_a_bundle_of_another_dialect_is_exported_again(
+    monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    """What forbids the bundle is mended by the command that is printed."""
+    set_python(monkeypatch, "3.10.12")
+    path = bundle("mha-336", "fp16")
+    report = told("--root", orin_nano_jetpack_6_2(tmp_path), path)
+    assert [finding["model"] for finding in report["findings"] if finding["stops"]] == [str(path)]
+    assert report["first"] == []
+    (command,) = report["next"]
+    assert re.match(r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20$", command)
+    assert not report["recommendations"][0]["as_it_is"]
+
+
+def test_a_bundle_too_large_is_told_how_to_be_smaller(
+    monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
+) -> None:
+    set_python(monkeypatch, "3.10.12")
+    path = bundle("mha-336", "fp16", dialect="opset20")
+    none = told("--root", orin_nano_jetpack_6_2(tmp_path), path)["models"][0]["forms"]
+    needed = [form["budgets"]["retain-32"]["memory_bytes"] for form in none]
+    # Between int8 and fp16, in whole KiB.
+    free = (needed[1] // 1024 + 1, f"MemTotal: 8000000 kB\nMemAvailable: {needed[1] // 1024 + 1} kB\n")
+    assert needed[1] < free[0] * 1024 < needed[0]
+    report = told("--root", changed(tmp_path, {"proc/meminfo": free[1]}), path)
+    assert any("as it is exported" in finding["found"] for finding in report["findings"])
+    assert re.match(
+        r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20", report["next"][0]
+    )
