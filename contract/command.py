@@ -53,8 +53,9 @@ _SHOWN = 160
 _LOADING = ("create_module", "exec_module")
 
 
-def start(module: str) -> int:
-    """Run `main` of a command's `module` as this process's own work; returns the exit code.
+def start(module: str, *words: str) -> int:
+    """Run `main` of a command's `module` as this process's own work, with `words` before those of the command line;
+    returns the exit code.
 
     The module is imported here, so that Ctrl-C meanwhile is told from a bug too. Closed standard streams are opened
     on nothing: else the next files would get their numbers, and what libraries print would stand in them.
@@ -64,7 +65,7 @@ def start(module: str) -> int:
 
     def main(arguments: Sequence[str] | None) -> None:
         nonlocal code
-        code = import_module(module).main(arguments)
+        code = import_module(module).main([*words, *sys.argv[1:]])
         # Its own `run_command` has told of it.
         _drop_what_nobody_takes()
 

@@ -56,7 +56,8 @@ def write_clip(path: Path, frames: list[Image.Image]) -> None:
         stream.width, stream.height = frames[0].size
         stream.pix_fmt = "yuv420p"
         for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+            picture = av.VideoFrame.from_image(frame)  # type: ignore[no-untyped-call]
+            container.mux(stream.encode(picture))
         container.mux(stream.encode(None))
 
 

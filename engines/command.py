@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_outputs
+from sinkprune.contract.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
@@ -61,6 +63,8 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.targets import new_builder
     from sinkprune.engines.unfinished import is_begun
 
+    read = [path for path in (options.check, options.sign, options.signed_by) if path]
+    check_outputs(json_outputs(options), read, [options.bundle, options.output])
     check_replaceable(options.output, ENGINES, force=options.force)
     # A build with --move that was cut short has taken graphs away.
     bundle = read_bundle(options.bundle, trusted_bundle(options), whole=not is_begun(options.output))
@@ -94,8 +98,9 @@ def _build(arguments: Sequence[str] | None) -> None:
             gate=gate,
             progress=progress,
         )
-    summary = _summary(options.output, manifest)
-    sys.stdout.write(json.dumps(summary) + "\n" if options.json else _text(options.output, manifest))
+    write_json(options, _summary(options.output, manifest))
+    if not prints_json(options):
+        sys.stdout.write(_text(options.output, manifest))
 
 
 def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
@@ -153,17 +158,16 @@ def _compute_capabilities(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     # Brings numpy, like all that `_build` imports.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS
 
-    parser = argparse.ArgumentParser(
-        prog="sinkprune-build",
-        description="Compile the graphs of a bundle into engines, for one library on one kind of machine.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        "sinkprune build",
+        "Compile the graphs of a bundle into engines, for one library on one kind of machine.",
+        _EXAMPLES,
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
@@ -202,5 +206,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_trust_options(parser)
     add_sign_option(parser, "the engines")
-    add("--json", action="store_true", help="print the summary as JSON")
+    parser.add_json("the summary")
     return parser

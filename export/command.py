@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from sinkprune.contract.budgets import OPTIONS
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.files import check_outputs
+from sinkprune.contract.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import add_sign_option
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
@@ -45,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _export(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
+    read = [path for path in (Path(options.source), options.sign) if path]
+    check_outputs(json_outputs(options), read, [Path(options.source), options.output])
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -82,8 +86,9 @@ def _export(arguments: Sequence[str] | None) -> None:
     if rounded_again:
         sys.stderr.write(_rounded_again(rounded_again))
     size = sum(spec.size for spec in manifest.files.values())
-    if options.json:
-        told = {
+    write_json(
+        options,
+        {
             "bundle": str(options.output),
             "bytes": size,
             "sha256": BUNDLE.sha256(manifest),
@@ -97,9 +102,9 @@ def _export(arguments: Sequence[str] | None) -> None:
             "block_size": manifest.weights.block_size,
             "requantised": rounded_again,
             "dialect": manifest.dialect,
-        }
-        sys.stdout.write(json.dumps(told) + "\n")
-    else:
+        },
+    )
+    if not prints_json(options):
         budgets = ", ".join(["none", *manifest.budgets])
         sys.stdout.write(
             f"{escaped(str(options.output))}: {_size(size)}, {_numbers(manifest)}, budgets {budgets}\n"
@@ -156,16 +161,15 @@ def _known_names() -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
     from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, WeightsName
 
-    parser = argparse.ArgumentParser(
-        prog="sinkprune-export",
-        description="Cut a multimodal LLM into ONNX graphs where visual tokens are dropped.",
-        epilog=f"{_EXAMPLES}\n{_known_names()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        "sinkprune export",
+        "Cut a multimodal LLM into ONNX graphs where visual tokens are dropped.",
+        f"{_EXAMPLES}\n{_known_names()}",
     )
     add = parser.add_argument
     add("source", metavar="CHECKPOINT", help="local folder or hub name in Hugging Face format")
@@ -238,5 +242,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--force", action="store_true", help="replace an existing bundle")
     add_sign_option(parser, "the bundle")
-    add("--json", action="store_true", help="print the summary as JSON")
+    parser.add_json("the summary")
     return parser

@@ -13,6 +13,7 @@ import tomllib
 import sinkprune
 from import_statements import PACKAGE, ROOT, imports, package_of
 from sinkprune import entry_points, runtime
+from sinkprune.command import VERBS
 from sinkprune.contract import errors
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -222,7 +223,7 @@ def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
 
 def test_every_command_starts_there() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
-    assert len(scripts) == 8
+    assert set(scripts) == {"sinkprune", *(f"sinkprune-{verb}" for verb in VERBS)}
     for name, place in scripts.items():
         assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
         assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))

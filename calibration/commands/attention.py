@@ -3,7 +3,6 @@ kept."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from itertools import islice
@@ -25,7 +24,9 @@ from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.files import check_apart
+from sinkprune.contract.json_output import prints_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.ranges import WholeNumber
@@ -51,7 +52,7 @@ examples:
   sinkprune-calibrate attention llava-7b --data kitchen.jsonl --limit 100 --budgets retain-64 \\
       --json attention.json --plot attention.png
 
---data is a task's file, as sinkprune-evaluate --task reads it (its --help shows a line). The unpruned engines always
+`sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned engines always
 run: they are what is compared with. Each method of the bundle is another row.
 """
 # Wider than most terminals are set to by default: a wrapped row is worse than a long one.
@@ -84,19 +85,25 @@ def _measure(arguments: Sequence[str] | None) -> None:
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, combinations))
     write_report(options, report, plot_attention)
     warn_few_pictures(report.pictures, "shares and entropies")
-    _print(report)
-    sys.stdout.write(_advice(bundle.manifest))
+    if not prints_json(options):
+        _print(report)
+        sys.stdout.write(_advice(bundle.manifest))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = bundle_parser(
-        "sinkprune-calibrate attention",
+        "sinkprune calibrate attention",
         "Measure how many sink tokens (those of largest norm) are among the kept ones, and the entropy of the text's "
         "attention on visual tokens at each prune layer, with and without the sanitizer.",
         _EXAMPLES,
     )
     add = parser.add_argument
-    add("--data", default=SCENES, help="FILE.jsonl, or scenes, the test set that comes along (default: scenes)")
+    add(
+        "--data",
+        default=SCENES,
+        help="questions about pictures: FILE.jsonl, or a test set that comes along: scenes, wide-scenes (default: "
+        "scenes)",
+    )
     add("--methods", default="", help="comma-separated (default: all of the bundle)")
     add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
     add(

@@ -1,21 +1,32 @@
-"""`sinkprune-calibrate`: what pictures and prompts of a user's own tell about a bundle, and what is made of it.
-
-A verb a module; without one it is `norms`.
-"""
+"""`sinkprune-calibrate`: what pictures and prompts of a user's own tell about a bundle, and what is made of it."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from pathlib import Path
 
-VERBS = ("norms", "attention", "quantize", "schedule")
-"""Modules of this package by the words that call them."""
+from sinkprune.contract.verbs import Verb, run_verb
+
+_COMMANDS = "sinkprune.calibration.commands"
+VERBS = {
+    "norms": Verb(f"{_COMMANDS}.norms", "measure token norms: are there outliers, and how many?"),
+    "attention": Verb(f"{_COMMANDS}.attention", "count sink tokens among the kept, and measure attention"),
+    "quantize": Verb(f"{_COMMANDS}.quantize", "store weights in 4 or 8 bits, rounded for your pictures"),
+    "schedule": Verb(f"{_COMMANDS}.schedule", "find a budget that answers in time on this machine"),
+}
+_OWN_OPTIONS = ("-h", "--help", "--version")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate` with `arguments`, or the process's own if None; returns the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    verb, rest = (given[0], given[1:]) if given and given[0] in VERBS else (VERBS[0], given)
-    code: int = import_module(f"sinkprune.calibration.commands.{verb}").main(rest)
-    return code
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] not in VERBS and _is_of_norms(words[0]):
+        words = ["norms", *words]
+    description = "Measure a model on your pictures and prompts, and fit a bundle to them and to this machine."
+    return run_verb("sinkprune calibrate", description, VERBS, words)
+
+
+def _is_of_norms(word: str) -> bool:
+    """Return whether `word` begins a call of `norms` without its name, as in `sinkprune-calibrate BUNDLE`."""
+    return word not in _OWN_OPTIONS if word.startswith("-") else Path(word).exists()

@@ -20,7 +20,9 @@ from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.files import Output, check_apart, write_whole
+from sinkprune.contract.json_output import prints_json
 from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
@@ -44,11 +46,11 @@ examples:
   sinkprune-evaluate bundle --limit 100
   sinkprune-evaluate bundle --budgets retain-128,retain-64 --methods sinkpruner \\
       --json accuracy.json --plot accuracy.png
-  sinkprune-evaluate bundle --task wide-scenes --fit pad
-  sinkprune-evaluate bundle --task kitchen.jsonl --answers replies.jsonl
-  sinkprune-evaluate bundle --task kitchen.jsonl --blind      # how much can be guessed without looking
+  sinkprune-evaluate bundle --data wide-scenes --fit pad
+  sinkprune-evaluate bundle --data kitchen.jsonl --answers replies.jsonl
+  sinkprune-evaluate bundle --data kitchen.jsonl --blind      # how much can be guessed without looking
 
-a line of a task's file, `image` relative to the file; `kind` and `id` may be left out:
+a line of FILE.jsonl, `image` relative to the file; `kind` and `id` may be left out:
   {"image": "1.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence", "id": "k1"}
   {"image": "1.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
 """
@@ -65,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
-    check_report_options(options, [Path(options.task)], *answers)
+    check_report_options(options, [Path(options.data)], *answers)
     bundle = read_runnable(options.bundle, trusted_bundle(options))
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
-        items = load_task(options.task, options.limit)
+        items = load_task(options.data, options.limit)
     outputs = [path for path, _ in (*report_outputs(options), *answers)]
     check_apart(outputs, (Path(item.picture) for item in items))
     if options.blind:
@@ -83,7 +85,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         pipeline,
         replies,
         unreachable,
-        task=Path(options.task).name,
+        task=Path(options.data).name,
         blind=options.blind,
         planted_outliers=options.plant_outliers,
         max_new_tokens=options.max_new_tokens,
@@ -93,13 +95,14 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation)
     warn_few_questions(result.questions)
-    # Last, because whoever reads it may stop reading, as `head` does.
-    _print_tables(result)
+    if not prints_json(options):
+        # Last, because whoever reads it may stop reading, as `head` does.
+        _print_tables(result)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = bundle_parser(
-        "sinkprune-evaluate",
+        "sinkprune evaluate",
         "Ask the questions of a task with every method and budget, in turn, and count the right answers.",
         _EXAMPLES,
     )
@@ -107,10 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--methods", default="", help="comma-separated (default: all of the bundle)")
     add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
     add(
-        "--task",
+        "--data",
         default=SCENES,
-        help="scenes, wide-scenes or FILE.jsonl (default: scenes, the test set that comes along)",
+        help="questions about pictures: FILE.jsonl, or a test set that comes along: scenes, wide-scenes (default: "
+        "scenes)",
     )
+    # The name before `--data` had one meaning in all commands.
+    add("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
     add(

@@ -22,10 +22,13 @@ from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files import Output, check_outputs, write_whole
+from sinkprune.contract.json_output import prints_json
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.contract.progress_lines import ProgressLines
+from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.terminal import escaped
 from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
@@ -44,15 +47,10 @@ from sinkprune.runtime.profile import model_name
 
 _EXAMPLES = """\
 examples:
-  sinkprune-calibrate bundle
-  sinkprune-calibrate bundle --task kitchen.jsonl --json norms.json --plot norms.png
-  sinkprune-calibrate norms bundle --images photos/ --heatmaps maps
-  sinkprune-calibrate norms ./clip-vit-large-patch14-336 --images photos/    # pip install 'sinkprune[towers]'
-
-what else there is:
-  sinkprune-calibrate attention --help    # sink tokens among the kept, and how sharply text attends
-  sinkprune-calibrate quantize --help     # int4 and int8 weights, rounded for pictures and prompts of your own
-  sinkprune-calibrate schedule --help     # a budget that answers in 250 ms on this machine
+  sinkprune-calibrate norms bundle
+  sinkprune-calibrate norms bundle --data kitchen.jsonl --json norms.json --plot norms.png
+  sinkprune-calibrate norms bundle --data photos/ --limit 50 --heatmaps maps
+  sinkprune-calibrate norms ./clip-vit-large-patch14-336 --data photos/    # pip install 'sinkprune[towers]'
 """
 _FOR_BUNDLES = ("backend", "compute", "fit", "engines", "sha256", "signed_by", "engines_sha256", "skip_sums")
 """Options that a tower without an LLM has no use for."""
@@ -74,9 +72,10 @@ def _measure(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
     is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
     _check_fit(parser, options, is_tower=is_tower)
-    check_report_options(options, [] if options.images else [Path(options.task)])
+    files = options.images or ([Path(options.data)] if Path(options.data).is_dir() else [])
+    check_report_options(options, [] if files else [Path(options.data)])
     with status("checking the pictures"):
-        pictures = file_pictures(options.images) if options.images else task_pictures(options.task)
+        pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*report_outputs(options), *_heatmap_outputs(options, pictures)], read, bundle_folders(options))
     model, look = _tower(options) if is_tower else _bundle(options, pictures)
@@ -92,22 +91,29 @@ def _measure(arguments: Sequence[str] | None) -> None:
     report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
     warn_few_pictures(report.pictures, "norms")
-    sys.stdout.write(escaped(_text(report), keep="\n"))
+    if not prints_json(options):
+        sys.stdout.write(escaped(_text(report), keep="\n"))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     parser = bundle_parser(
-        "sinkprune-calibrate",
+        "sinkprune calibrate norms",
         "Measure the norms of a vision tower's tokens over pictures: are there outliers to be removed, and how many? "
         "BUNDLE may also be a checkpoint folder of a vision tower without an LLM: CLIP, SigLIP or DINOv2.",
         _EXAMPLES,
     )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument(
-        "--task", default=SCENES, help="scenes, the test set that comes along, or FILE.jsonl (default: scenes)"
+        "--data",
+        default=SCENES,
+        help="pictures: a folder, those that FILE.jsonl asks about, or a test set that comes along: scenes, "
+        "wide-scenes (default: scenes)",
     )
-    shown.add_argument(
-        "--images", type=Path, nargs="+", metavar="IMAGE", help="image files, or folders of them, instead of a task"
+    # Names from before `--data` had one meaning in all commands.
+    shown.add_argument("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    shown.add_argument("--images", type=Path, nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N pictures only (default: all)"
     )
     parser.add_argument(
         "--heatmaps",

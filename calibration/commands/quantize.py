@@ -18,9 +18,11 @@ from sinkprune.calibration.small_samples import warn_few_prompts
 from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.errors import TaskError
 from sinkprune.contract.files import check_apart, check_outputs
 from sinkprune.contract.folders import check_outside, check_replaceable
+from sinkprune.contract.json_output import prints_json
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.precision import BLOCK_SIZES
 from sinkprune.contract.ranges import RealNumber, WholeNumber
@@ -48,14 +50,14 @@ _EXAMPLES = """\
 examples:
   sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o llava-7b-int4 --weights int4
   sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o small --weights int4 --block-size 32 \\
-      --pictures 64 --json errors.json --plot errors.png
+      --limit 64 --json errors.json --plot errors.png
   sinkprune-calibrate quantize llava-7b --data kitchen.jsonl -o llava-7b-int8 --weights int8 --vision-weights fp16
 
---data is a task's file, as sinkprune-evaluate --task reads it (its --help shows a line). The n-th picture is shown
+`sinkprune evaluate --help` shows a line of FILE.jsonl. The n-th picture is shown
 with the n-th of its questions. They should be like those the model will see, and none that it is evaluated on.
 Prompts run unpruned: rows of pruned prompts are among theirs, so one bundle serves every budget.
 """
-_PICTURES = WholeNumber("--pictures", 1, 10**6)
+_LIMIT = WholeNumber("--limit", 1, 10**6)
 _MAX_ERROR = RealNumber("--max-error", 0, 1e9, "0 or more")
 _MAX_LAYER_ERROR = RealNumber("--max-layer-error", 0, 1e9, "0 or more")
 _SHOWN = 10
@@ -81,7 +83,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     forms = quantised_forms(bundle.manifest, options.weights, options.vision_weights, options.block_size)
     sign = read_private_key(options.sign) if options.sign else None
     with status("checking the pictures"):
-        items = _chosen(options.data, options.pictures)
+        items = _chosen(options.data, options.limit)
         check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
         shown = show(bundle, items)
     with status("checking sums"):
@@ -99,8 +101,10 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             progress=progress,
             told=_tell,
         )
-    write_report(options, report, plot_quantisation)
+    write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
     warn_few_prompts(report.prompts)
+    if prints_json(options):
+        return
     _print(report)
     size = sum(spec.size for spec in manifest.files.values())
     sys.stdout.write(
@@ -109,15 +113,15 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     )
 
 
-def _chosen(data: Path, pictures: int) -> list[Item]:
-    """One question about each of the first pictures; raises `TaskError`."""
+def _chosen(data: Path, limit: int) -> list[Item]:
+    """One question about each of the first `limit` pictures; raises `TaskError`."""
     if str(data) in TEST_SETS:
         raise TaskError(
             f"--data is '{data}', the test set: accuracy measured on it later would be too good. Give a file of "
             "other questions that ends in .jsonl."
         )
     by_picture = groupby(load_task(str(data)), key=lambda item: item.picture)
-    groups = (list(items) for _, items in islice(by_picture, pictures))
+    groups = (list(items) for _, items in islice(by_picture, limit))
     return [items[number % len(items)] for number, items in enumerate(groups)]
 
 
@@ -160,13 +164,12 @@ def _logits(error: LogitError) -> str:
     return f"relative L2 {error.relative_l2:.4f}, KL {error.kl:.5f}, same first token {100 * error.top_1:.1f} %"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sinkprune-calibrate quantize",
-        description="Store a bundle's weights in 4 or 8 bits, rounded so that what layers give changes least on your "
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "sinkprune calibrate quantize",
+        "Store a bundle's weights in 4 or 8 bits, rounded so that what layers give changes least on your "
         "own pictures and prompts.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES,
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export, its weights floats")
@@ -180,7 +183,9 @@ def _parser() -> argparse.ArgumentParser:
         choices=BLOCK_SIZES,
         help=f"the most inputs that share a scale in int4 (default: {max(BLOCK_SIZES)})",
     )
-    add("--pictures", type=_PICTURES, default=32, metavar="N", help="how many are shown at most (default: 32)")
+    add("--limit", type=_LIMIT, default=32, metavar="N", help="the first N pictures of --data only (default: 32)")
+    # The name before `--limit` had one meaning in all commands.
+    add("--pictures", type=_LIMIT, dest="limit", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add(
         "--max-error",
         type=_MAX_ERROR,

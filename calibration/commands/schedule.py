@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from itertools import groupby, islice
@@ -15,9 +14,11 @@ from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.costs_file import write_costs
 from sinkprune.contract.errors import BudgetError, TaskError, UsageError
-from sinkprune.contract.files import Output, check_apart, check_outputs, write_whole
+from sinkprune.contract.files import Output, check_apart, check_outputs
+from sinkprune.contract.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.ranges import RealNumber, WholeNumber
 from sinkprune.contract.report import Spread
@@ -55,7 +56,7 @@ _BACKENDS = ("ort-cpu", "ort-cpu+openvino", "openvino", "ort-cuda")
 _TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
-_QUESTIONS = WholeNumber("--questions", 1, 10**6)
+_LIMIT = WholeNumber("--limit", 1, 10**6)
 _PROMPT = "What is in the picture?"
 _PICTURES = 8
 """Pictures whose attention is looked at: a plan's share of it differs little from one to the next."""
@@ -81,7 +82,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     if sought and not options.dry_run:
         check_addable(bundle, name, force=options.force, signed=sign is not None)
     with status("checking the pictures"):
-        items = load_task(str(options.data), options.questions) if options.data else []
+        items = load_task(str(options.data), options.limit) if options.data else []
         check_apart([path for path, _ in _outputs(options)], (Path(item.picture) for item in items))
         asked = _asked(options, items)
     first = asked[0]
@@ -100,24 +101,27 @@ def _schedule(arguments: Sequence[str] | None) -> None:
             report = proposer.propose(name, target, items)
     if options.costs:
         write_costs(options.costs, report.costs)
-    if options.json:
-        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
-    _print(report)
-    if not report.meets(target.ms):
-        missed = (
-            f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the {target.ms:g} ms that were "
-            "asked for. Measure again when the machine does nothing else, or give --target-ms "
-            f"{nearest_target(report.measured_ms.p95)}."
-        )
-        # A name that was given promises no time.
-        if not (options.name or options.dry_run):
-            raise BudgetError(f"budget '{name}' was found and not added: {missed}")
-        sys.stderr.write(f"warning: {missed}\n")
-    if options.dry_run:
+    # A name that was given promises no time.
+    kept = not options.dry_run and (report.meets(target.ms) or bool(options.name))
+    sha256, chosen = None, report.chosen
+    if kept:
+        manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
+        sha256 = BUNDLE.sha256(manifest)
+    write_json(options, {**to_json(report), "sha256": sha256})
+    if not prints_json(options):
+        _print(report)
+        if sha256:
+            sys.stdout.write(f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {sha256}\n")
+    if report.meets(target.ms):
         return
-    chosen = report.chosen
-    manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
-    sys.stdout.write(f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {BUNDLE.sha256(manifest)}\n")
+    missed = (
+        f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the {target.ms:g} ms that were "
+        "asked for. Measure again when the machine does nothing else, or give --target-ms "
+        f"{nearest_target(report.measured_ms.p95)}."
+    )
+    if not (kept or options.dry_run):
+        raise BudgetError(f"budget '{name}' was found and not added: {missed}")
+    sys.stderr.write(f"warning: {missed}\n")
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -142,7 +146,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _outputs(options: argparse.Namespace) -> list[Output]:
-    return [(path, (".json",)) for path in (options.json, options.costs) if path]
+    return [*json_outputs(options), *([(options.costs, (".json",))] if options.costs else [])]
 
 
 def _name(target: Target) -> str:
@@ -212,13 +216,12 @@ def _listed(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers)) or "none"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sinkprune-calibrate schedule",
-        description="Find the budget that answers in time on this machine and drops least of what the text attends "
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "sinkprune calibrate schedule",
+        "Find the budget that answers in time on this machine and drops least of what the text attends "
         "to, and add it to the bundle.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES,
     )
     # A budget's graphs run as they are: no engines are built of them yet.
     parser.set_defaults(engines=None, engines_sha256=None, fit=None)
@@ -231,20 +234,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--new-tokens", type=MAX_NEW_TOKENS, default=1, metavar="N", help="tokens of the answer (default: 1)")
     add("--name", help="the budget's name in the bundle (default: as in in-250ms, mean-64)")
-    add(
-        "--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune-evaluate --task reads"
-    )
-    add(
-        "--questions",
-        type=_QUESTIONS,
-        default=64,
-        metavar="N",
-        help="how many of --data are asked at most (default: 64)",
-    )
+    add("--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune evaluate reads them")
+    add("--limit", type=_LIMIT, default=64, metavar="N", help="the first N questions of --data only (default: 64)")
+    # The name before `--limit` had one meaning in all commands.
+    add("--questions", type=_LIMIT, dest="limit", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--image", type=Path, action="append", help="an image file to look at; may be repeated (default: scenes)")
     add("--prompt", help=f"what is asked about it (default: {_PROMPT})")
     add("--costs", type=Path, metavar="FILE.json", help="write what requests cost on this machine")
-    add("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    parser.add_json("the report")
     add("--dry-run", action="store_true", help="tell what was found, and leave the bundle as it is")
     add("--force", action="store_true", help="replace a budget of that name that was added before")
     add("--seconds", type=_SECONDS, default=5.0, help="how long to measure each part, about (default: 5)")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
+from sinkprune.contract.files import check_outputs
+from sinkprune.contract.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.trust import add_trust_options, trusted_bundle
 
 _EXAMPLES = """\
@@ -44,6 +45,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.runtime.backends import load_backend
     from sinkprune.runtime.backends.compatibility import backend_of, open_engines
 
+    read = [*options.image, *([options.signed_by] if options.signed_by else [])]
+    check_outputs(json_outputs(options), read, [options.bundle, options.engines])
     bundle = read_bundle(options.bundle, trusted_bundle(options))
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust)
@@ -56,27 +59,25 @@ def _check(arguments: Sequence[str] | None) -> None:
         recording = record(bundle, question, Path(folder) / "recording", progress)
         own = engines_alone(options.engines, trust)
         report = check_engines(built, own, backend, question, recording, progress)
-    if options.json:
-        sys.stdout.write(json.dumps(to_json(report)) + "\n")
-    else:
+    write_json(options, to_json(report))
+    if not prints_json(options):
         print_report(report)
     refused = first_refusal(report, built.engines.manifest)
     if refused is not None:
         raise EnginesError(refused)
-    if not options.json:
+    if not prints_json(options):
         sys.stdout.write(f"passed: {len(report.graphs)} engines, {len(report.texts)} answers\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> CommandParser:
     # Brings numpy, like all that `_check` imports.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
 
-    parser = argparse.ArgumentParser(
-        prog="sinkprune-check",
-        description="Run every engine beside the ONNX graph that it was built of, and refuse those that differ.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        "sinkprune check",
+        "Run every engine beside the ONNX graph that it was built of, and refuse those that differ.",
+        _EXAMPLES,
     )
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="the folder that the engines were built from")
@@ -87,5 +88,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--compute", choices=COMPUTES, help="openvino, openvino-gpu: what to compute in (default: fastest)")
     add_trust_options(parser)
     add("--engines-sha256", metavar="SUM", help="the sum that sinkprune-build printed: other engines are refused")
-    add("--json", action="store_true", help="print the report as JSON, every output of every engine")
+    parser.add_json("every output of every engine")
     return parser

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from sinkprune.contract.command import run_command
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files import check_outputs
+from sinkprune.contract.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.ranges import WholeNumber
 from sinkprune.contract.schema import to_json
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.machine import read_machine
 from sinkprune.jetson.presets import read_presets
 from sinkprune.jetson.python_environment import this_environment
-from sinkprune.jetson.report import Asked, Report, report_on_board, report_on_machine
+from sinkprune.jetson.report import Asked, report_on_board, report_on_machine
 from sinkprune.jetson.system_files import SystemFiles
 from sinkprune.jetson.tables import print_report
 from sinkprune.runtime.backends.known import ON_CPU
-from sinkprune.runtime.commands import status, write_line
+from sinkprune.runtime.commands import status
 
 _EXAMPLES = """\
 examples:
@@ -43,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(arguments: Sequence[str] | None) -> None:
     boards = read_boards()
     options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
+    check_outputs(json_outputs(options), folders=map(Path, options.models))
     asked = Asked(tuple(options.models), _size(options.picture), options.backend)
     if options.board is not None:
         report = report_on_board(options.board, boards, asked)
@@ -51,13 +54,8 @@ def _examine(arguments: Sequence[str] | None) -> None:
             files = SystemFiles(options.root)
             machine = read_machine(files, this_environment(), boards, Path())
             report = report_on_machine(machine, boards, asked)
-    _write(report, as_json=options.json)
-
-
-def _write(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        write_line(json.dumps(to_json(report), indent=1))
-    else:
+    write_json(options, to_json(report))
+    if not prints_json(options):
         print_report(report)
 
 
@@ -69,13 +67,12 @@ def _size(words: str) -> tuple[int, int]:
     return _SIDE(found[1]), _SIDE(found[2])
 
 
-def _parser(boards: str, presets: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sinkprune-doctor",
-        description="Tell what this machine is, or a Jetson elsewhere, which models fit it in which form of weights "
+def _parser(boards: str, presets: str) -> CommandParser:
+    parser = CommandParser(
+        "sinkprune doctor",
+        "Tell what this machine is, or a Jetson elsewhere, which models fit it in which form of weights "
         "and at which budget, what stands in the way, and what to run next.",
-        epilog=f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
     )
     add = parser.add_argument
     add(
@@ -91,7 +88,7 @@ def _parser(boards: str, presets: str) -> argparse.ArgumentParser:
         choices=ON_CPU,
         help="what is to run models (default: tensorrt on a board, else what is installed)",
     )
-    add("--json", action="store_true", help="print all of it as JSON")
+    parser.add_json("the whole report")
     # A recorded tree of a system's files, in place of this machine's.
     add("--root", type=Path, default=Path("/"), help=argparse.SUPPRESS)
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,9 @@ from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.command_parser import CommandParser
 from sinkprune.contract.files import Output, check_outputs, write_whole
+from sinkprune.contract.json_output import json_outputs, write_json
 from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
@@ -41,7 +42,7 @@ IMAGE_PLACE = "{image}"
 
 def new_parser(
     name: str, description: str, examples: str, sources: Mapping[str, str] = MappingProxyType({})
-) -> argparse.ArgumentParser:
+) -> CommandParser:
     """A parser with the arguments every command takes that asks about images.
 
     `sources` are options of the command's own, with their help, whose paths may stand in the place of images.
@@ -58,14 +59,9 @@ def new_parser(
     return parser
 
 
-def bundle_parser(name: str, description: str, examples: str) -> argparse.ArgumentParser:
+def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     """A parser with the arguments every command takes that runs a bundle; `load_pipeline` reads them."""
-    parser = argparse.ArgumentParser(
-        prog=name,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser(name, description, examples)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
     add("--backend", choices=BACKENDS, help="engine library (default: ort-cpu, or what the engines are for)")
@@ -138,9 +134,9 @@ def prompt_pieces(prompt: str) -> str | list[str]:
     return pieces if len(pieces) > 1 else prompt
 
 
-def add_report_options(parser: argparse.ArgumentParser, drawn: str) -> None:
+def add_report_options(parser: CommandParser, drawn: str) -> None:
     """The arguments of a command that makes a report; `check_report_options` and `write_report` read them."""
-    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write the report as JSON")
+    parser.add_json("the report")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
@@ -161,8 +157,7 @@ def key_files(options: argparse.Namespace) -> list[Path]:
 
 def report_outputs(options: argparse.Namespace) -> list[Output]:
     """The reports that were asked for, each with the endings it may have."""
-    reports = ((options.json, (".json",)), (options.plot, PLOT_SUFFIXES))
-    return [(path, suffixes) for path, suffixes in reports if path]
+    return [*json_outputs(options), *([(options.plot, PLOT_SUFFIXES)] if options.plot else [])]
 
 
 def bundle_folders(options: argparse.Namespace) -> list[Path]:
@@ -175,12 +170,17 @@ def picture_files(options: argparse.Namespace) -> list[Path]:
     return list(options.image or options.video)
 
 
-def write_report(options: argparse.Namespace, report: R, plot: Callable[[R, str], bytes]) -> None:
-    """Write a report as the JSON and the picture that were asked for."""
-    if options.json:
-        write_whole(options.json, (json.dumps(to_json(report), indent=1) + "\n").encode())
+def write_report(
+    options: argparse.Namespace,
+    report: R,
+    plot: Callable[[R, str], bytes],
+    more: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    """Write a report as the picture and the JSON that were asked for; the JSON has the keys of `more` too."""
     if options.plot:
         write_whole(options.plot, plot(report, options.plot.suffix))
+    # Last, because the reader of standard output may stop reading.
+    write_json(options, {**to_json(report), **more})
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from rich.table import Table
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
 from sinkprune.contract.energy import BudgetEnergy
+from sinkprune.contract.json_output import prints_json
 from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.report import OF_TTFT, BudgetReport, Report, Spread
 from sinkprune.contract.terminal import escaped
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _profile(arguments: Sequence[str] | None) -> None:
     parser = new_parser(
-        "sinkprune-profile",
+        "sinkprune profile",
         "Measure every budget against the unpruned engines, in turn, on one image and prompt.",
         _EXAMPLES,
         FRAMES,
@@ -112,14 +113,16 @@ def _profile(arguments: Sequence[str] | None) -> None:
                     pipeline, prompts[0], prompt, planned, repeat=repeat, meter=meter, on_run=step, **asked
                 )
             write_report(options, report, plot_report)
-            # Last, because whoever reads it may stop reading, as `head` does.
-            _print_table(report)
+            if not prints_json(options):
+                # Last, because whoever reads it may stop reading, as `head` does.
+                _print_table(report)
             power = report.power
         else:
             with _progress(len(planned) * camera.frames) as step:
                 rates = at_rate(pipeline, prompts, prompt, planned, camera, meter=meter, on_frames=step, **asked)
             write_report(options, rates, plot_rate)
-            print_rates(rates)
+            if not prints_json(options):
+                print_rates(rates)
             power = rates.power
     check_lived(power)
     warn_unseen(options, bundle, files, [picture for pictures in prompts for picture in pictures])

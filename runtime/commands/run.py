@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from sinkprune.contract.command import run_command
 from sinkprune.contract.costs_file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.progress_lines import ProgressLines
 from sinkprune.contract.schema import to_json
 from sinkprune.contract.terminal import escaped
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> None:
-    parser = new_parser("sinkprune-run", "Ask a bundle about an image.", _EXAMPLES)
+    parser = new_parser("sinkprune run", "Ask a bundle about an image.", _EXAMPLES)
     add = parser.add_argument
     add(
         "--budget",
@@ -96,14 +96,14 @@ def _run(arguments: Sequence[str] | None) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
     )
     add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
-    add("--json", action="store_true", help="print the answer and its figures as JSON")
+    parser.add_json("the answer and its figures")
     options = parser.parse_args(arguments)
 
-    if options.overlay:
-        read = [*picture_files(options), *key_files(options)]
-        check_outputs([(options.overlay, PICTURE_SUFFIXES)], read, bundle_folders(options))
-        if options.budget == UNPRUNED:
-            raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
+    overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
+    read = [*picture_files(options), *key_files(options), *([options.costs] if options.costs else [])]
+    check_outputs([*json_outputs(options), *overlays], read, bundle_folders(options))
+    if options.overlay and options.budget == UNPRUNED:
+        raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     if (options.costs or options.warm_up) and options.deadline_ms is None:
         raise UsageError("--costs and --warm-up are for a deadline, and there is none. Add --deadline-ms.")
     if options.costs and options.warm_up:
@@ -123,12 +123,12 @@ def _run(arguments: Sequence[str] | None) -> None:
             pipeline.warm_up(images, prompt, **asking)
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
+    on_text = None if prints_json(options) else _write_piece
     with ProgressLines("answering"):
-        answer = pipeline.generate(images, prompt, on_text=None if options.json else _write_piece, **asking)
-    if options.json:
-        write_line(json.dumps(_summary(pipeline, answer, memory)))
-    else:
+        answer = pipeline.generate(images, prompt, on_text=on_text, **asking)
+    if not prints_json(options):
         write_line("\n" + _timings(answer))
+    write_json(options, _summary(pipeline, answer, memory))
     if answer.deadline is not None:
         sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
         if not options.costs:

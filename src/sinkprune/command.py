@@ -1,0 +1,25 @@
+"""`sinkprune`: every command as a verb. `sinkprune-run` is the same as `sinkprune run`, and so are the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from sinkprune.contract.verbs import Verb, run_verb
+
+VERBS = {
+    "run": Verb("sinkprune.runtime.commands.run", "answer a question about pictures or a video"),
+    "profile": Verb("sinkprune.runtime.commands.profile", "measure the time of every budget"),
+    "export": Verb("sinkprune.export.command", "turn a checkpoint into a bundle"),
+    "build": Verb("sinkprune.engines.command", "compile a bundle into engines"),
+    "check": Verb("sinkprune.engines.gate.command", "compare engines with the graphs they were built from"),
+    "evaluate": Verb("sinkprune.calibration.commands.evaluate", "measure the accuracy of every method and budget"),
+    "calibrate": Verb("sinkprune.calibration.commands.calibrate", "fit a bundle to your pictures and your machine"),
+    "doctor": Verb("sinkprune.jetson.commands.doctor", "report what this machine is, and which models fit"),
+}
+_DESCRIPTION = "Prune visual tokens inside the decoder of multimodal LLMs, on exported engines."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `sinkprune` with `arguments`, or the process's own if None; returns the exit code."""
+    return run_verb("sinkprune", _DESCRIPTION, VERBS, sys.argv[1:] if arguments is None else arguments)

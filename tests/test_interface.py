@@ -1,0 +1,223 @@
+"""What all commands have in common: their names, `--help`, `--version`, `--json`, `--data` and `--limit`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import Outcome, assert_refused, run
+from sinkprune import __version__, entry_points
+from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
+from sinkprune.command import VERBS
+from sinkprune.contract.verbs import Verb
+
+Parse = Callable[..., argparse.Namespace]
+
+_QUESTION = ("--image", "x.jpg", "--prompt", "What?")
+COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "run": (("BUNDLE",), _QUESTION),
+    "profile": (("BUNDLE",), _QUESTION),
+    "export": (("CHECKPOINT",), ("-o", "bundle")),
+    "build": (("BUNDLE",), ("-o", "engines", "--target", "openvino")),
+    "check": (("BUNDLE", "ENGINES"), ("--image", "x.jpg")),
+    "evaluate": (("BUNDLE",), ()),
+    "doctor": (("MODEL",), ()),
+    "calibrate norms": (("BUNDLE",), ()),
+    "calibrate attention": (("BUNDLE",), ()),
+    "calibrate quantize": (("BUNDLE",), ("--data", "x.jsonl", "-o", "small", "--weights", "int4")),
+    "calibrate schedule": (("BUNDLE",), ("--target-ms", "250")),
+}
+"""By its verbs, the positionals of every command, and the options that it cannot do without."""
+MEASURING = ("evaluate", "calibrate norms", "calibrate attention")
+"""Commands whose `--data` may be a test set."""
+
+
+class Parsed(Exception):
+    """A command's options were accepted; the first argument holds them."""
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """Parses the words of a command, given as in `sinkprune run ...`, without running it."""
+    plain = argparse.ArgumentParser.parse_args
+
+    def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
+        options = plain(self, *given, **named)
+        # Readings of `--json` are tried on copies, whose `error` raises.
+        if "error" in vars(self):
+            return options
+        raise Parsed(options)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+
+    def of(command: str, *words: str) -> argparse.Namespace:
+        verb, *rest = command.split()
+        with pytest.raises(Parsed) as caught:
+            run(f"sinkprune-{verb}", *rest, *words)
+        options: argparse.Namespace = caught.value.args[0]
+        return options
+
+    return of
+
+
+def given(options: argparse.Namespace) -> tuple[list[str], Path | None]:
+    """The words that stand for positionals, and the value of `--json`."""
+    if "models" in options:
+        return options.models, options.json
+    places = (getattr(options, name, None) for name in ("source", "bundle", "engines"))
+    return [str(place) for place in places if place is not None], options.json
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_json_means_the_same_in_every_command(command: str, parse: Parse) -> None:
+    positionals, needed = COMMANDS[command]
+    file, printed = Path("out.json"), Path("-")
+    for words, expected in (
+        ((*positionals, *needed), None),
+        (("--json", *positionals, *needed), printed),
+        ((*positionals, *needed, "--json"), printed),
+        ((*positionals, "--json", *needed), printed),
+        (("--json", "-", *positionals, *needed), printed),
+        ((*positionals, *needed, "--json", "-"), printed),
+        (("--json=-", *positionals, *needed), printed),
+        (("--js", *positionals, *needed), printed),
+        (("--json", "out.json", *positionals, *needed), file),
+        (("--json=out.json", *positionals, *needed), file),
+        ((*positionals, *needed, "--json", "out.json"), file),
+        ((*positionals, "--json", "out.json", *needed), file),
+    ):
+        assert given(parse(command, *words)) == ([*positionals], expected), words
+
+
+def test_a_json_file_may_be_a_positional(parse: Parse, tmp_path: Path) -> None:
+    # As it could be when --json took no value.
+    random = ("-o", "bundle", "--random-weights")
+    assert given(parse("export", "--json", "config.json", *random)) == (["config.json"], Path("-"))
+    assert given(parse("export", "--json", "config.json", "x", *random)) == (["x"], Path("config.json"))
+    assert given(parse("doctor", "--json", str(tmp_path), "preset")) == ([str(tmp_path), "preset"], Path("-"))
+    folder = tmp_path / "bundle.json"
+    folder.mkdir()
+    assert given(parse("doctor", "--json", str(folder))) == ([str(folder)], Path("-"))
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    for words in (("--json", "x.txt", tmp_path), (tmp_path, "--json", "x.txt"), ("--json=x.txt", tmp_path)):
+        assert_refused(run("sinkprune-run", *words, *_QUESTION), "ends in '.txt', expected .json")
+    for command, (positionals, needed) in COMMANDS.items():
+        verb, *rest = command.split()
+        outcome = run(f"sinkprune-{verb}", *rest, *positionals, *needed, "--json", tmp_path / "none" / "x.json")
+        assert_refused(outcome, "x.json", "its folder must exist")
+
+
+def test_json_is_a_file_or_all_that_is_printed(tmp_path: Path) -> None:
+    asked = ("--board", "orin-nano-8gb", "llava-1.5-7b")
+    file = tmp_path / "out.json"
+    text, alone, both = (run("sinkprune-doctor", *asked, *words) for words in ((), ("--json",), ("--json", file)))
+    assert [outcome.code for outcome in (text, alone, both)] == [0, 0, 0]
+    assert alone.stdout.count("\n") == 1
+    assert json.loads(alone.stdout) == json.loads(file.read_text())
+    assert both.stdout == text.stdout != ""
+
+
+@pytest.fixture
+def sinkprune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs an entry point, by default that of `sinkprune`, with words of the command line."""
+    # At its end `start` makes its process ignore signals.
+    monkeypatch.setattr(signal, "signal", lambda number, handler: signal.SIG_DFL)
+
+    def called(*words: str, script: Callable[[], int] = entry_points.sinkprune) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["script", *words])
+        try:
+            code = script()
+        except SystemExit as ended:
+            assert isinstance(ended.code, int)
+            code = ended.code
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return called
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_and_version_of_every_command(command: str, sinkprune: Callable[..., Outcome]) -> None:
+    verb, *rest = command.split()
+    version = Outcome(0, f"sinkprune {__version__}\n", "")
+    assert sinkprune(*command.split(), "--version") == version
+    assert sinkprune(*rest, "--version", script=getattr(entry_points, verb)) == version
+    assert sinkprune(*command.split(), *COMMANDS[command][0], "--version") == version
+    told = sinkprune(*command.split(), "--help")
+    assert told.stdout.startswith(f"usage: sinkprune {command} [-h]")
+    assert "--json [FILE.json]" in told.stdout
+    for former in ("--task", "--questions", "--pictures", "--images"):
+        assert former not in told.stdout
+    assert (command in MEASURING) == ("--data DATA" in told.stdout)
+
+
+@pytest.mark.parametrize(("words", "verbs"), [((), VERBS), (("calibrate",), CALIBRATE)])
+def test_verbs_are_listed(
+    words: tuple[str, ...], verbs: Mapping[str, Verb], sinkprune: Callable[..., Outcome]
+) -> None:
+    told = sinkprune(*words, "--help")
+    assert (told.code, told.stderr) == (0, "")
+    assert told.stdout.startswith(f"usage: {' '.join(('sinkprune', *words))} [-h] [--version] VERB\n")
+    for name, verb in verbs.items():
+        assert f"  {name} " in told.stdout
+        assert f" {verb.summary}\n" in told.stdout
+        assert find_spec(verb.module) is not None
+    assert sinkprune(*words) == Outcome(2, "", told.stdout)
+    assert sinkprune(*words, "--version") == Outcome(0, f"sinkprune {__version__}\n", "")
+
+
+def test_an_unknown_verb_is_refused_with_those_there_are(sinkprune: Callable[..., Outcome]) -> None:
+    assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
+    assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
+    assert "Did you mean" not in sinkprune("42").stderr
+
+
+def test_the_version_loads_no_library() -> None:
+    program = (
+        "import sys; from sinkprune.entry_points import sinkprune\n"
+        "try: sinkprune()\nexcept SystemExit: print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(f"sinkprune {__version__}\n")
+    assert not {"numpy", "rich", "PIL"} & {*done.stdout.split()}
+
+
+def test_the_package_is_a_program(sinkprune: Callable[..., Outcome]) -> None:
+    told = sinkprune("--help")
+    assert sinkprune("--help", script=lambda: runpy.run_module("sinkprune", run_name="__main__")) == told
+
+
+@pytest.mark.parametrize(
+    ("command", "former", "name", "value"),
+    [
+        ("evaluate", "--task", "data", "wide-scenes"),
+        ("calibrate", "--task", "data", "x.jsonl"),
+        ("calibrate norms", "--task", "data", "x.jsonl"),
+        ("calibrate quantize", "--pictures", "limit", 7),
+        ("calibrate schedule", "--questions", "limit", 7),
+    ],
+)
+def test_former_names_keep_their_meaning(
+    command: str, former: str, name: str, value: object, parse: Parse, tmp_path: Path
+) -> None:
+    # Before there were verbs, `calibrate` alone was `norms`, with options before the bundle or after it.
+    positionals, needed = COMMANDS.get(command, ((str(tmp_path),), ()))
+    words = (*positionals, *needed)
+    assert getattr(parse(command, *words, former, str(value)), name) == value
+    assert getattr(parse(command, *words, f"--{name}", str(value)), name) == value
+    assert getattr(parse(command, *words), name) != value
+    assert getattr(parse(command, former, str(value), *words), name) == value
