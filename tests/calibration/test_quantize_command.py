@@ -307,7 +307,7 @@ def test_data_that_cannot_be_read_is_refused(
         (None, ["--vision-weights", "int3"], "--vision-weights is int3, expected"),
         (None, ["--block-size", "64"], "--block-size is 64, but no weights are int4."),
         (None, ["--data", "scenes"], "the test set"),
-        (None, ["--pictures", "0"], "--pictures is 0, expected a whole number from 1"),
+        (None, ["--pictures", "0"], "--limit is 0, expected a whole number from 1"),
         (None, ["--max-error", "nan"], "--max-error is nan, expected 0 or more"),
     ],
 )
