@@ -70,6 +70,9 @@ def test_costs_of_another_backend_are_not_taken(warm: Pipeline, photo: Image.Ima
     assert other.place != warm.place
     with pytest.raises(UsageError, match="--warm-up"):
         other.generate(photo, QUESTION, deadline_ms=60_000)
+    # Those of both are kept.
+    cache_costs(replace(costs_of(warm), place=other.place))
+    assert cached_costs(other.place) is not None and cached_costs(warm.place) == warm.costs
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"costs_version": 9}', "[]"])
