@@ -35,7 +35,7 @@ from sinkprune.runtime.learnt import Learnt
 from sinkprune.runtime.observer import NOBODY, Observer
 from sinkprune.runtime.pictures import PictureLike, decoded, see
 from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.request import Request, new_request
+from sinkprune.runtime.request import DEFAULT_NEW_TOKENS, Request, new_request
 from sinkprune.runtime.stopwatch import Stopwatch
 from sinkprune.runtime.stream import Stream, StreamState
 
@@ -196,7 +196,7 @@ class Pipeline:
         `BudgetError`, `PruningError`, `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
-        return self.answer(new_request(image, prompt, **options), observer)
+        return self.answer(new_request(image, prompt, **self._with_default_length(options)), observer)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
         """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
@@ -226,7 +226,12 @@ class Pipeline:
         Takes what `stream` takes. With `deadline_ms`, budgets far too slow for it are left out. Sets and returns
         `costs`; raises what `generate` raises.
         """
-        return self.measure_costs(new_request(image, prompt, **options), seconds)
+        return self.measure_costs(new_request(image, prompt, **self._with_default_length(options)), seconds)
+
+    def _with_default_length(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Add the default for `max_new_tokens`, which engines that were built for shorter answers lower."""
+        most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
+        return {"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options}
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
         """What `warm_up` does, of a `Request`. Raises what `answer` raises."""
