@@ -93,6 +93,8 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
             )
         else:
             yield from _build_findings(model, memory)
+        if jetpack and model.kind == "bundle" and model.backend != BOARD_BACKEND:
+            yield from _processor_bundle_findings(model, jetpack)
         if model.kind == "bundle" and model.backend == BOARD_BACKEND:
             yield from _tensorrt_bundle_findings(model, jetpack)
 
@@ -228,6 +230,18 @@ def _library_findings(machine: Machine) -> Iterator[Finding]:
             )
     if not any(name in libraries for name in _BACKENDS):
         yield Finding(True, "no engine library is installed", "pip install 'sinkprune[cpu]'")
+
+
+def _processor_bundle_findings(model: ModelFit, jetpack: JetPack) -> Iterator[Finding]:
+    """What ONNX Runtime takes none of in the Python of a JetPack; its 1.23 is the last for Python 3.10."""
+    if jetpack.python == "3.10" and model.backend != "openvino" and model.dialect != "opset20":
+        yield Finding(
+            True,
+            f"'{model.name}' is of dialect {model.dialect}; ONNX Runtime for Python {jetpack.python} of JetPack "
+            f"{jetpack.version} takes opset20",
+            "export it again with --dialect opset20",
+            model=model.name,
+        )
 
 
 def _tensorrt_bundle_findings(model: ModelFit, jetpack: JetPack | None) -> Iterator[Finding]:

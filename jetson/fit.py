@@ -54,6 +54,8 @@ class Target:
     """What the bounds are of; None where no datasheet is known."""
     disk_free: int | None = None
     """Bytes that are free where engines are to be written; None is not known."""
+    most_text: int | None = None
+    """The most tokens of prompt and answer together that engines accept; None where they have no limit."""
 
     @property
     def precision(self) -> PrecisionName:
@@ -76,8 +78,9 @@ class BudgetFit:
     times: Times | None
     """Of a request with `TYPICAL_NEW_TOKENS`, from the bounds; None where they are."""
     longest_text: int | None
-    """The most tokens of prompt and answer together that memory and model allow after the picture; None where the
-    machine's memory is not known."""
+    """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
+
+    None where the machine's memory is not known."""
     longest_context: int | None
     """The same with the picture's tokens into the LLM; 0 where no text fits."""
 
@@ -218,7 +221,8 @@ def _budget_fit(
     cache = cache_bytes(stored, planned, PROMPT_TOKENS)
     step = decode_bytes(stored, cache)
     bounds = _bounds(target.board, rows, step - cache, step) if target.board else None
-    room = range(max(stored.language_model.max_positions - planned.rows, 0) + 1)
+    most = max(stored.language_model.max_positions - planned.rows, 0)
+    room = range((most if target.most_text is None else min(most, target.most_text)) + 1)
     text = bisect_right(room, target.usable_bytes, key=lambda tokens: need(tokens).bytes) - 1
     return BudgetFit(
         memory=here,

@@ -163,4 +163,8 @@ def _own_target(model: str, bundle: Bundle, target: Target) -> Target:
             f"the engines '{model}' are for {bundle.engines.manifest.target}, whose memory is a GPU's own unless it "
             "is a board's: run this there, or add --board NAME."
         )
-    return target if backend == target.backend else replace(target, backend=backend, board=None)
+    enforced = bundle.engines.manifest.enforced_limits
+    both = {"prompt_tokens", "new_tokens"} <= set(enforced)
+    most_text = enforced["prompt_tokens"] + enforced["new_tokens"] if both else None
+    board = target.board if backend == target.backend else None
+    return replace(target, backend=backend, board=board, most_text=most_text)

@@ -38,7 +38,7 @@ from sinkprune.runtime.observer import NOBODY, Observer
 from sinkprune.runtime.other_load import OtherLoad
 from sinkprune.runtime.pictures import PictureLike, decoded, see
 from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.request import Request, new_request
+from sinkprune.runtime.request import DEFAULT_NEW_TOKENS, Request, new_request
 from sinkprune.runtime.stopwatch import Stopwatch
 from sinkprune.runtime.stream import Stream, StreamState
 
@@ -204,7 +204,7 @@ class Pipeline:
         `BudgetError`, `PruningError`, `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
-        return self.answer(new_request(image, prompt, **options), observer)
+        return self.answer(new_request(image, prompt, **self._with_default_length(options)), observer)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
         """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
@@ -235,7 +235,12 @@ class Pipeline:
         `costs`, and writes them to the user's cache folder where that is possible, for later processes; raises what
         `generate` raises.
         """
-        return self.measure_costs(new_request(image, prompt, **options), seconds)
+        return self.measure_costs(new_request(image, prompt, **self._with_default_length(options)), seconds)
+
+    def _with_default_length(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Add the default for `max_new_tokens`, which engines that were built for shorter answers lower."""
+        most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
+        return {"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options}
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
         """What `warm_up` does, of a `Request`. Raises what `answer` raises."""

@@ -19,6 +19,8 @@ from sinkprune.runtime.pictures import PictureLike, check_order, with_order
 from sinkprune.runtime.sampling import Sampler
 from sinkprune.runtime.video_file import VideoFile
 
+DEFAULT_NEW_TOKENS = 128
+"""How many tokens an answer has at most where nobody says; fewer where engines were built for fewer."""
 # No model has so many positions; what a bundle's has is checked with the prompt.
 MAX_NEW_TOKENS = WholeNumber("max new tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min new tokens", 0, 10**7)
@@ -41,7 +43,7 @@ class Request:
     chosen."""
     method: str = "sinkpruner"
     """A method of the bundle, as `sinkprune-export --methods` names them."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = DEFAULT_NEW_TOKENS
     """How many tokens the answer has at most."""
     min_new_tokens: int = 0
     """Stop tokens and stop strings are ignored before so many tokens."""

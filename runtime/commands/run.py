@@ -33,7 +33,7 @@ from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
 from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import DEADLINE_MS, MAX_NEW_TOKENS
+from sinkprune.runtime.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
 from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
@@ -87,7 +87,11 @@ def _run(arguments: Sequence[str] | None) -> None:
         metavar="FILE.json",
         help="what requests cost here, as sinkprune-calibrate schedule --costs wrote it",
     )
-    add("--max-new-tokens", type=MAX_NEW_TOKENS, default=128, help="longest answer (default: 128)")
+    add(
+        "--max-new-tokens",
+        type=MAX_NEW_TOKENS,
+        help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
+    )
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
     add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
     add("--seed", type=SEED, help="makes sampling repeatable")
@@ -112,10 +116,12 @@ def _run(arguments: Sequence[str] | None) -> None:
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
-    asked = Planned(images, options.method, [options.budget], texts, options.max_new_tokens)
+    asked = Planned(images, options.method, [options.budget], texts, options.max_new_tokens or DEFAULT_NEW_TOKENS)
     memory = check_memory(options, bundle, asked)
     pipeline = load_pipeline(options, bundle)
     asking = {name: getattr(options, name) for name in _REQUEST}
+    if options.max_new_tokens is None:
+        del asking["max_new_tokens"]
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     elif options.warm_up:

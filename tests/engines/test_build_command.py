@@ -130,12 +130,17 @@ def test_the_summary_as_text_and_as_json(bundle: Bundles, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("target", ["onnxruntime", "openvino"])
-def test_given_limits_hold_on_every_target(target: str, bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+def test_given_limits_hold_on_every_target(
+    target: str, bundle: Bundles, photo: Image.Image, photo_file: Path, tmp_path: Path
+) -> None:
     options = ("--target", target, "--max-prompt", 32, "--max-new-tokens", 8)
     built = build(bundle("gqa-112"), tmp_path / "engines", *options)
     assert "; prompts of 32 tokens, answers of 8\n" in built.stdout
     pipeline = Pipeline.load(tmp_path / "engines")
-    assert len(pipeline.generate(photo, "What is this?", max_new_tokens=8).token_ids) <= 8
+    # The default is what the engines allow: only a user who asks for more is refused.
+    assert len(pipeline.generate(photo, "What is this?", min_new_tokens=8).token_ids) == 8
+    asked = run("sinkprune-run", tmp_path / "engines", "--image", photo_file, "--prompt", "What?", "--json")
+    assert len(json.loads(asked.stdout)["token_ids"]) <= 8
     with pytest.raises(PromptError, match=r"9 new tokens are more than the 8 .* --max-new-tokens 9"):
         pipeline.generate(photo, "What is this?", max_new_tokens=9)
     with pytest.raises(PromptError, match=r"than the 32 the engines were built for.* --max-prompt"):

@@ -210,12 +210,18 @@ def test_engines_of_a_gpu_need_its_memory(bundle: Callable[..., Path], tmp_path:
     assert built.code == 0
     told_of = json.loads((engines / "engines.json").read_text())
     told_of["target"] = "tensorrt"
+    told_of["limits"].update(prompt_tokens=77, new_tokens=20)
     for engine in told_of["engines"].values():
         engine["optimisation_profiles"] = {"any": {}}
     (engines / "engines.json").write_text(json.dumps(told_of))
     assert_refused(doctor(engines), "are for tensorrt", "--board NAME")
-    (command,) = told("--board", "orin-nano-8gb", engines)["next"]
+    on_board = told("--board", "orin-nano-8gb", engines)
+    (command,) = on_board["next"]
     assert command.startswith(f"sinkprune-run {engines} --image")
+    # The engines accept no longer text, whatever memory and model would.
+    own = next(form for form in on_board["models"][0]["forms"] if form["exported"])
+    assert own["budgets"]["none"]["longest_text"] == 77 + 20
+    assert own["build"] is None
 
 
 def test_the_picture_makes_a_difference_where_models_see_all_of_it() -> None:

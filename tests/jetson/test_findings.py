@@ -186,6 +186,15 @@ def test_what_tensorrt_of_the_jetpack_takes_none_of(
     assert not [finding for finding in later if "dialect" in finding.found]
 
 
+def test_what_onnxruntime_of_the_jetpack_takes_none_of(bundle: Callable[..., Path]) -> None:
+    model = fits("it", 0, bundle("mha-336", "fp32"), backend="ort-cpu")
+    (finding,) = model_findings([model], BOARDS.jetpack("36.4.3"), 0)
+    assert finding.stops and "ONNX Runtime for Python 3.10 of JetPack 6.2 takes opset20" in finding.found
+    assert not list(model_findings([model], BOARDS.jetpack("39.2"), 0))
+    assert not list(model_findings([replace(model, dialect="opset20")], BOARDS.jetpack("36.4.3"), 0))
+    assert not list(model_findings([model], None, 0))
+
+
 def test_a_finding_blocks_what_needs_the_library(tmp_path: Path) -> None:
     findings = found(orin_nano_jetpack_6_2(tmp_path), PYTHON_7)
     tensorrt = only(findings, "this is 3.12")
