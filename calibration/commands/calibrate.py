@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from sinkprune.contract.verbs import Verb, run_verb
@@ -29,4 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _is_of_norms(word: str) -> bool:
     """Return whether `word` begins a call of `norms` without its name, as in `sinkprune-calibrate BUNDLE`."""
-    return word not in _OWN_OPTIONS if word.startswith("-") else Path(word).exists()
+    if word.startswith("-"):
+        return word not in _OWN_OPTIONS
+    return Path(word).exists() or not get_close_matches(word, VERBS)
