@@ -32,4 +32,5 @@ def _is_of_norms(word: str) -> bool:
     """Return whether `word` begins a call of `norms` without its name, as in `sinkprune-calibrate BUNDLE`."""
     if word.startswith("-"):
         return word not in _OWN_OPTIONS
+    # A word like a verb's name is taken for a slip, and any other for a bundle.
     return Path(word).exists() or not get_close_matches(word, VERBS)
