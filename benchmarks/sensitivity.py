@@ -1,7 +1,7 @@
 """How much accuracy hangs on where SinkPruner prunes, and on how its sanitizer shares places out.
 
     python benchmarks/sensitivity.py
-    python benchmarks/sensitivity.py --checkpoint my-llava --task kitchen.jsonl --budgets retain-64 --json found.json
+    python benchmarks/sensitivity.py --checkpoint my-llava --data kitchen.jsonl --budgets retain-64 --json found.json
 
 Exports the checkpoint with variants of SinkPruner (`sensitivity_methods/variants.py`), asks a task's questions with
 each, and prints two tables: each prune layer moved by one, and 0 to 100 % of the sanitizer's places for salient
@@ -69,7 +69,9 @@ def _measure(arguments: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--checkpoint", default="demo/pocket", help="of a LLaVA (default: demo/pocket)")
-    add("--task", default=SCENES, help="scenes, or FILE.jsonl (default: scenes)")
+    add("--data", default=SCENES, help="scenes, or FILE.jsonl (default: scenes)")
+    # The name that it had before the commands' was the same.
+    add("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--budgets", default="retain-64,retain-32", help="comma-separated (default: retain-64,retain-32)")
     add("--threads", type=THREADS, default=1, help="CPU threads (default: 1)")
@@ -81,7 +83,7 @@ def _measure(arguments: Sequence[str] | None) -> None:
     methods.__path__.append(str(Path(__file__).parent / "sensitivity_methods"))
     with tempfile.TemporaryDirectory() as folder:
         pipeline = _exported(options.checkpoint, budgets, Path(folder) / "bundle", options.threads)
-        items = load_task(options.task, options.limit)
+        items = load_task(options.data, options.limit)
         pairs = [Combination(method, budget) for method in pipeline.bundle.manifest.plans for budget in budgets]
         replies = ask(pipeline, items, pairs)
     pictures = [item.picture for item in items]

@@ -24,7 +24,7 @@ step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "What is wr
     --budget retain-64 --overlay "$out/kept.png"
 step sinkprune-profile "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" \
     --json "$out/profile.json" --plot "$out/profile.png"
-step sinkprune-evaluate "$out/bundle" --task "$out/scenes.jsonl" \
+step sinkprune-evaluate "$out/bundle" --data "$out/scenes.jsonl" \
     --json "$out/accuracy.json" --plot "$out/accuracy.png"
 
 cat <<END

@@ -1,7 +1,7 @@
 """Write scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT [SPLIT]`.
 
 They are the first of the split, "test" unless it is given: "validation" has others, to calibrate on. Their questions
-are in `FOLDER/scenes.jsonl`, as `sinkprune-evaluate --task` and `sinkprune-calibrate quantize --data` read them.
+are in `FOLDER/scenes.jsonl`, as `--data` of `sinkprune-evaluate` and `sinkprune-calibrate quantize` reads them.
 """
 
 from __future__ import annotations

@@ -182,6 +182,8 @@ def test_an_unknown_verb_is_refused_with_those_there_are(sinkprune: Callable[...
     assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
     assert "Did you mean" not in sinkprune("42").stderr
+    # Before there were verbs, the first word was a bundle.
+    assert_refused(sinkprune("calibrate", "llava-7b"), "'llava-7b'", "sinkprune-export")
 
 
 def test_the_version_loads_no_library() -> None:

@@ -52,9 +52,9 @@ def test_without_a_limit_it_takes_some_pictures_and_says_so(
     said = "takes the 2 questions about the first 1 pictures, of 3 questions; --limit 3 takes all\n"
     assert (outcome.code, outcome.stderr) == (0, said + FEW.replace("2 pictures", "1 picture"))
     assert json.loads(report.read_text())["questions"] == 2
-    outcome = run(*ask, "--limit", 3, "--json", report)
+    outcome = run(*ask, "--limit", 3, "--json")
     assert (outcome.code, outcome.stderr) == (0, FEW)
-    assert json.loads(report.read_text())["questions"] == 3
+    assert json.loads(outcome.stdout)["questions"] == 3
 
 
 def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_path: Path) -> None:

@@ -95,7 +95,10 @@ def test_pictures_of_one_name_have_maps_of_their_own(
         with Image.open(path) as picture:
             assert picture.format == "PNG" and picture.width > 800
     # Drawn again, they take the place of the old ones.
-    assert run("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps).code == 0
+    given = "--data", photos / "two", "--limit", 1, "--json", "-"
+    outcome = run("sinkprune-calibrate", "norms", bundle(name), *given, "--heatmaps", maps)
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["pictures"] == 1
 
 
 def test_names_of_any_characters_can_be_drawn(bundle: Bundles, photos: Path, tmp_path: Path) -> None:

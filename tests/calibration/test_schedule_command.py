@@ -40,6 +40,7 @@ def test_a_budget_of_a_mean_is_added(own: Path, tmp_path: Path, photo: Image.Ima
     assert (outcome.code, outcome.stderr) == (0, "")
     found, told = read_bundle(own), json.loads(report.read_text())
     found.verify()
+    assert told["sha256"] == found.sha256
     assert f"sha256 {found.sha256}" in outcome.stdout and "mean-16: predicted" in outcome.stdout
     answer = Pipeline.load(own).generate(photo, "What?", budget="mean-16", max_new_tokens=1)
     mean = sum(answer.tokens_per_layer) / len(answer.tokens_per_layer)
@@ -58,9 +59,11 @@ def test_a_time_is_met(own: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     asked = (own, "--image", tmp_path / "a.png", "--prompt", "What is this?", "--json", report)
     Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
-    outcome = schedule(*asked, "--budget-tokens", 40, "--dry-run")
+    outcome = schedule(*asked, "--budget-tokens", 40, "--dry-run", "--json", "-")
     assert outcome.code == 0, outcome.stderr
-    none = json.loads(report.read_text())["unpruned_ms"]
+    printed = json.loads(outcome.stdout)
+    none = printed["unpruned_ms"]
+    assert printed["sha256"] is None and not report.exists()
     sum_before = read_bundle(own).sha256
     outcome = schedule(*asked, "--target-ms", 0.85 * none, "--name", "quick", "--dry-run")
     assert read_bundle(own).sha256 == sum_before
@@ -147,7 +150,7 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Im
     lines = [{"image": "a.png", "question": f"What is {number}?", "answer": "a cup"} for number in range(3)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = tmp_path / "report.json"
-    asked = ("--budget-tokens", 10, "--data", tmp_path / "data.jsonl", "--questions", 2, "--json", report)
+    asked = ("--budget-tokens", 10, "--data", tmp_path / "data.jsonl", "--limit", 2, "--json", report)
     outcome = schedule(own, *asked)
     assert outcome.code == 0, outcome.stderr
     told = json.loads(report.read_text())

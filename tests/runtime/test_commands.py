@@ -53,11 +53,12 @@ def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file
     assert timings.endswith("visual tokens 576 -> 129 -> 42")
 
 
-def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file: Path) -> None:
+def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
     arguments = (bundle("mha-336"), "--image", photo_file, *ASK, "--budget", "retain-32", "--max-new-tokens", 5)
-    plain = run("sinkprune-run", *arguments)
+    plain = run("sinkprune-run", *arguments, "--json", tmp_path / "answer.json")
     answer = json.loads(run("sinkprune-run", *arguments, "--json").stdout)
-    assert plain.stdout.startswith(answer["text"])
+    assert plain.stdout.startswith(answer["text"] + "\n[retain-32] TTFT ")
+    assert json.loads((tmp_path / "answer.json").read_text())["text"] == answer["text"]
     assert answer["visual_tokens"] == 576
     assert answer["kept_after_sanitizer"] == 65
     assert answer["tokens_per_layer"] == [65, 54, 36, 36, 22, 22]
@@ -140,9 +141,9 @@ def test_profile_always_holds_the_baseline_and_takes_one_token(
     bundle: Bundles, photo_file: Path, tmp_path: Path
 ) -> None:
     arguments = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budgets", "retain-64", "--repeat", 1)
-    outcome = run("sinkprune-profile", *arguments, "--new-tokens", 1, "--json", tmp_path / "p.json")
+    outcome = run("sinkprune-profile", *arguments, "--new-tokens", 1, "--json")
     assert outcome.code == 0
-    report = json.loads((tmp_path / "p.json").read_text())
+    report = json.loads(outcome.stdout)
     assert list(report["budgets"]) == ["none", "retain-64"]
     assert report["budgets"]["none"]["ms"]["per_token"] is None
     assert report["budgets"]["none"]["decode_gb_per_s"] is None
