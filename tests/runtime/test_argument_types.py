@@ -14,6 +14,7 @@ from PIL import Image
 from sinkprune import Clip, Pipeline, VideoFile
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.runtime.request import Request
+from slow_cases import slow_except
 
 
 def closed_image() -> Image.Image:
@@ -118,19 +119,19 @@ def test_clips_and_video_files(value: str, pipeline: Callable[..., Pipeline]) ->
     outcome(lambda: VideoFile(odd), "path")
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (name, value)
-        for name in (
-            *("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by"),
-            *("wrap", "fit", "during"),
-        )
-        for value in ODD
-        # What a function does is its own.
-        if not (callable(ODD[value]()) and name in ("wrap", "during"))
-    ],
-)
+LOADED = [
+    (name, value)
+    for name in (
+        *("bundle", "backend", "threads", "engines", "compute", "check_sums", "sha256", "signed_by"),
+        *("wrap", "fit", "during"),
+    )
+    for value in ODD
+    # What a function does is its own.
+    if not (callable(ODD[value]()) and name in ("wrap", "during"))
+]
+
+
+@pytest.mark.parametrize(("name", "value"), slow_except(LOADED[::6], LOADED))
 def test_what_a_pipeline_is_loaded_with(name: str, value: str, bundle: Callable[..., Path]) -> None:
     odd = ODD[value]()
     options = {"bundle": bundle("gqa-112"), name: odd}
