@@ -2,7 +2,8 @@
 
 A file has one JSON object a line. `question` is what is asked, and `image` the path of the picture, relative to the
 file. `answer` is a string, or a list of strings that are all right; with `options`, a list of strings, it is the
-letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind` is "all" unless given.
+letter of the right one, its text, or its 0-based number. `id` is the line's number and `kind` is "unnamed" unless
+given.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _read_line(line: bytes, folder: Path, number: int) -> tuple[Path, Question]:
     options, identity = _options(data), data.get("id", number)
     question = Question(
         id=str(identity) if type(identity) is int else _text("id", identity),
-        kind=_text("kind", data.get("kind", "all")),
+        kind=_text("kind", data.get("kind", "unnamed")),
         text=_text("question", data["question"]),
         answers=(_letter(data["answer"], options),) if options else _answers(data["answer"]),
         options=options,

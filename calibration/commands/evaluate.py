@@ -164,6 +164,8 @@ def _print_tables(result: EvaluationReport) -> None:
         "accuracy in % ± half its 95 % interval (of none's)",
         markup=False,
     )
+    for warning in result.warnings:
+        console.print(warning)
     if result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))

@@ -187,4 +187,4 @@ def _text(report: NormReport) -> str:
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "
         f"{report.norm_salience_correlation:.2f}.\n"
         f"Suggested: {report.suggestion}\n"
-    )
+    ) + "".join(f"{warning}\n" for warning in report.warnings)

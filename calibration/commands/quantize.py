@@ -152,6 +152,8 @@ def _print(report: QuantisationReport) -> None:
         )
     console.print(table)
     console.print(f"logits: {_logits(report.logits)}\n   ({_logits(report.to_nearest)})", markup=False)
+    for warning in report.warnings:
+        console.print(warning)
 
 
 def _logits(error: LogitError) -> str:

@@ -38,7 +38,7 @@ def write(folder: Path, *lines: Any) -> str:
 def test_lines_become_questions(folder: Path) -> None:
     more = {**GOOD, "answer": ["yes", "yeah"], "kind": "colour", "id": "second"}
     first, second, third = load_task(write(folder, GOOD, more, b"", {**CHOICE, "answer": "blue", "id": 7}))
-    assert (first.question.id, first.question.kind, first.question.prompt) == ("1", "all", "Is it red?")
+    assert (first.question.id, first.question.kind, first.question.prompt) == ("1", "unnamed", "Is it red?")
     assert first.question.answers == ("yes",)
     assert (second.question.id, second.question.kind) == ("second", "colour")
     assert second.question.is_right(" Yeah.")
