@@ -76,8 +76,16 @@ test-x86-64: .venv/.dev
 clean:
 	rm -rf .venv build demo-output src/*.egg-info
 
+# PyTorch's own index has its builds for CPUs. Its build on PyPI brings gigabytes of CUDA to x86-64 Linux. Where that index
+# cannot be reached, pip's own settings choose; `make TORCH_INDEX=` asks for that.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
+
+.venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
+	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
+
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --editable ".[$*]"
+	$(BIN)/pip install --quiet $(PIP_INDEX) --editable ".[$*]"
 	touch $@
 
 $(BIN)/python:
