@@ -16,7 +16,8 @@ step() {
 }
 
 python -m sinkprune.demo.write_scenes "$out" 12
-step sinkprune-export "$here/pocket" -o "$out/bundle" --force
+python -m sinkprune.demo.example_files "$out"
+step sinkprune-export "$here/pocket" -o "$out/bundle" --max-images 2 --force
 step sinkprune-run "$out/bundle" --image "$out/scene-0.png" --prompt "What colour is the circle?"
 step sinkprune-run "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" --budget retain-64
 step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "What is written on the purple plate?" \
@@ -34,4 +35,5 @@ Look at
   $out/profile.png                   where the time of each budget goes
   $out/accuracy.png                  how many answers are still right
 The .json files say the same for programs.
+The pictures, questions and the clip that the README names lie there too: cd $out before you paste its commands.
 END
