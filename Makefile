@@ -76,18 +76,16 @@ test-x86-64: .venv/.dev
 clean:
 	rm -rf .venv build demo-output src/*.egg-info
 
-# The usual index has PyTorch with gigabytes of CUDA. Where its index for CPUs cannot be reached, the usual one has to do.
+# PyTorch's own index has its builds for CPUs. Its build on PyPI brings gigabytes of CUDA to x86-64 Linux. Where that index
+# cannot be reached, pip's own settings choose; `make TORCH_INDEX=` asks for that.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/torch/", timeout=5)
 
-.venv/.torch: | $(BIN)/python
-	$(BIN)/pip install --quiet --retries 0 --timeout 10 --index-url $(TORCH_INDEX) \
-		"$$(grep -om1 'torch==[0-9.]*' pyproject.toml)" || echo "PyTorch for CPUs is not at $(TORCH_INDEX)" >&2
-	touch $@
-
-.venv/.dev: .venv/.torch
+.venv/.dev: PIP_INDEX = $(if $(TORCH_INDEX),$$($(BIN)/python -c '$(REACHED)' $(TORCH_INDEX) 2>/dev/null && \
+	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --editable ".[$*]"
+	$(BIN)/pip install --quiet $(PIP_INDEX) --editable ".[$*]"
 	touch $@
 
 $(BIN)/python:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sinkprune.calibration.outlier_gap import OUTLIER, suggest_rho
+from sinkprune.calibration.sample_size import mean_warnings
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.contract.errors import NumericsError
 
@@ -48,6 +49,8 @@ class NormReport:
     """rho for the tower's budgets, from a gap in its norms (`outlier_gap.suggest_rho`); 0: take out none."""
     suggestion: str
     """The same in words, with the reason."""
+    warnings: tuple[str, ...]
+    """Sentences: why the figures say little, for example too few pictures."""
 
 
 def summarise(
@@ -85,6 +88,7 @@ def summarise(
         verdict=_verdict(share, top, attended=overlap > 2 * chance),
         suggested_per_mille=suggestion.per_mille,
         suggestion=suggestion.reason,
+        warnings=mean_warnings(pictures),
     )
 
 

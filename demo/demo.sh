@@ -16,8 +16,8 @@ step() {
 }
 
 python -m sinkprune.demo.write_scenes "$out" 12
-python -m sinkprune.demo.write_examples "$out"
-step sinkprune-export "$here/pocket" -o "$out/bundle" --force
+python -m sinkprune.demo.example_files "$out"
+step sinkprune-export "$here/pocket" -o "$out/bundle" --max-images 2 --force
 step sinkprune-run "$out/bundle" --image "$out/scene-0.png" --prompt "What colour is the circle?"
 step sinkprune-run "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" --budget retain-64
 step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "What is written on the purple plate?" \
@@ -34,6 +34,6 @@ Look at
   $out/kept.png                      which visual tokens were kept, and which stage dropped the others
   $out/profile.png                   where the time of each budget goes
   $out/accuracy.png                  how many answers are still right
-kitchen.jpg, kitchen.jsonl, a.jpg, b.jpg and clip.mp4 are the files that the README and docs/ name.
 The .json files say the same for programs.
+The pictures, questions and the clip that the README names lie there too: cd $out before you paste its commands.
 END

@@ -1,7 +1,8 @@
 """Every command and every Python snippet of the README and the docs, run as printed by a reader without a GPU.
 
-Commands run in a folder that holds small checkpoints, bundles and pictures under the names that the pages use. A
-command that cannot run here has a row in `NOT_RUN`, with the reason, and its options are parsed at least.
+Commands run in a folder that holds what the demo leaves there, and small checkpoints and bundles under the names that
+the pages use. A command that cannot run here has a row in `NOT_RUN`, with the reason, and its options are parsed at
+least.
 """
 
 from __future__ import annotations
@@ -11,35 +12,30 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from PIL import Image
 
 from commands import run
 from import_statements import ROOT
-from sinkprune.demo.write_examples import write_examples
+from printed_commands import ALL, OUTPUT, Block, blocks, most_images
+from sinkprune.demo.example_files import write_example_files
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CHECKPOINTS = {
     "llava-hf/llava-1.5-7b-hf": "gqa-112",
     "./my-checkpoint": "gqa-112",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen",
 }
 """The small checkpoint that has the place of a published one."""
-BUNDLES = ("llava-7b", "llava-7b-int4", "llava-int4", "engines", "qwen-7b")
-"""The names of bundles and engines that commands read; `qwen-7b` is made for video, the others for two pictures."""
-WRITTEN = ("coffee.jpg", "others/scenes.jsonl")
-"""Files that pages print the command for."""
-OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  ", "stop: ", "1  H ", "p_j = ")
-"""How blocks begin that show what a program prints, or a formula."""
-
+BUNDLES = ("llava-7b", "llava-7b-int4", "llava-int4", "llava-methods", "engines", "qwen-7b")
+"""The names of bundles and engines that commands read. They are made for as many images as their export says."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
 LOAD = "its answer depends on the machine's load: see tests/runtime/test_deadline_requests.py"
 NOT_RUN: dict[str, str] = {
     r"pip install": SYSTEM,
     r"make ": MINUTES,
+    r"cd demo-output": "it is where the other commands run",
     r"sudo ": SYSTEM,
     r"jetson/setup\.sh": SYSTEM,
     r"docker ": SYSTEM,
@@ -58,7 +54,9 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-export my-gptq-or-awq": PARTS,
     r"sinkprune-export .*--sign": PARTS,
     r"sinkprune-run .*(--sha256 3f0c|--signed-by)": PARTS,
-    r"sinkprune-(calibrate|evaluate) ": MINUTES,
+    r"sinkprune-(calibrate|evaluate) .*\bpocket": MINUTES,
+    r"sinkprune-calibrate (schedule|quantize) ": MINUTES,
+    r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
 }
 """By a pattern that begins a command: why it is not run here."""
@@ -66,39 +64,6 @@ FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-int4 --precision": "for a
 """Exports whose states may be in fp16, which on a CPU take twice the memory: they are for GPUs."""
 
 
-class Block(NamedTuple):
-    page: str
-    line: int
-    language: str
-    text: str
-
-
-def blocks() -> list[Block]:
-    """All fenced blocks of the pages."""
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            line = text.count("\n", 0, match.start()) + 2
-            found.append(Block(page.name, line, match[1], match[2]))
-    return found
-
-
-def commands() -> list[tuple[str, str]]:
-    """Where each command stands, and its words without the remark behind them."""
-    found = []
-    for block in blocks():
-        if block.language or block.text.startswith(OUTPUT):
-            continue
-        joined = block.text.replace("\\\n", "")
-        for number, line in enumerate(joined.splitlines()):
-            for part in re.split(r" && ", re.split(r"\s+#\s", line)[0]):
-                if part.strip():
-                    found.append((f"{block.page}:{block.line + number}", part.strip()))
-    return found
-
-
-ALL = commands()
 ONCE = list({text: (place, text) for place, text in ALL}.values())
 RUN = [(place, text) for place, text in ONCE if not any(re.match(pattern, text) for pattern in NOT_RUN)]
 PARSED = [
@@ -118,14 +83,11 @@ class Parsed(Exception):
 def readers_folder(
     bundle: Callable[..., Path],
     checkpoint: Callable[[str], Path],
-    photo: Image.Image,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """What a reader has before the first command: the files of `make demo`, and bundles named as on the pages."""
     folder = tmp_path_factory.mktemp("reader")
-    write_examples(folder)
-    # docs/savings.md prints the command that writes it.
-    photo.save(folder / "coffee.jpg")
+    write_example_files(folder)
     for name, kind in CHECKPOINTS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).symlink_to(checkpoint(kind))
@@ -133,7 +95,7 @@ def readers_folder(
         made = (
             bundle("qwen", budgets=("prune-80",), max_frames=8)
             if name == "qwen-7b"
-            else bundle("gqa-112", budgets=("retain-64", "retain-32"), max_images=2)
+            else bundle("gqa-112", budgets=("retain-64", "retain-32"), max_images=most_images(name))
         )
         (folder / name).symlink_to(made)
     return folder
@@ -191,14 +153,6 @@ def test_a_printed_command_s_options_exist(
 def test_only_exports_for_gpus_have_states_in_fp16() -> None:
     wrong = [text for _, text in ALL if "--precision fp16" in text and not any(part in text for part in FP16)]
     assert wrong == []
-
-
-def test_the_demo_leaves_the_files_that_commands_and_snippets_read(readers_folder: Path) -> None:
-    named = re.compile(r"\b[\w./-]+\.(?:jpg|jsonl|mp4)\b")
-    snippets = [(f"{block.page}:{block.line}", block.text) for block in SNIPPETS]
-    for place, text in [*ALL, *snippets]:
-        for name in named.findall(text):
-            assert name in WRITTEN or (readers_folder / name).exists(), f"{place}: {name}"
 
 
 def test_files_and_targets_that_commands_name_exist() -> None:

@@ -96,6 +96,8 @@ class AttentionReport:
     """The unpruned engines: all visual tokens, nothing sanitised."""
     methods: dict[str, dict[str, RunReport]]
     """By method, then budget."""
+    warnings: tuple[str, ...]
+    """Sentences: why the figures say little, for example too few pictures."""
 
 
 def summarise(observations: Sequence[Observation]) -> RunReport:

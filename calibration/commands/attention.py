@@ -18,8 +18,8 @@ from sinkprune.calibration.evaluation.asking import choose_combinations
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.plots import plot_attention
+from sinkprune.calibration.sample_size import mean_warnings
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
-from sinkprune.calibration.small_samples import warn_few_pictures
 from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
@@ -84,7 +84,6 @@ def _measure(arguments: Sequence[str] | None) -> None:
     pipeline = load_pipeline(options, bundle, watch.wrap)
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, combinations))
     write_report(options, report, plot_attention)
-    warn_few_pictures(report.pictures, "shares and entropies")
     if not prints_json(options):
         _print(report)
         sys.stdout.write(_advice(bundle.manifest))
@@ -153,7 +152,7 @@ def _report(
     none, methods = runs.pop(BASELINE), dict[str, dict[str, RunReport]]()
     for pair, run in runs.items():
         methods.setdefault(pair.method, {})[pair.budget] = run
-    manifest = pipeline.bundle.manifest
+    manifest, pictures = pipeline.bundle.manifest, len({item.picture for item in items})
     return AttentionReport(
         model=model_name(manifest.checkpoint.source),
         backend=pipeline.backend.name,
@@ -161,10 +160,11 @@ def _report(
         compute=pipeline.backend.compute,
         task=task,
         questions=len(items),
-        pictures=len({item.picture for item in items}),
+        pictures=pictures,
         outlier_per_mille=OUTLIER_PER_MILLE,
         none=none,
         methods=methods,
+        warnings=mean_warnings(pictures),
     )
 
 
@@ -173,8 +173,10 @@ def _print(report: AttentionReport) -> None:
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
         f"{report.questions} questions about {report.pictures} pictures; ± half the 95 % interval\n"
-        f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms\n\n"
-        "% of the kept tokens that are sink tokens\n",
+        f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms",
+        *report.warnings,
+        "\n% of the kept tokens that are sink tokens\n",
+        sep="\n",
         markup=False,
     )
     runs = [(UNPRUNED, "", report.none)]

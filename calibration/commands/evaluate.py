@@ -15,7 +15,6 @@ from sinkprune.calibration.evaluation.asking import ask, choose_combinations, re
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.calibration.small_samples import warn_few_questions
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
@@ -94,7 +93,6 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation)
-    warn_few_questions(result.questions)
     if not prints_json(options):
         # Last, because whoever reads it may stop reading, as `head` does.
         _print_tables(result)
@@ -172,6 +170,8 @@ def _print_tables(result: EvaluationReport) -> None:
         "accuracy in % ± half its 95 % interval (of none's)",
         markup=False,
     )
+    for warning in result.warnings:
+        console.print(warning)
     if result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))

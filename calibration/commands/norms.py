@@ -15,7 +15,6 @@ from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
-from sinkprune.calibration.small_samples import warn_few_pictures
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
@@ -90,7 +89,6 @@ def _measure(arguments: Sequence[str] | None) -> None:
             write_whole(_heatmap_file(options, pictures, number), draw_heatmaps(features, title))
     report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
-    warn_few_pictures(report.pictures, "norms")
     if not prints_json(options):
         sys.stdout.write(escaped(_text(report), keep="\n"))
 
@@ -195,4 +193,4 @@ def _text(report: NormReport) -> str:
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "
         f"{report.norm_salience_correlation:.2f}.\n"
         f"Suggested: {report.suggestion}\n"
-    )
+    ) + "".join(f"{warning}\n" for warning in report.warnings)

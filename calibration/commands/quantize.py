@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from sinkprune.calibration.plots import plot_quantisation
-from sinkprune.calibration.small_samples import warn_few_prompts
 from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.command import run_command
@@ -102,7 +101,6 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             told=_tell,
         )
     write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
-    warn_few_prompts(report.prompts)
     if prints_json(options):
         return
     _print(report)
@@ -158,6 +156,8 @@ def _print(report: QuantisationReport) -> None:
         )
     console.print(table)
     console.print(f"logits: {_logits(report.logits)}\n   ({_logits(report.to_nearest)})", markup=False)
+    for warning in report.warnings:
+        console.print(warning)
 
 
 def _logits(error: LogitError) -> str:

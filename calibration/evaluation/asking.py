@@ -16,6 +16,8 @@ from sinkprune.calibration.evaluation.report import (
     Reply,
     summarise,
 )
+from sinkprune.calibration.evaluation.unseen import unseen_warnings
+from sinkprune.calibration.sample_size import accuracy_warnings
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
@@ -134,6 +136,7 @@ def report(
         none=summarise(base, base),
         methods=methods,
         unreachable=tuple(unreachable),
+        warnings=(*accuracy_warnings(len(base)), *unseen_warnings([reply.seen_share for reply in base])),
     )
 
 
@@ -159,4 +162,5 @@ def _reply(
         right=question.is_right(answer.text),
         mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
         ttft_ms=ttft,
+        seen_share=answer.kept.layout.seen_share,
     )

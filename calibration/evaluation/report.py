@@ -41,6 +41,8 @@ class Reply:
     """Visual tokens a decoder layer ran on, mean over all layers (input counting)."""
     ttft_ms: float
     """Milliseconds from the request to the first token."""
+    seen_share: float
+    """The share of the picture's area that the model sees."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class EvaluationReport:
     """Each combination, by method, then budget."""
     unreachable: tuple[Combination, ...]
     """Combinations asked for that the bundle does not hold: methods that cannot reach a budget's mean."""
+    warnings: tuple[str, ...]
+    """Sentences: why the figures say little, for example too few questions."""
 
 
 def summarise(replies: Sequence[Reply], base: Sequence[Reply]) -> CombinationReport:

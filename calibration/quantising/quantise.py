@@ -24,6 +24,7 @@ from sinkprune.calibration.quantising.report import (
 )
 from sinkprune.calibration.quantising.stretches import Tensors
 from sinkprune.calibration.quantising.walk import Walk, order
+from sinkprune.calibration.sample_size import calibration_warnings
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
 from sinkprune.contract.folders import check_outside, check_replaceable, replacing
@@ -165,6 +166,7 @@ class _Quantisation:
             layers=tuple(self._layers),
             logits=logit_error(floats.logits, ours.logits),
             to_nearest=logit_error(floats.logits, nearest.logits),
+            warnings=calibration_warnings(len(shown)),
         )
 
     def _write(self, graph: str, feeds: Sequence[Tensors]) -> list[Tensors]:

@@ -63,6 +63,8 @@ class QuantisationReport:
     logits: LogitError
     to_nearest: LogitError
     """If every weight had been rounded to the nearest."""
+    warnings: tuple[str, ...]
+    """Sentences: why the figures say little, for example too few prompts."""
 
     @property
     def worst(self) -> list[LayerReport]:

@@ -43,13 +43,17 @@ def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_pa
         *("--plot", files["plot.png"], "--answers", files["answers.jsonl"]),
     )
     assert outcome.code == 0, outcome.stderr
-    assert outcome.stderr.startswith("warning: after ") and outcome.stderr.count("\n") == 1
+    assert outcome.stderr == ""
     for words in ("sinkpruner", "retain-64", "none: 50.0", "known", "TTFT"):
         assert words in outcome.stdout
     report = json.loads(files["report.json"].read_text())
     fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens", "ttft_ms"}
     assert set(report["none"]) == fields
     assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
+    # The photos are 4:3.
+    assert ["4 questions" in line for line in report["warnings"]] == [True, True]
+    assert "75 %" in report["warnings"][1]
+    assert "\n".join(report["warnings"]) in outcome.stdout
     assert (report["none"]["accuracy"], report["none"]["relative"]) == (0.5, 1.0)
     assert report["none"]["by_kind"]["known"] == {"accuracy": 1.0, "ci95": pytest.approx([0.34238, 1]), "count": 2}
     assert report["none"]["mean_visual_tokens"] == 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,8 +41,8 @@ class FakeManifest(SimpleNamespace):
 class FakePipeline:
     """Replies "yes" wherever `right(prompt, budget)` says so, and remembers what it was asked."""
 
-    def __init__(self, right: Callable[[str, str], bool]) -> None:
-        self.right = right
+    def __init__(self, right: Callable[[str, str], bool], seen_shares: Mapping[str, float] | None = None) -> None:
+        self.right, self.seen_shares = right, seen_shares or {}
         self.asked: list[tuple[str, str, str]] = []
         self.images: list[Image.Image] = []
         checkpoint = SimpleNamespace(source="/models/pocket")
@@ -58,7 +58,10 @@ class FakePipeline:
         # Warm-up comes first and is slow.
         ms = 1e6 if len(self.asked) <= 3 else float(prompt)
         return SimpleNamespace(
-            text="Yes." if self.right(prompt, budget) else "no", tokens_per_layer=layers, ms={"ttft": ms}
+            text="Yes." if self.right(prompt, budget) else "no",
+            tokens_per_layer=layers,
+            ms={"ttft": ms},
+            kept=SimpleNamespace(layout=SimpleNamespace(seen_share=self.seen_shares.get(prompt, 1.0))),
         )
 
 
@@ -126,6 +129,16 @@ def test_a_baseline_without_a_right_answer_has_no_relative() -> None:
     assert (pruned.accuracy, pruned.relative, pruned.relative_ci95) == (1.0, None, None)
 
 
+def test_the_report_warns_of_few_questions_and_of_pictures_that_are_seen_in_part() -> None:
+    pipeline = FakePipeline(lambda prompt, budget: True, {"3": 0.665, "5": 0.75})
+    few, partly = run(pipeline, items(12), [SINK]).warnings
+    assert "12 questions" in few
+    assert partly == (
+        "The model sees only a part of the picture in 2 of 12 questions (66 % at least). --fit pad shows it all."
+    )
+    assert run(FakePipeline(lambda prompt, budget: True), items(100), [SINK]).warnings == ()
+
+
 def test_answers_are_paired_with_the_baselines_to_the_same_question() -> None:
     pipeline = FakePipeline(lambda prompt, budget: int(prompt) % 2 == 0)
     assert run(pipeline, items(30), [SINK]).methods["sinkpruner"]["retain-64"].relative_ci95 == (1.0, 1.0)
@@ -169,5 +182,5 @@ def test_chosen_combinations() -> None:
 
 
 def test_one_question_is_enough() -> None:
-    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0)
+    reply = Reply("1", "all", SINK, "yes", True, 30.0, 2.0, 1.0)
     assert summarise([reply], [reply]).ci95 == pytest.approx((1 / (1 + 3.841459), 1.0), abs=1e-6)

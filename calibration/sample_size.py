@@ -1,0 +1,51 @@
+"""Warnings about samples too small for the figures that are computed from them, one sentence each."""
+
+from __future__ import annotations
+
+from sinkprune.calibration.evaluation.intervals import wilson
+
+FEW_QUESTIONS = 100
+"""From so many questions on, the 95 % interval of an accuracy reaches at most 10 points to each side."""
+FEW_PICTURES = 20
+"""From so many pictures on, the 95 % interval of a mean reaches at most half a standard deviation to each side."""
+
+
+def accuracy_warnings(questions: int) -> tuple[str, ...]:
+    """Return a warning if an accuracy over `questions` says little, else nothing."""
+    if questions >= FEW_QUESTIONS:
+        return ()
+    reach, enough = _reach(questions), _reach(FEW_QUESTIONS)
+    return (
+        f"Small sample: {_count(questions, 'question')}. The 95 % interval of an accuracy can reach ±{reach:.0f} "
+        f"points. From {FEW_QUESTIONS} questions on it stays within ±{enough:.0f}.",
+    )
+
+
+def mean_warnings(pictures: int) -> tuple[str, ...]:
+    """Return a warning if means over `pictures` say little, else nothing."""
+    if pictures >= FEW_PICTURES:
+        return ()
+    return (
+        f"Small sample: {_count(pictures, 'picture')}. Other pictures may give other means. Measure "
+        f"{FEW_PICTURES} or more: the 95 % interval of a mean is then within ±0.5 standard deviations.",
+    )
+
+
+def calibration_warnings(prompts: int) -> tuple[str, ...]:
+    """Return a warning if weights were rounded for too few prompts, one a picture, else nothing."""
+    if prompts >= FEW_PICTURES:
+        return ()
+    return (
+        f"Small sample: {_count(prompts, 'prompt')}. The weights fit the pictures and prompts that they were rounded "
+        f"for, and others less. Give {FEW_PICTURES} pictures or more.",
+    )
+
+
+def _reach(questions: int) -> float:
+    """Half the widest 95 % interval of an accuracy, in percentage points: that of one half."""
+    low, high = wilson(questions // 2, questions)
+    return 50 * (high - low)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,122 @@
+"""Files and bundles that printed commands name are there when a reader pastes them, in the order of the pages.
+
+A reader has what `make demo` leaves in `demo-output`, what the README's commands made, and then what the page's own
+commands made before.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from import_statements import ROOT
+from printed_commands import ALL, PAGES, most_images
+from sinkprune.demo.example_files import write_example_files
+from sinkprune.demo.write_scenes import write_scenes
+
+READ = ("--image", "--images", "--video", "--frames", "--check", "--data", "--task", "--sign", "--signed-by")
+COMMANDS = tuple(f"sinkprune-{name}" for name in ("run", "profile", "evaluate", "calibrate", "build", "doctor"))
+MADE = ("-o", "-out")
+TEST_SETS = ("scenes", "wide-scenes")
+READERS_OWN = ("./my-checkpoint", "my-gptq-or-awq-checkpoint", "./clip-vit-large-patch14-336", "key.pem")
+ELSEWHERE = ("jetson.md", "savings.md")
+"""Pages whose commands run on another machine or in another folder, so that the README's have made nothing there."""
+LINK = "README.md#a-worked-example"
+
+
+@pytest.fixture(scope="module")
+def demo_output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The pictures, questions and clip that `demo/demo.sh` writes."""
+    folder = tmp_path_factory.mktemp("demo-output")
+    write_scenes(folder, 12)
+    write_example_files(folder)
+    return folder
+
+
+def named(page: str) -> list[str]:
+    """The commands of a page, in order."""
+    return [text for place, text in ALL if place.startswith(f"{page}:")]
+
+
+def values(text: str, options: tuple[str, ...]) -> Iterator[str]:
+    """What stands after each of the options."""
+    words = shlex.split(text)
+    for option, value in pairwise(words):
+        if option in options:
+            yield value
+
+
+def made_by(text: str) -> set[str]:
+    """The names of files and folders that a command makes."""
+    photo = re.match(r"python demo/photo\.py (\S+)", text)
+    scenes = re.match(r"python -m sinkprune\.demo\.write_scenes (\S+)", text)
+    return {
+        *values(text, MADE),
+        *(values(text, ("--costs",)) if text.startswith("sinkprune-calibrate") else ()),
+        *([photo[1]] if photo else []),
+        *([f"{scenes[1]}/scenes.jsonl"] if scenes else []),
+    }
+
+
+def read_by(text: str) -> set[str]:
+    """The bundles and engines that a command reads, without presets, placeholders and what is the reader's own."""
+    command, *words = shlex.split(text)
+    if command not in COMMANDS:
+        return {*words[:2]} if command == "sinkprune-check" else set()
+    if command == "sinkprune-calibrate" and words[0] in ("norms", "attention", "quantize", "schedule"):
+        del words[0]
+    return {word for word in words[:1] if not word.startswith("--") and not word.isupper()}
+
+
+PRINTING = [page.name for page in PAGES if any(text.startswith("sinkprune-") for text in named(page.name))]
+
+
+@pytest.mark.parametrize("page", PRINTING)
+def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
+    before = [] if page in ("README.md", *ELSEWHERE) else named("README.md")
+    there = {"bundle", *READERS_OWN}.union(*map(made_by, before))
+    if page == "jetson.md":
+        there.add("llava-7b-int4")
+    from_demo = False
+    for text in named(page):
+        files = {name for name in values(text, READ) if not name.isupper() and name not in TEST_SETS}
+        files |= {*values(text, ("--costs",))} - made_by(text)
+        of_demo = {name for name in files if (demo_output / name).exists()}
+        from_demo |= bool(of_demo)
+        missing = (files - of_demo | read_by(text)) - there
+        assert not missing, f"{page}: {text}: nothing made {missing}"
+        there |= made_by(text)
+    if from_demo and page != "README.md":
+        assert LINK in (ROOT / "docs" / page).read_text(), f"{page} must say where its files come from"
+
+
+@pytest.mark.parametrize("page", PRINTING)
+def test_no_name_is_given_to_two_bundles(page: str) -> None:
+    made: dict[str, str] = {}
+    for text in [*([] if page in ("README.md", *ELSEWHERE) else named("README.md")), *named(page)]:
+        if re.match(r"sinkprune-(export|build|calibrate quantize) ", text):
+            (name,) = values(text, ("-o",))
+            first = made.setdefault(name, text)
+            assert text.startswith(first) or first.startswith(text), f"{page}: {name}: {first}; {text}"
+
+
+def test_prompts_have_no_more_images_than_the_export_allows() -> None:
+    several = [text for _, text in ALL if text.count("--image ") > 1]
+    assert several
+    for text in several:
+        assert text.count("--image ") <= most_images(shlex.split(text)[1]), text
+
+
+def test_the_demo_writes_the_files_and_its_bundle_takes_as_many_images() -> None:
+    script = (ROOT / "demo" / "demo.sh").read_text()
+    for module in ("write_scenes", "example_files"):
+        assert f'python -m sinkprune.demo.{module} "$out"' in script
+    assert f'-o "$out/bundle" --max-images {most_images("llava-7b")} ' in script
+    readme = (ROOT / "README.md").read_text()
+    example = readme[readme.index("## A worked example") :]
+    assert example.index("cd demo-output") < example.index("kitchen.jpg --prompt")
