@@ -134,7 +134,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         answer = pipeline.generate(images, prompt, on_text=on_text, **asking)
     if not prints_json(options):
         write_line("\n" + _timings(answer))
-    write_json(options, _summary(pipeline, answer, memory))
+    if options.json is not None:
+        write_json(options, _summary(pipeline, answer, memory))
     if answer.deadline is not None:
         sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
         if not options.costs:
