@@ -170,7 +170,7 @@ def _in_time(answer: Answer) -> str:
     tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
     return (
         f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected {tokens} in at "
-        f"most {deadline.predicted_ms:.0f}; {deadline.reason}"
+        f"most {deadline.predicted_ms:.0f} ms; {deadline.reason}"
     )
 
 
@@ -190,10 +190,10 @@ def _doubtful_costs(deadline: DeadlineReport) -> str:
     """A line about costs that are old or were measured under load; nothing about others."""
     age, load = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0
     doubts = [
-        *([f"{age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
-        *([f"measured while other programs took {100 * load:.0f} % of the processors"] if load > _LOADED else []),
+        *([f"are {age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
+        *([f"were measured while other programs took {100 * load:.0f} % of the processors"] if load > _LOADED else []),
     ]
-    return f"note: the costs are {' and '.join(doubts)}. Measure them again with --warm-up.\n" if doubts else ""
+    return f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up.\n" if doubts else ""
 
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, Any]:
