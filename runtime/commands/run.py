@@ -191,7 +191,11 @@ def _doubtful_costs(deadline: DeadlineReport) -> str:
     age, load = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0
     doubts = [
         *([f"are {age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
-        *([f"were measured while other programs took {100 * load:.0f} % of the processors"] if load > _LOADED else []),
+        *(
+            [f"were measured while other programs took {100 * load:.0f} % of the processors"]
+            if load > _LOADED
+            else []
+        ),
     ]
     return f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up.\n" if doubts else ""
 
