@@ -91,6 +91,19 @@ class Place:
     """The processor, in words."""
 
 
+Ratio = Annotated[float, Bounds(0, 1e12)]
+
+
+@dataclass(frozen=True)
+class Recent:
+    """How many times as long as by their costs recent requests took, the latest last."""
+
+    first: tuple[Ratio, ...] = ()
+    """From the vision tower's end to the first token."""
+    token: tuple[Ratio, ...] = ()
+    """Each later token."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Milliseconds of every part of a request, on a machine that does nothing else."""
@@ -117,6 +130,8 @@ class Costs:
     """When they were measured, in seconds of Unix time; None where the file does not say."""
     load: Annotated[float, Bounds(0, 1)] | None = None
     """The share of the machine's processor time that other programs took meanwhile; None where it is not known."""
+    recent: Recent = Recent()
+    """Requests that ran since, under the load of that time."""
 
     def slower(self, times: float) -> Costs:
         """The costs of a machine that takes so many times as long."""
@@ -130,11 +145,6 @@ class Costs:
             rest=times * self.rest,
             token=self.token.slower(times),
         )
-
-    def corrected(self, first: float, token: float) -> Costs:
-        """The costs where the parts up to the first token take `first` times as long, and each later one `token`
-        times. The vision tower stays: a request does not predict it."""
-        return replace(self.slower(first), tower=self.tower, token=self.token.slower(token))
 
 
 class Prediction(NamedTuple):

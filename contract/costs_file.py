@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from sinkprune.contract.arguments import check_path
-from sinkprune.contract.costs import COSTS_VERSION, Costs, Place
+from sinkprune.contract.costs import COSTS_VERSION, Costs, Place, Recent
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import write_whole
 from sinkprune.contract.schema import SchemaError, from_json, to_json
@@ -41,9 +41,9 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
         raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
     version = data.get("costs_version") if isinstance(data, dict) else None
     if version == 1 and type(version) is int:
-        # That version did not hold when and under which load costs were measured.
-        data = {**data, "costs_version": COSTS_VERSION, "measured_at": None, "load": None}
+        # That version held neither when and under which load costs were measured, nor later requests.
         version = COSTS_VERSION
+        data = {**data, "costs_version": version, "measured_at": None, "load": None, "recent": to_json(Recent())}
     if type(version) is not int or version != COSTS_VERSION:
         raise UsageError(
             f"the costs '{path}' have the version {shown(version)}, this sinkprune reads {COSTS_VERSION}. {_AGAIN}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
-from sinkprune.contract.costs import Prediction
+from sinkprune.contract.costs import Prediction, Recent
 
 WINDOW = 40
 """How many requests are remembered. Where they come in any order alike, the next exceeds all of them once in
@@ -16,6 +17,7 @@ _FEW = 20
 """Of fewer requests, the next exceeds all of them more often than once in 20 times."""
 _UNKNOWN = 1.3
 """Until `_FEW` requests were seen, one that is slower than the fastest by this factor is expected."""
+_NONE = Recent()
 
 
 class Slower(NamedTuple):
@@ -37,39 +39,29 @@ class Learnt:
     Requests that are faster than their costs lower what is expected in the same way.
     """
 
-    def __init__(self) -> None:
-        """Of no request yet."""
-        self._first, self._token = _Ratios(), _Ratios()
+    def __init__(self, recent: Recent = _NONE) -> None:
+        """Of `recent` requests, which an earlier process may have answered."""
+        self._first, self._token = deque(recent.first, WINDOW), deque(recent.token, WINDOW)
 
     def add(self, usual: Prediction, first: float, token: float | None) -> None:
         """A request took `first` milliseconds from behind the tower to its first token and `token` for each behind
         it, and `usual` is what costs say. Where there was none (None), tokens compare as the first one does: answers
         of one token would leave costs that are too high as they are."""
         ratio = first / usual.first
-        self._first.add(ratio)
-        self._token.add(ratio if token is None else token / usual.token)
+        self._first.append(ratio)
+        self._token.append(ratio if token is None else token / usual.token)
 
     @property
     def slower(self) -> Slower:
         """What to expect of the next: that it is like the slowest of them."""
-        return Slower(self._first.expected(), self._token.expected())
+        return Slower(_expected(self._first), _expected(self._token))
 
     @property
-    def fastest(self) -> Slower:
-        """What the fastest request took, of what its costs say; at most 1."""
-        return Slower(self._first.fastest, self._token.fastest)
+    def recent(self) -> Recent:
+        """The requests, for a process to come."""
+        return Recent(tuple(self._first), tuple(self._token))
 
 
-class _Ratios:
-    """Times of requests over what their costs say."""
-
-    def __init__(self) -> None:
-        self._last, self.fastest = deque[float](maxlen=WINDOW), 1.0
-
-    def add(self, ratio: float) -> None:
-        self._last.append(ratio)
-        self.fastest = min(self.fastest, ratio)
-
-    def expected(self) -> float:
-        unknown = [_UNKNOWN * self.fastest] if len(self._last) < _FEW else []
-        return MARGIN * max([*self._last, *unknown])
+def _expected(ratios: Collection[float]) -> float:
+    unknown = [_UNKNOWN * min(ratios, default=1.0)] if len(ratios) < _FEW else []
+    return MARGIN * max([*ratios, *unknown])

@@ -46,10 +46,6 @@ Wrap = Callable[[str, Engine, Backend], Engine]
 """Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""
 
 
-_FASTER = 0.95
-"""Costs are corrected by requests that take at most this share of them."""
-
-
 class Pipeline:
     """A loaded bundle; every budget and the unpruned baseline run on the same engines.
 
@@ -88,7 +84,7 @@ class Pipeline:
         self.costs: Costs | None = None
         """What requests cost on this machine. A request with a deadline needs it: `warm_up` measures it, and the
         first such request reads what was measured before from the user's cache folder."""
-        self._learnt = Learnt()
+        self._learnt: tuple[Costs | None, Learnt] = None, Learnt()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
@@ -251,22 +247,18 @@ class Pipeline:
             others = OtherLoad()
             found = measure_costs(own, request, seconds)
         self.costs = replace(found, measured_at=time.time(), load=others.share())
-        self._learnt = Learnt()
         cache_costs(self.costs)
         return self.costs
 
-    def correct_costs(self) -> bool:
-        """Lower `costs` where requests since were faster than `costs` say, and write them to the user's cache folder.
+    def save_costs(self) -> Path | None:
+        """Write `costs`, and how recent requests with a deadline compare with them, to the user's cache folder.
 
-        Return whether `costs` changed. Requests with a deadline reckon with faster requests in any case; this is for
-        processes to come.
+        Later processes then expect what this one expects. Return the file, or None without costs or where the folder
+        cannot be written. It takes milliseconds, so call it when no request waits.
         """
-        fastest = self._learnt.fastest
-        if self.costs is None or min(fastest) > _FASTER:
-            return False
-        self.costs, self._learnt = self.costs.corrected(*fastest), Learnt()
-        cache_costs(self.costs)
-        return True
+        if self.costs is None:
+            return None
+        return cache_costs(replace(self.costs, recent=self._learnt_of(self.costs).recent))
 
     @property
     def place(self) -> Place:
@@ -290,7 +282,13 @@ class Pipeline:
                 "with pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: --costs FILE.json."
             )
         manifest = self.bundle.manifest
-        return Hurried(request, request.deadline_ms, manifest, self.costs, self._learnt, began=began)
+        return Hurried(request, request.deadline_ms, manifest, self.costs, self._learnt_of(self.costs), began=began)
+
+    def _learnt_of(self, costs: Costs) -> Learnt:
+        """How requests compare with these `costs`; of other costs it is forgotten."""
+        if self._learnt[0] is not costs:
+            self._learnt = costs, Learnt(costs.recent)
+        return self._learnt[1]
 
 
 def _ms_since(start: float) -> float:

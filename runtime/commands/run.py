@@ -139,7 +139,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     if answer.deadline is not None:
         sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
         if not options.costs:
-            pipeline.correct_costs()
+            pipeline.save_costs()
     if options.overlay:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve, Place, fit, fit_measured, predict
+from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve, Place, Recent, fit, fit_measured, predict
 from sinkprune.contract.costs_file import read_costs, write_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
@@ -114,14 +114,14 @@ def test_a_file_of_costs(pipeline: Pipelines, tmp_path: Path) -> None:
     costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
     write_costs(path, costs)
     assert read_costs(path, costs.place) == costs
-    measured = replace(costs, measured_at=1.75e9, load=0.25)
+    measured = replace(costs, measured_at=1.75e9, load=0.25, recent=Recent((0.5, 2.0), (1.25,)))
     write_costs(path, measured)
     assert read_costs(path, costs.place) == measured
 
 
 def test_a_file_that_does_not_hold_when_it_was_measured_is_read(pipeline: Pipelines, tmp_path: Path) -> None:
     costs, path = costs_of(pipeline("gqa-112").bundle.manifest), tmp_path / "costs.json"
-    old = {name: value for name, value in to_json(costs).items() if name not in ("measured_at", "load")}
+    old = {name: value for name, value in to_json(costs).items() if name not in ("measured_at", "load", "recent")}
     path.write_text(json.dumps({**old, "costs_version": 1}))
     assert read_costs(path, costs.place) == costs
 
@@ -132,6 +132,7 @@ def test_a_file_that_does_not_hold_when_it_was_measured_is_read(pipeline: Pipeli
         ({"costs_version": 3}, "have the version 3, this sinkprune reads 2"),
         ({"measured_at": "yesterday"}, "malformed at $.measured_at"),
         ({"load": 2}, "malformed at $.load"),
+        ({"recent": {"first": [-1], "token": []}}, "malformed at $.recent.first[0]"),
         ({"costs_version": True}, "have the version True"),
         ({"rest": -1}, "malformed at $.rest"),
         ({"rest": "1"}, "malformed at $.rest"),

@@ -13,7 +13,7 @@ from PIL import Image
 
 from commands import run
 from sinkprune import Pipeline
-from sinkprune.contract.costs import Costs
+from sinkprune.contract.costs import Costs, Recent
 from sinkprune.contract.costs_cache import cache_costs, cache_file, cached_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime import other_load
@@ -101,7 +101,7 @@ def test_without_a_cache_folder_a_process_measures_for_itself(
     assert warm.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).budget == "none"
 
 
-def test_the_command_measures_once_and_corrects_costs_that_are_too_high(warm: Pipeline, photo_file: Path) -> None:
+def test_the_command_measures_once_and_expects_what_its_last_runs_took(warm: Pipeline, photo_file: Path) -> None:
     ask = (warm.bundle.path, "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--max-new-tokens", 2)
     timed = (*ask, "--deadline-ms", 60_000)
     outcome = run("sinkprune-run", *timed, "--json")
@@ -111,9 +111,31 @@ def test_the_command_measures_once_and_corrects_costs_that_are_too_high(warm: Pi
     reports = [json.loads(run("sinkprune-run", *timed, "--json").stdout)["deadline"] for _ in range(2)]
     assert [report["can_meet"] for report in reports] == [False, True]
     assert reports[1]["budget"] == "none"
-    corrected = cached_costs(warm.place)
-    assert corrected is not None and corrected.rest < 1e4 * max(1.0, costs_of(warm).rest)
-    assert corrected.tower == costs_of(warm).slower(1e6).tower
+    cached = cached_costs(warm.place)
+    assert cached is not None and replace(cached, recent=Recent()) == costs_of(warm).slower(1e6)
+    first, second = cached.recent.first
+    assert reports[1]["slower"] == pytest.approx(1.05 * 1.3 * first) and second < 1e-3
+    # Then the machine gets ten times as slow as at its slowest.
+    cache_costs(replace(cached, recent=Recent((first, second, 10 * first), (1.0,))))
+    assert json.loads(run("sinkprune-run", *timed, "--json").stdout)["deadline"]["slower"] > 10 * first
+
+
+def test_a_process_goes_on_where_the_last_one_saved_its_costs(warm: Pipeline, photo: Image.Image) -> None:
+    def expected(pipeline: Pipeline) -> float:
+        report = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2).deadline
+        assert report is not None
+        return report.slower
+
+    first, second = Pipeline.load(warm.bundle.path), Pipeline.load(warm.bundle.path)
+    assert first.save_costs() is None
+    assert expected(first) == pytest.approx(1.05 * 1.3)
+    assert first.save_costs() == cache_file(warm.place)
+    cached = cached_costs(warm.place)
+    assert cached is not None and len(cached.recent.first) == len(cached.recent.token) == 1
+    assert expected(second) == pytest.approx(1.05 * 1.3 * cached.recent.first[0])
+    # Requests are compared with the costs of their own time.
+    first.costs = costs_of(warm)
+    assert expected(first) == pytest.approx(1.05 * 1.3)
 
 
 @pytest.mark.parametrize(

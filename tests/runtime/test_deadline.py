@@ -147,6 +147,26 @@ def test_one_slow_request_among_fast_ones_is_expected_again(small: Pipeline) -> 
     assert [found[number].slower for number in (5, 6, 45, 46)] == pytest.approx([0.455, 2.1, 2.1, 0.35])
 
 
+def test_of_few_requests_one_that_is_slower_than_all_is_expected(small: Pipeline) -> None:
+    found = reports(small, lambda number: 2.0, 1e4, 25)
+    assert [found[number].slower for number in (1, 19, 20)] == pytest.approx([2.73, 2.73, 2.1])
+
+
+def test_a_request_a_process_is_expected_as_in_one_process(small: Pipeline) -> None:
+    slow = random.Random(1)
+    times = [slow.uniform(0.3, 0.5) if number < 50 else slow.uniform(1.0, 2.0) for number in range(100)]
+    deadline = 1.6 * first_ms(small, "retain-32")
+    machine = Machine(small, lambda number: times[number])
+    found = list[DeadlineReport]()
+    for _ in times:
+        machine.learnt = Learnt(machine.learnt.recent)
+        found.append(machine.answer(asked(), deadline)[0])
+    assert len(machine.learnt.recent.first) == WINDOW
+    together = reports(small, lambda number: times[number], deadline, 100)
+    assert [report.slower for report in found] == [report.slower for report in together]
+    assert budgets(found) == budgets(together)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["even", "bursts", "heavy-tailed", "drifting"])
 def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str, seed: int) -> None:
