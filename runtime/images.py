@@ -33,6 +33,7 @@ _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 # Greyscale of 16 bits, by Pillow's mode. A 16-bit PGM, and before Pillow 10.3 a PNG, is of mode "I", as 32 bits are.
 _MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
 _FORMATS_OF_16_BITS = ("PPM", "PNG")
+_HAD_16_BITS = "sinkprune_had_16_bits"
 # TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
 # Pixels of a picture that are converted at a time.
@@ -85,6 +86,11 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
         return (
             turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(_with_8_bits(turned, image.format))
         )
+
+
+def had_16_bits(image: Image.Image) -> bool:
+    """Whether the values of an image that `read_image` or `to_rgb` returned were divided by 257, to 8 bits."""
+    return _HAD_16_BITS in image.info
 
 
 def _decoded(file: BinaryIO) -> Image.Image:
@@ -162,6 +168,8 @@ def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
             )
         return image
     grey = Image.new("L", image.size)
+    # Conversions keep it.
+    grey.info[_HAD_16_BITS] = True
     transparent, rows = image.info.get("transparency"), max(1, _STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
         strip = np.array(image.crop((0, top, image.width, min(top + rows, image.height))), np.uint32)

@@ -40,6 +40,7 @@ from sinkprune.runtime.commands.power import (
     wanted_sensor,
 )
 from sinkprune.runtime.commands.rate import FRAMES, add_rate_options, print_rates, wanted_camera
+from sinkprune.runtime.commands.scaled import warn_scaled
 from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.plot import plot_report
@@ -125,7 +126,9 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 print_rates(rates)
             power = rates.power
     check_lived(power)
-    warn_unseen(options, bundle, files, [picture for pictures in prompts for picture in pictures])
+    pictures = [picture for own in prompts for picture in own]
+    warn_scaled(files, pictures)
+    warn_unseen(options, bundle, files, pictures)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from sinkprune.runtime.commands import (
     write_line,
 )
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
+from sinkprune.runtime.commands.scaled import warn_scaled
 from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
@@ -143,6 +144,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.overlay:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
+    warn_scaled(picture_files(options), images)
     warn_unseen(options, bundle, picture_files(options), images)
 
 
