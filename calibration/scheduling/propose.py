@@ -39,11 +39,16 @@ _ROUNDS = 4
 """How often a budget is sought, where the machine's speed changes meanwhile."""
 _NEAR = 0.08
 """How far a prediction may be off, as a share of what was measured."""
+_UNPRUNED = Combination(METHOD, UNPRUNED)
 
 
 def nearest_target(least: float) -> str:
     """The least target to ask for where a budget was found to take `least`, with a tenth to spare."""
     return f"{math.ceil(1.1 * least):d}"
+
+
+def _option(target: Target) -> str:
+    return "--budget-tokens" if target.ms is None else "--target-ms"
 
 
 class Target(NamedTuple):
@@ -97,20 +102,21 @@ class Proposer:
         A target in milliseconds is met where 95 of 100 measured requests take no longer. Raises `BudgetError` where
         no budget meets it, or the unpruned model does.
         """
-        self._check_reachable(target)
-        for _ in range(_ROUNDS):
-            price, limit = self._price(target)
-            found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
-            if not found:
-                # At the speed that the machine has now no budget meets it any more; the last is told of.
-                break
-            report = self._tried(name, target, found, items)
+        self._check_pruning_needed(target)
+        report = self._tried(name, target, self._found(target, items), items)
+        for _ in range(_ROUNDS - 1):
             if abs(report.off) <= _NEAR and report.meets(target.ms):
                 break
-            # Its speed is another than when costs were measured.
-            self.costs = self.costs.slower(report.measured_ms.median / report.chosen.predicted_ms)
-            # Costs are medians.
-            self._tail = report.measured_ms.p95 / report.measured_ms.median
+            self._follow(report.measured_ms, report.chosen.predicted_ms)
+            try:
+                found = self._found(target, items)
+            except BudgetError:
+                # At the speed that the machine has now no budget meets it any more.
+                break
+            tried = self._tried(name, target, found, items)
+            if report.meets(target.ms) and not tried.meets(target.ms):
+                break
+            report = tried
         return report
 
     def _tried(self, name: str, target: Target, found: Sequence[Found], items: Sequence[Item]) -> ScheduleReport:
@@ -123,7 +129,7 @@ class Proposer:
             for each, plan in zip(names, found, strict=True)
         }
         best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
-        measured, beside = self._measure(best, target.new_tokens)
+        measured, beside = self._measure([Combination(TRIAL, best), _UNPRUNED], target.new_tokens)
         return ScheduleReport(
             name=name,
             pictures=len(self._looked.attended),
@@ -154,25 +160,45 @@ class Proposer:
             target.ms / self._tail,
         )
 
-    def _check_reachable(self, target: Target) -> None:
+    def _follow(self, measured: Spread, predicted_ms: float) -> None:
+        """Have costs follow the speed that the machine has now, and the search its slowest requests: costs are
+        medians."""
+        self.costs = self.costs.slower(measured.median / predicted_ms)
+        self._tail = measured.p95 / measured.median
+
+    def _check_pruning_needed(self, target: Target) -> None:
+        """Raise `BudgetError` where the unpruned model meets the target."""
+        whole, wanted, unit = float(self._layout.all_tokens), target.tokens or 0.0, "visual tokens a layer"
+        if target.ms is not None:
+            predicted = self._unpruned(target)
+            if predicted > target.ms:
+                return
+            (measured,) = self._measure([_UNPRUNED], target.new_tokens)
+            self._follow(measured, predicted)
+            whole, wanted, unit = measured.p95, target.ms, "ms in 95 of 100 requests"
+        if whole <= wanted:
+            raise BudgetError(
+                f"no pruning is needed: unpruned, the model takes up to {whole:.0f} {unit} here, and "
+                f"{_option(target)} is {wanted:g}. Run it with --budget {UNPRUNED}, or ask for less."
+            )
+
+    def _found(self, target: Target, items: Sequence[Item]) -> list[Found]:
+        """The best plans that are predicted to meet the target; raises `BudgetError` where there is none."""
         price, limit = self._price(target)
-        least, unpruned = cheapest(self._space, price), self._unpruned(target)
-        what, unit, whole = (
-            ("--budget-tokens", "visual tokens a layer", float(self._layout.all_tokens))
+        found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
+        if found:
+            return found
+        least = cheapest(self._space, price) * self._tail
+        unit, wanted, whole = (
+            ("visual tokens a layer", target.tokens, self._layout.all_tokens)
             if target.ms is None
-            else ("--target-ms", "ms", unpruned)
+            else ("ms", target.ms, self._unpruned(target) * self._tail)
         )
-        if whole <= limit:
-            raise BudgetError(
-                f"no pruning is needed: unpruned, the model takes {whole:.0f} {unit} here, and {what} is {limit:g}. "
-                f"Run it with --budget {UNPRUNED}, or ask for less."
-            )
-        if least > limit:
-            raise BudgetError(
-                f"no budget takes as little as {limit:g} {unit} here: the least is {least:.1f}, unpruned it is "
-                f"{whole:.0f}. The nearest that one may meet is {what} {nearest_target(least)}. Give that, smaller "
-                "pictures, or weights in int8 or int4."
-            )
+        raise BudgetError(
+            f"no budget takes as little as {wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
+            f"{whole:.0f}. The nearest that one may meet is {_option(target)} {nearest_target(least)}. Give that, "
+            "smaller pictures, or weights in int8 or int4."
+        )
 
     def _try(self, found: Found) -> str:
         """Have a plan among those on trial; its name there."""
@@ -207,18 +233,21 @@ class Proposer:
             predicted_ms=self._predict(planned).latency(new_tokens),
         )
 
-    def _measure(self, name: str, new_tokens: int) -> tuple[Spread, Spread]:
-        """Milliseconds at a budget on trial and unpruned, in turn."""
-        turns = ((TRIAL, name), (METHOD, UNPRUNED))
-        latencies: dict[str, list[float]] = {budget: [] for _, budget in turns}
+    def _measure(self, turns: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        """Milliseconds of each of the `turns`, which run one after the other in each round."""
+        latencies = [list[float]() for _ in turns]
         for counted in rounds(self._seconds):
-            for method, budget in turns:
+            for (method, budget), own in zip(turns, latencies, strict=True):
                 answer = self._pipeline.generate(
-                    *self._first, method=method, budget=budget, max_new_tokens=new_tokens, min_new_tokens=new_tokens
+                    *self._first,
+                    method=method,
+                    budget=budget,
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
                 )
                 if counted:
-                    latencies[budget].append(answer.ms["latency"] or 0.0)
-        return Spread.of(latencies[name]), Spread.of(latencies[UNPRUNED])
+                    own.append(answer.ms["latency"] or 0.0)
+        return [Spread.of(own) for own in latencies]
 
     def _schedule(self, name: str) -> Schedule:
         return schedule(self._manifest, TRIAL, name, [self._layout])

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,12 @@ from PIL import Image
 
 from commands import Outcome, assert_refused, run
 from sinkprune import Pipeline
+from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve
 from sinkprune.contract.report import Spread
+from sinkprune.contract.schedule import schedule as schedule_of
 from sinkprune.contract.schema import from_json
 from slow_cases import slow_except
 
@@ -87,10 +89,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         return Costs(COSTS_VERSION, pipeline.place, nothing, nothing, nothing, segments, nothing, 1.0, row)
 
     def set_tail(tail: float) -> None:
-        def measure(proposer: Proposer, name: str, new_tokens: int) -> tuple[Spread, Spread]:
+        def measure(proposer: Proposer, turns: Sequence[Combination], new_tokens: int) -> list[Spread]:
             # As costs predict, and so many times as long in one of 20 requests
-            ms = proposer._predict(proposer._schedule(name)).latency(new_tokens)
-            return Spread(ms, tail * ms), Spread(ms, ms)
+            plans = [schedule_of(proposer._manifest, *each, [proposer._layout]) for each in turns]
+            predicted = [proposer._predict(plan).latency(new_tokens) for plan in plans]
+            return [Spread(ms, tail * ms) for ms in predicted]
 
         monkeypatch.setattr(Pipeline, "measure_costs", measure_costs)
         monkeypatch.setattr(Proposer, "_measure", measure)
@@ -111,6 +114,36 @@ def test_a_time_is_met_by_95_of_100_requests(
     predicted = json.loads(report.read_text())["chosen"]["predicted_ms"]
     # Most of the time is used.
     assert 0.8 * target < tail * predicted <= target
+
+
+def test_an_unpruned_model_that_is_in_time_most_of_the_time_is_pruned(
+    own: Path, simulated: Callable[[float], None], tmp_path: Path
+) -> None:
+    simulated(1.0)
+    refused = schedule(own, "--target-ms", 60_000)
+    assert_refused(refused, "no pruning is needed", "in 95 of 100 requests")
+    (unpruned,) = re.findall(r"takes up to (\d+) ms", refused.stderr)
+    report, target = tmp_path / "report.json", 1.1 * float(unpruned)
+    simulated(1.25)
+    outcome = schedule(own, "--target-ms", target, "--name", "quick", "--json", report)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert 0.8 * target < json.loads(report.read_text())["measured_ms"]["p95"] <= target
+
+
+def test_a_budget_that_was_in_time_is_kept_where_the_next_is_not(
+    own: Path, simulated: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated(1.0)
+    spreads = iter([Spread(100.0, 110.0), Spread(400.0, 500.0)])
+
+    def measure(proposer: Proposer, turns: Sequence[Combination], new_tokens: int) -> list[Spread]:
+        return [next(spreads), Spread(400.0, 400.0)]
+
+    monkeypatch.setattr(Proposer, "_measure", measure)
+    outcome = schedule(own, "--target-ms", 250)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert "measured 100 ms (p95 110 ms)" in outcome.stdout
+    assert next(spreads, None) is None
 
 
 def test_a_name_that_would_promise_too_much_is_not_given(
