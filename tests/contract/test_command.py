@@ -22,6 +22,10 @@ from sinkprune.contract.command import INTERRUPTED, run_command
 from sinkprune.contract.errors import BackendError, UsageError
 
 Bundles = Callable[..., Path]
+# What Python prints where the command has not begun.
+_BEFORE_THE_COMMAND = (
+    'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\nKeyboardInterrupt\n'
+)
 # Seconds behind Python's own start, in which it answers Ctrl-C in its own way.
 _MOMENTS = [0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.19, 0.23, 0.3, 0.4, 0.6]
 
@@ -84,6 +88,9 @@ def test_an_interrupt_at_any_moment_is_no_traceback(
             time.sleep(moment)
             process.send_signal(number)
             _, said = process.communicate(timeout=30)
+        if said == _BEFORE_THE_COMMAND:
+            # On a busy core the interrupt is there before the program above calls the command.
+            continue
         codes.append(process.returncode)
         assert "Traceback" not in said, (moment, said)
         assert process.returncode in (0, INTERRUPTED), (moment, said)
