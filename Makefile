@@ -85,6 +85,7 @@ REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/to
 	echo --extra-index-url $(TORCH_INDEX) || echo "$(TORCH_INDEX) cannot be reached: taking pip's torch" >&2))
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
+	@echo "installing the packages of .[$*] into .venv; it takes one to five minutes"
 	$(BIN)/pip install --quiet $(PIP_INDEX) --editable ".[$*]"
 	touch $@
 

@@ -23,7 +23,8 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import PROMPT
 from sinkprune.engines.gate.checking import check_engines, engines_alone
-from sinkprune.engines.gate.recording import read_question, record
+from sinkprune.engines.gate.question import read_question
+from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.progress import SILENT

@@ -7,6 +7,7 @@ the library and some GPUs; everything here is compared before any of them is loa
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -68,6 +69,14 @@ MOST_TOKENS = 1 << 30
 """The largest limit of tokens that `Limits` holds; no model has so many positions, so it limits no request."""
 
 
+def enforced(limits: Limits, target: Target, asked: Container[str]) -> dict[str, int]:
+    """Return those of `limits` that engines for `target` enforce, by the field of `Limits`.
+
+    `asked` are the fields that the user gave.
+    """
+    return {name: value for name, value in vars(limits).items() if target not in ANY_SHAPE or name in asked}
+
+
 @dataclass(frozen=True)
 class EngineSpec:
     """The engine built of one graph, as `engines.json` lists it."""
@@ -116,9 +125,7 @@ class EnginesManifest:
 
         Optimisation profiles enforce all limits. Engines that take any shape enforce those the user gave.
         """
-        limits: dict[str, int] = vars(self.limits)
-        given = self.flags.get(ASKED_LIMITS, "").split() if self.target in ANY_SHAPE else limits
-        return {name: value for name, value in limits.items() if name in given}
+        return enforced(self.limits, self.target, self.flags.get(ASKED_LIMITS, "").split())
 
 
 ENGINES = ManifestFile(

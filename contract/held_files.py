@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -148,9 +149,8 @@ def any_is_mapped(files: Iterable[HeldFile]) -> bool:
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return False
-    # By the inode alone: on overlay file systems the device listed here is another.
-    inodes = {line.split(maxsplit=5)[4] for line in maps.splitlines()}
-    return any(str(file._stamp.inode).encode() in inodes for file in files)
+    # By the inode alone, before the path: on overlay file systems the device listed here is another.
+    return any(re.search(rb" %d +/" % file._stamp.inode, maps) for file in files)
 
 
 def _stamp(found: os.stat_result) -> _Stamp:

@@ -156,7 +156,7 @@ class Manifest:
 
     def plan(self, method: str, budget: str) -> Plan | None:
         """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""
-        return find_plan(self.plans, self.budgets, method, budget)
+        return find_plan(self.plans, self.budgets, self.family, method, budget)
 
     def tower(self, kind: type[T]) -> T:
         """The facts of the vision tower, which must be of this kind; raises `BundleError`."""

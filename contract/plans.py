@@ -9,6 +9,7 @@ from typing import Literal
 
 from sinkprune.contract.budgets import UNPRUNED, Budget, Counts
 from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.families import parse_budget
 
 _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
 """Names that sinkprune-calibrate schedule gives to budgets."""
@@ -56,11 +57,12 @@ class Plan:
 
 
 def find_plan(
-    plans: Mapping[str, Mapping[str, Plan]], budgets: Container[str], method: str, budget: str
+    plans: Mapping[str, Mapping[str, Plan]], budgets: Container[str], family: str, method: str, budget: str
 ) -> Plan | None:
-    """The plan of `method` at `budget` among a bundle's `plans`, None for the unpruned engines.
+    """Return the plan of `method` at `budget` among a bundle's `plans`, None for the unpruned engines.
 
-    `budgets` are the names of all budgets of the bundle. Raises `BudgetError` with what the bundle holds.
+    `budgets` are the names of all budgets of the bundle, and `family` is its family. Raises `BudgetError` with what
+    the bundle holds.
     """
     if method not in plans:
         raise BudgetError(
@@ -75,12 +77,21 @@ def find_plan(
             f"it can at: {', '.join(plans[method])}."
         )
     if budget not in plans[method]:
-        held, of_machine = ", ".join([UNPRUNED, *plans[method]]), _OF_MACHINE.fullmatch(budget)
-        option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]] if of_machine else ""
-        remedy = (
-            f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
-            if of_machine
-            else "Others must be exported first, with sinkprune-export --budgets."
+        raise BudgetError(
+            f"this bundle holds no budget '{budget}' for method '{method}'; it holds: "
+            f"{', '.join([UNPRUNED, *plans[method]])}. {_remedy(family, budget)}"
         )
-        raise BudgetError(f"this bundle holds no budget '{budget}' for method '{method}'; it holds: {held}. {remedy}")
     return plans[method][budget]
+
+
+def _remedy(family: str, budget: str) -> str:
+    """Return how a bundle of the `family` gets a `budget` that it does not hold."""
+    of_machine = _OF_MACHINE.fullmatch(budget)
+    if of_machine:
+        option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]
+        return f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
+    try:
+        parse_budget(family, budget)
+    except BudgetError as error:
+        return f"No export has it: {error}"
+    return "Others must be exported first, with sinkprune-export --budgets."

@@ -31,6 +31,8 @@ def run_verb(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
     # The verb's own parser would print the same, after its module was imported, which may take a second.
     if words[1:2] == ["--version"]:
         words = words[1:]
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     if words and words[0] in verbs:
         code: int = import_module(verbs[words[0]].module).main(words[1:])
         return code

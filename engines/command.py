@@ -51,13 +51,13 @@ def _build(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
-    from sinkprune.contract.engines_manifest import ENGINES
+    from sinkprune.contract.engines_manifest import ENGINES, enforced
     from sinkprune.contract.folders import check_outside, check_replaceable
     from sinkprune.contract.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.gate.checking import OPEN, PictureGate
-    from sinkprune.engines.gate.recording import read_question
+    from sinkprune.engines.gate.question import read_question
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.engines.targets import new_builder
@@ -83,7 +83,11 @@ def _build(arguments: Sequence[str] | None) -> None:
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
     question = PROMPT if options.check_prompt is None else options.check_prompt
-    gate = OPEN if options.check is None else PictureGate(read_question([options.check], question, bundle))
+    given = [name for name, value in asked.items() if value is not None]
+    gate = OPEN
+    if options.check is not None:
+        taken = enforced(limits, options.target, given)
+        gate = PictureGate(read_question([options.check], question, bundle, taken))
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
@@ -91,7 +95,7 @@ def _build(arguments: Sequence[str] | None) -> None:
             options.output,
             builder,
             limits,
-            asked_limits=[name for name, value in asked.items() if value is not None],
+            asked_limits=given,
             force=options.force,
             move=options.move,
             sign=sign,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 
 from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.findings import Finding
@@ -64,7 +65,8 @@ def _commands(model: ModelFit, found: Recommendation, dialect: DialectName) -> I
 def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
     folder = shlex.quote(model.name)
     if model.kind == "engines":
-        yield f"sinkprune-run {folder} {_ASKED} --budget {found.budget}"
+        # How long a question they take is known when it is asked.
+        yield f"sinkprune-run {folder} --image PICTURE.jpg --prompt QUESTION --budget {found.budget}"
     elif model.backend == BOARD_BACKEND:
         engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
         limits = f"--max-prompt {2 * model.prompt_tokens} --max-new-tokens {model.new_tokens}"
@@ -78,7 +80,12 @@ def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
 
 def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str:
     """How to export a model in the recommended form; of a preset its true shapes."""
-    given = shlex.quote(model.source) + (" --random-weights" if model.random_weights else "")
+    given = shlex.quote(model.source)
+    if model.random_weights:
+        given += " --random-weights"
+    elif "/" not in model.source and not Path(model.source).is_dir():
+        # A bundle names the folder of its checkpoint, not where it lies.
+        given = shlex.quote(f"PATH/TO/{model.source}")
     place = f"{model.name.rstrip('/').rpartition('/')[2]}-{found.weights}"
     words = ["sinkprune-export", given, "-o", shlex.quote(place), "--precision", found.precision]
     if found.weights != found.precision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.precision import Array
@@ -15,17 +15,17 @@ from sinkprune.contract.schedule import PictureSchedule
 class Kept:
     """What became of a picture's visual tokens: G' groups of N' were sanitised apart, and indices are into the N'."""
 
-    layout: VisualLayout
+    layout: VisualLayout = field(repr=False)
     """What the picture is to the model."""
     schedule: PictureSchedule
     """How many of the tokens were to be kept at each step, by the budget."""
-    index: Array
+    index: Array = field(repr=False)
     """[G',n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
-    norms: Array
+    norms: Array = field(repr=False)
     """[G',N'] fp32: the norm of each token in the vision tower."""
-    salience: Array
+    salience: Array = field(repr=False)
     """[G',N'] fp32: the attention each token receives in the vision tower."""
-    after_stage: Mapping[int, Array]
+    after_stage: Mapping[int, Array] = field(repr=False)
     """By pruning layer: the places in `index` (flattened) that survived it, ascending."""
 
 

@@ -28,7 +28,7 @@ class Camera:
     waits for the next frame: it returns a uint8 [height,width,3] array, or as OpenCV's does a flag and such an array;
     None or a false flag is the end. `order` says whether its arrays are "rgb" or "bgr". Iteration yields RGB arrays,
     each frame at most once, and waits for a frame that is newer than the last. It raises what `read` raised, and
-    `ImageError` for what is no frame. Creation raises `TypeError` and `UsageError`.
+    `ImageError` for what is no frame and for a source that has none. Creation raises `TypeError` and `UsageError`.
     """
 
     def __init__(self, read: Read, *, order: str = "rgb") -> None:
@@ -82,6 +82,8 @@ class Camera:
             while not self._ended:
                 frame = _frame_of(self._read())
                 if frame is None:
+                    if not self.frames:
+                        raise ImageError("the camera gave no frame. Check that it is connected and open.")
                     break
                 with self._changed:
                     if self._ended:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.engines_manifest import MOST_TOKENS, Limits
 from sinkprune.contract.errors import PromptError
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -49,14 +49,16 @@ def check_length(
     `limits` are those of engines; None for graphs, which have none. The pictures' `layouts` tell what would fit.
     """
     if limits is not None:
-        for what, asked, most, flag in (
+        lengths = (
             ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
             ("new tokens", request.max_new_tokens, limits.new_tokens, "--max-new-tokens"),
-        ):
+        )
+        for what, asked, most, _ in lengths:
             if asked > most:
+                flags = [f"{flag} {max(own, built)}" for _, own, built, flag in lengths if built < MOST_TOKENS]
                 raise PromptError(
                     f"{asked} {what} are more than the {most} the engines were built for. Ask for less, or build "
-                    f"them again with sinkprune-build {flag} {asked}."
+                    f"them again with sinkprune-build {' '.join(flags)} --force."
                 )
     length = Length(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
     if sum(length[:3]) > length.limit:

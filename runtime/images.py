@@ -72,7 +72,10 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
     """An RGB image from a Pillow image or a [height,width,3] uint8 array; raises `ImageError`."""
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
-            raise ImageError(f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3].")
+            raise ImageError(
+                f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Give a grey "
+                "or RGBA one as a Pillow image, with Image.fromarray(array)."
+            )
         _check_size(image.shape[1], image.shape[0])
         return Image.fromarray(image)
     if not isinstance(image, Image.Image):

@@ -242,9 +242,8 @@ def _unshown(kept: Kept, size: tuple[int, int]) -> list[tuple[str, Colour, bool]
     """Legend entries for parts of the picture without tokens, and for tokens on no part of it."""
     entries, boxes = [], kept.layout.boxes
     if kept.layout.seen_share < 1:
-        entries.append(
-            (f"not seen by the model (hatched): {100 - 100 * kept.layout.seen_share:.0f} %", _UNSEEN, True)
-        )
+        unseen = 100 - min(99, round(100 * kept.layout.seen_share))
+        entries.append((f"not seen by the model (hatched): {unseen} %", _UNSEEN, True))
     bars = ((boxes[:, 2:] <= 0) | (boxes[:, :2] >= size)).any(axis=1).sum()
     if bars:
         entries.append((f"on padding, not drawn: {bars} of all {len(boxes)} tokens", _OUTSIDE, False))

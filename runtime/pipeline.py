@@ -195,15 +195,16 @@ class Pipeline:
         `min_new_tokens`, `stop`, `system`, `temperature`, `top_p`, `seed`, `deadline_ms`; and `order`, "bgr" for
         arrays whose channels are in OpenCV's order.
 
-        Raises `TypeError`, `UsageError` (`OptionError` for an unknown option) and `PromptError` at once, and
-        `ImageError` for what is no picture; and when the first piece is asked for `ImageError`, `PromptError`,
-        `BudgetError`, `PruningError`, `NumericsError`.
+        Raises `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError` and `BudgetError` at
+        once, and `ImageError` for what is no picture; and when the first piece is asked for `ImageError`,
+        `PromptError`, `PruningError`, `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
         return self.answer(new_request(image, prompt, **self._with_default_length(options)), observer)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
         """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
+        self.bundle.manifest.plan(request.method, request.budget)
         state = StreamState()
         parts = Parts(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
         return Stream(steps(parts, request, lambda: self._pace(request), observer, state), state)
@@ -278,8 +279,9 @@ class Pipeline:
             self.costs = cached_costs(self.place)
         if self.costs is None:
             raise UsageError(
-                "a deadline was given, and the costs of requests on this machine are not known. Measure them first, "
-                "with pipeline.warm_up(picture, prompt) or --warm-up, or read measured ones: --costs FILE.json."
+                f"a deadline was given, and the costs of requests on this machine, with {self.place.backend} in "
+                f"{self.place.threads} threads, are not known. Measure them first, with pipeline.warm_up(picture, "
+                "prompt) or --warm-up, or read measured ones: --costs FILE.json."
             )
         manifest = self.bundle.manifest
         return Hurried(request, request.deadline_ms, manifest, self.costs, self._learnt_of(self.costs), began=began)

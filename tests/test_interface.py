@@ -175,7 +175,12 @@ def test_verbs_are_listed(
         assert f" {verb.summary}\n" in told.stdout
         assert find_spec(verb.module) is not None
     assert sinkprune(*words) == Outcome(2, "", told.stdout)
+    assert words or sinkprune("help") == told
     assert sinkprune(*words, "--version") == Outcome(0, f"sinkprune {__version__}\n", "")
+
+
+def test_help_of_a_verb_may_be_asked_for_by_its_name(sinkprune: Callable[..., Outcome]) -> None:
+    assert sinkprune("help", "run") == sinkprune("run", "--help")
 
 
 def test_an_unknown_verb_is_refused_with_those_there_are(sinkprune: Callable[..., Outcome]) -> None:

@@ -24,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] not in VERBS and _is_of_norms(words[0]):
         words = ["norms", *words]
-    description = "Measure a model on your pictures and prompts, and fit a bundle to them and to this machine."
+    description = (
+        "Measure a model on your pictures and prompts, and fit a bundle to them and to this machine. "
+        "Without a verb: norms."
+    )
     return run_verb("sinkprune calibrate", description, VERBS, words)
 
 

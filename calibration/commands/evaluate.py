@@ -94,7 +94,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation)
     if not prints_json(options):
-        # Last, because whoever reads it may stop reading, as `head` does.
+        # Last: the reader of standard output may stop reading, as `head` does.
         _print_tables(result)
 
 
@@ -167,7 +167,7 @@ def _print_tables(result: EvaluationReport) -> None:
     console.print(
         f"{escaped(result.model)}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
         f"{escaped(result.task)}, {result.questions} questions{blind}{planted}{fit}; "
-        "accuracy in % ± half its 95 % interval (of none's)",
+        "accuracy in %, its 95 % interval, and in brackets the share of none's",
         markup=False,
     )
     for warning in result.warnings:
@@ -208,7 +208,8 @@ def _table(first: str, *others: str) -> Table:
 
 
 def _accuracy(accuracy: float, interval: tuple[float, float]) -> str:
-    return f"{100 * accuracy:.1f} ±{50 * (interval[1] - interval[0]):.1f}"
+    low, high = (100 * end for end in interval)
+    return f"{100 * accuracy:.1f}, {low:.1f} to {high:.1f}"
 
 
 def _accuracy_and_share(point: CombinationReport) -> str:

@@ -58,6 +58,8 @@ _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of vis
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
 _LIMIT = WholeNumber("--limit", 1, 10**6)
 _PROMPT = "What is in the picture?"
+_WORTH_A_CUT = 0.005
+"""The share of attention that other cuts must save before they are printed."""
 _PICTURES = 8
 """Pictures whose attention is looked at: a plan's share of it differs little from one to the next."""
 
@@ -185,6 +187,8 @@ def _print(report: ScheduleReport) -> None:
     for other in report.others:
         sys.stdout.write(f"also looked at: {_told(other)}, predicted {_ms(other.predicted_ms)}\n")
     for cuts in report.other_cuts:
+        if cuts.lost > report.chosen.lost - _WORTH_A_CUT:
+            continue
         sys.stdout.write(
             f"cut after layers {_listed(cuts.cut_after)}, by sinkprune-export --methods {','.join(cuts.methods)}: "
             f"stages after {_listed(cuts.stages_after)} would drop {100 * cuts.lost:.1f} %\n"

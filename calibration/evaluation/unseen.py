@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sinkprune.runtime.commands.unseen import percent
+
 
 def unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:
     """Return a warning if a share is below 1, else nothing.
@@ -13,8 +15,7 @@ def unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:
     partly = [share for share in seen_shares if share < 1]
     if not partly:
         return ()
-    percent = int(100 * min(partly))
     return (
         f"The model sees only a part of the picture in {len(partly)} of {len(seen_shares)} questions "
-        f"({percent or 'less than 1'} % at least). --fit pad shows it all.",
+        f"({percent(min(partly))} at least). --fit pad shows it all.",
     )

@@ -11,7 +11,8 @@ from sinkprune.contract.trust import ANY, Trust
 from sinkprune.engines.gate.advice import refusal, text_refusal
 from sinkprune.engines.gate.comparing import compare_engine
 from sinkprune.engines.gate.limits import coarsest
-from sinkprune.engines.gate.recording import Question, Recording, record
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.engines.gate.texts import compare_texts
 from sinkprune.engines.progress import SILENT, BuildProgress

@@ -39,7 +39,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.trust import Trust
     from sinkprune.engines.gate.advice import first_refusal
     from sinkprune.engines.gate.checking import check_engines, engines_alone
-    from sinkprune.engines.gate.recording import read_question, record
+    from sinkprune.engines.gate.question import read_question
+    from sinkprune.engines.gate.recording import record
     from sinkprune.engines.gate.table import print_report
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend
@@ -50,7 +51,7 @@ def _check(arguments: Sequence[str] | None) -> None:
     bundle = read_bundle(options.bundle, trusted_bundle(options))
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust)
-    question = read_question(options.image, options.prompt, bundle)
+    question = read_question(options.image, options.prompt, bundle, built.engines.manifest.enforced_limits)
     name = options.backend or backend_of(built.engines.manifest.target)
     backend = load_backend(name, None, built, options.compute)
     with TerminalProgress() as progress, TemporaryDirectory(prefix="sinkprune-check-") as folder:

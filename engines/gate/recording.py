@@ -11,7 +11,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,53 +24,22 @@ from sinkprune.contract.memory_need import running_need
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system_memory import available_bytes
+from sinkprune.engines.gate.question import Question
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.runtime.answer import Kept
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
-from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.kv_cache import cache_names
 from sinkprune.runtime.observer import Observer
-from sinkprune.runtime.pictures import decoded, see
+from sinkprune.runtime.pictures import see
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import check_texts
 
-NEW_TOKENS = 8
-"""Tokens of each answer: a decoder's first call fills its caches, the others read them."""
 REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""
 _WHOLE = "recording.json"
 _IN, _OUT = "in.", "out."
 # What a chat template puts around a question, generously.
 _PROMPT_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the graphs and the engines are asked."""
-
-    images: Sequence[Picture]
-    """Those of one prompt, decoded."""
-    prompt: str
-
-    def sha256(self, bundle: Bundle) -> str:
-        """Of what is asked and of whom, in hexadecimal."""
-        digest = hashlib.sha256(f"{bundle.sha256} {NEW_TOKENS} {self.prompt}".encode())
-        for image in self.images:
-            pixels = np.asarray(image)
-            digest.update(f" {pixels.shape} ".encode() + pixels.tobytes())
-        return digest.hexdigest()
-
-
-def read_question(files: Sequence[Path], prompt: str, bundle: Bundle) -> Question:
-    """The pictures in `files`, and the question about them; raises `ImageError` and `PromptError`."""
-    texts = [*[""] * len(files), prompt]
-    check_texts(texts, len(files))
-    family = load_family(bundle.manifest)
-    images = [decoded(file, family) for file in files]
-    for file, image in zip(files, images, strict=True):
-        see(file, image, family, bundle.manifest)
-    return Question(images, prompt)
 
 
 class Call(NamedTuple):
@@ -151,8 +119,8 @@ def ask(pipeline: Pipeline, question: Question, method: str, budget: str) -> tup
         question.prompt,
         method=method,
         budget=budget,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
+        max_new_tokens=question.new_tokens,
+        min_new_tokens=question.new_tokens,
         observer=watched,
     )
     kept = [tokens.tolist() for own in answer.images for tokens in _kept(own)]
@@ -233,7 +201,7 @@ def _check(bundle: Bundle, question: Question, asked: Sequence[tuple[str, str]])
     layouts = [see(image, image, family, manifest).layout for image in question.images]
     for method, budget in asked:
         rows = schedule(manifest, method, budget, layouts)
-        tokens = _PROMPT_TOKENS + NEW_TOKENS
+        tokens = _PROMPT_TOKENS + question.new_tokens
         need = running_need(manifest, REFERENCE, built=False, layouts=layouts, rows=rows, tokens=tokens)
         way_out = "check the engines with sinkprune-check where there is more, and build without --check here"
         need.check(f"running the graphs of '{bundle.path}' to compare engines with", available_bytes(), way_out)

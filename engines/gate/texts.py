@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sinkprune.engines.gate.limits import Rounding, gap_limit
-from sinkprune.engines.gate.recording import Question, Recording, Said, ask
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import Recording, Said, ask
 from sinkprune.engines.gate.report import TextReport
 from sinkprune.runtime.pipeline import Pipeline
 

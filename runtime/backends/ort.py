@@ -88,7 +88,7 @@ class OrtBackend(Backend):
         with source as found:
             path_or_bytes = found if isinstance(found, bytes) else session_path(found)
             session = self._session(model, path_or_bytes, options)
-        if self._device == "cpu" and not model.built and model.is_mapped():
+        if self._device == "cpu" and model.weights and not model.built and model.is_mapped():
             # A processor for which onnxruntime does not pack some matrix, and reads it in the file for good.
             session = self._session_in_memory(model, options)
         if self._provider not in session.get_providers():
@@ -96,8 +96,9 @@ class OrtBackend(Backend):
                 f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
-        # Weights as they were before they were packed
-        trim_heap()
+        if model.weights:
+            # What they were before they were packed
+            trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 

@@ -115,6 +115,9 @@ def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
 
     Prints a note about each long video that must be decoded as a whole.
     """
+    family = load_family(bundle.manifest, options.fit)
+    if options.video:
+        family.check_video()
     videos = {path: VideoFile(path) for path in options.video or ()}
     for path, video in videos.items():
         if not video.can_seek and video.count >= _LONG_VIDEO:
@@ -123,7 +126,6 @@ def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
                 "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
             )
     sources = options.image or [videos[path] for path in options.video]
-    family = load_family(bundle.manifest, options.fit)
     return [decoded(source, family) for source in sources]
 
 

@@ -51,6 +51,8 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     layouts = [see(picture, picture, family, manifest).layout for picture in planned.pictures]
     letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
     tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + planned.new_tokens
+    # A longer request is refused for its length, not for its memory.
+    tokens = min(tokens, manifest.language_model.max_positions)
     needs: list[MemoryNeed] = []
     for budget in planned.budgets:
         rows = schedule(manifest, planned.method, budget, layouts)

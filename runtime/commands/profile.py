@@ -82,7 +82,16 @@ def _profile(arguments: Sequence[str] | None) -> None:
     add("--budgets", help="comma-separated, none included (default: all of the bundle)")
     add("--new-tokens", type=MAX_NEW_TOKENS, default=16, help="length of every answer (default: 16)")
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {_REPEAT})")
-    add("--warmup", type=WARMUP, default=1, help="rounds before them that do not count (default: 1)")
+    add(
+        "--warmup-rounds",
+        # The name that one letter told from run's --warm-up.
+        "--warmup",
+        dest="warmup",
+        type=WARMUP,
+        default=1,
+        metavar="N",
+        help="rounds before them that do not count (default: 1)",
+    )
     add_rate_options(parser)
     add_power_options(parser)
     add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
@@ -115,7 +124,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 )
             write_report(options, report, plot_report)
             if not prints_json(options):
-                # Last, because whoever reads it may stop reading, as `head` does.
+                # Last: the reader of standard output may stop reading, as `head` does.
                 _print_table(report)
             power = report.power
         else:
@@ -185,7 +194,7 @@ def _print_table(report: Report) -> None:
         )
     console.print(table)
     for name, budget in report.budgets.items():
-        console.print(plain(f"{name}: TTFT is {_parts(budget)}; {_rates(budget)}"))
+        console.print(plain(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
     for name, budget in report.budgets.items():
         if budget.stage_peak_rss_bytes:
             console.print(plain(f"{name}: peak memory in MB: {_peaks(budget)}"))
@@ -198,9 +207,9 @@ def _print_table(report: Report) -> None:
 
 
 def _parts(budget: BudgetReport) -> str:
-    """What the time to the first token is made of, in milliseconds."""
+    """Return what the time to the first token is made of, in milliseconds. Medians need not add up to its median."""
     parts = [f"{part} {_median(budget.ms[part])}" for part in OF_TTFT]
-    return " + ".join(parts).replace(" + rest", f" (select {_median(budget.ms['select'])} of it) + rest")
+    return ", ".join(parts).replace(", rest", f" (select {_median(budget.ms['select'])} of it), rest")
 
 
 def _rates(budget: BudgetReport) -> str:

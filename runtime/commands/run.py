@@ -9,6 +9,7 @@ from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.command import run_command
+from sinkprune.contract.costs_cache import cache_file
 from sinkprune.contract.costs_file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files import check_outputs, write_whole
@@ -73,8 +74,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         "--deadline-ms",
         type=DEADLINE_MS,
         metavar="MS",
-        help="have the whole answer in so many milliseconds: chooses the budget, and ends the answer in time; needs "
-        "--warm-up once on this machine, or --costs",
+        help="have the whole answer in so many milliseconds: chooses the largest budget that brings all of "
+        "--max-new-tokens, so ask for as many as you need; needs --warm-up once on this machine, or --costs",
     )
     add(
         "--warm-up",
@@ -139,8 +140,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         write_json(options, _summary(pipeline, answer, memory))
     if answer.deadline is not None:
         sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
-        if not options.costs:
-            pipeline.save_costs()
+        if not options.costs and pipeline.save_costs() is None and options.warm_up:
+            sys.stderr.write(_not_kept(pipeline))
     if options.overlay:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
@@ -171,13 +172,13 @@ def _in_time(answer: Answer) -> str:
         return ""
     tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
     return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected {tokens} in at "
-        f"most {deadline.predicted_ms:.0f} ms; {deadline.reason}"
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected {tokens} in "
+        f"{deadline.predicted_ms:.0f} ms; {deadline.reason}"
     )
 
 
 def _late(deadline: DeadlineReport) -> str:
-    """A warning, for who reads nothing else; nothing for an answer in time."""
+    """Return a warning for a late answer, and nothing for one in time."""
     if deadline.met:
         return ""
     told = (
@@ -185,11 +186,21 @@ def _late(deadline: DeadlineReport) -> str:
     )
     if deadline.can_meet:
         return f"{told}.\n"
-    return f"{told}. No budget can bring a token sooner than in about {deadline.predicted_first_ms:.0f} ms.\n"
+    return f"{told}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
+
+
+def _not_kept(pipeline: Pipeline) -> str:
+    """Return a warning about costs that later runs will not find."""
+    file = cache_file(pipeline.place)
+    where = f"written to '{escaped(str(file))}'" if file else "kept, because this user has no home folder"
+    return (
+        f"warning: the costs could not be {where}: the next run needs --warm-up again. Make that folder writable, "
+        "or set XDG_CACHE_HOME to one that is.\n"
+    )
 
 
 def _doubtful_costs(deadline: DeadlineReport) -> str:
-    """A line about costs that are old or were measured under load; nothing about others."""
+    """Return a line about costs that are old or were measured under load, and nothing about others."""
     age, load = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0
     doubts = [
         *([f"are {age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
@@ -199,7 +210,11 @@ def _doubtful_costs(deadline: DeadlineReport) -> str:
             else []
         ),
     ]
-    return f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up.\n" if doubts else ""
+    return (
+        f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.\n"
+        if doubts
+        else ""
+    )
 
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, Any]:

@@ -44,6 +44,10 @@ def _part(layout: VisualLayout, size: tuple[int, int]) -> str:
     """What the model sees of a picture of `size` (width, height), in words."""
     left, top = np.clip(layout.boxes[:, :2].min(axis=0), 0, size)
     right, bottom = np.clip(layout.boxes[:, 2:].max(axis=0), 0, size)
-    percent = int(100 * layout.seen_share)
     middle = f"{right - left:.0f}x{bottom - top:.0f} of {size[0]}x{size[1]}"
-    return f"the model sees {percent or 'less than 1'} % of the picture (the middle {middle})"
+    return f"the model sees {percent(layout.seen_share)} of the picture (the middle {middle})"
+
+
+def percent(seen_share: float) -> str:
+    """Return a share between 0 and 1, both excluded, in words that are neither 0 % nor 100 %."""
+    return f"{min(99, round(100 * seen_share)) or 'less than 1'} %"

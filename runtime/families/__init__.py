@@ -37,8 +37,11 @@ class Family(Protocol):
     def see(self, picture: Picture) -> Seen:
         """The inputs of `vision` for an image or the shown frames of a clip, and its layout; raises `ImageError`."""
 
+    def check_video(self) -> None:
+        """Raise `VideoError` where the bundle takes no video, before a file is opened."""
+
     def shown(self, video: Video) -> Shown:
-        """The frames of a clip or a video file that the model is shown; raises `VideoError` where it takes none."""
+        """The frames of a clip or a video file that the model is shown; raises what `check_video` does."""
 
     def fitted(self, fit: Fit) -> Family | None:
         """The same image side with pictures brought to the tower's square by `fit`; None where the model is given

@@ -44,6 +44,10 @@ class Llava:
         image = _image(picture)
         return Seen({"pixel_values": self._pixels(image)}, self._layout(image.size))
 
+    def check_video(self) -> None:
+        """Raises `VideoError`: LLaVA takes no video."""
+        raise _no_video()
+
     def shown(self, video: Video) -> Shown:
         """Raises `VideoError`: LLaVA takes no video."""
         raise _no_video()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from sinkprune.contract.errors import BundleError, VideoError
@@ -61,11 +63,13 @@ class Qwen25VL:
         times = self._times(grid.t, picture.size.fps) if isinstance(picture, Shown) else np.arange(grid.t)
         return Seen(inputs, self._layout(grid, windows, (picture.size[0], picture.size[1]), times))
 
+    def check_video(self) -> None:
+        """Raises `VideoError` where the bundle is made for images."""
+        self._video_settings()
+
     def shown(self, video: Video) -> Shown:
         """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
-        if self._video is None:
-            raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
-        return shown(video, self._video, self._tower.temporal_patch_size)
+        return shown(video, self._video_settings(), self._tower.temporal_patch_size)
 
     def fitted(self, fit: Fit) -> None:
         """None: pictures of any shape are given whole."""
@@ -89,6 +93,12 @@ class Qwen25VL:
         if not self._windowed_blocks:
             return patches
         return {**patches, "windows": (1, groups * -(-tokens // side**2), groups * -(-tokens // side))}
+
+    def _video_settings(self) -> dict[str, Any]:
+        """The processor's settings for video; raises `VideoError` where the bundle is made for images."""
+        if self._video is None:
+            raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
+        return self._video
 
     def _row_of_tokens(self, groups: int, tokens: int) -> VisualLayout:
         """A picture of as many tokens, one beside the other."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from sinkprune.contract.errors import VideoError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import Qwen3Tower
@@ -38,9 +37,7 @@ class Qwen3VL(Qwen25VL):
 
     def shown(self, video: Video) -> Shown:
         """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
-        if self._video is None:
-            raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
-        return shown(video, self._video, self._tower.temporal_patch_size, sampled_to_the_end)
+        return shown(video, self._video_settings(), self._tower.temporal_patch_size, sampled_to_the_end)
 
     def _times(self, frames: int, fps: float) -> Array:
         """[T] zeros: the time is a text, and positions are those of a picture for each temporal patch."""

@@ -14,6 +14,7 @@ from PIL import Image
 
 from commands import Outcome, assert_refused, run
 from sinkprune import Pipeline
+from sinkprune.calibration.commands import schedule as schedule_command
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
@@ -192,10 +193,14 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Im
     assert told["chosen"]["lost"] == min(each["lost"] for each in [told["chosen"], *told["others"]])
 
 
-def test_other_cuts_are_told_with_the_command_that_makes_them(own: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("worth", "told"), [(-1.0, True), (1.0, False)])
+def test_other_cuts_are_told_where_they_save_enough(
+    worth: float, told: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule_command, "_WORTH_A_CUT", worth)
     outcome = schedule(own, "--budget-tokens", 16, "--dry-run", "--json", tmp_path / "report.json")
     (other,) = json.loads((tmp_path / "report.json").read_text())["other_cuts"]
-    assert "sinkprune-export --methods sinkpruner,pyramiddrop" in outcome.stdout
+    assert ("sinkprune-export --methods sinkpruner,pyramiddrop" in outcome.stdout) == told
     assert set(read_bundle(own).manifest.cut_after) < set(other["cut_after"])
 
 

@@ -24,8 +24,12 @@ def test_plans_are_found_by_method_and_budget(bundle: Callable[..., Path]) -> No
     assert plan is not None
     assert plan.counts == manifest.budgets["retain-64"].resolve(64)
     assert list(plan.select_after) == ["1", "2", "4"]
-    with pytest.raises(BudgetError, match=r"no budget 'retain-65'.*none, retain-192, .*sinkprune-export --budgets"):
-        manifest.plan("sinkpruner", "retain-65")
+    with pytest.raises(BudgetError, match=r"no budget 'rho-5'.*none, retain-192, .*No export has it: .*'rho-5'"):
+        manifest.plan("sinkpruner", "rho-5")
+    with pytest.raises(BudgetError, match=r"no budget 'retain-64\+serial'.*sinkprune-export --budgets"):
+        manifest.plan("sinkpruner", "retain-64+serial")
+    with pytest.raises(BudgetError, match=r"no budget 'prune-80'.* No export has it: .*'llava' has: retain-192"):
+        manifest.plan("sinkpruner", "prune-80")
     for budget in ("none", "retain-64"):
         with pytest.raises(BudgetError, match=r"no method 'magic'.*holds: sinkpruner\..*sinkprune-export --methods"):
             manifest.plan("magic", budget)

@@ -19,7 +19,8 @@ from sinkprune.contract.manifest_file import file_specs
 from sinkprune.engines.gate.advice import first_refusal
 from sinkprune.engines.gate.checking import check_engines
 from sinkprune.engines.gate.limits import rounding_of
-from sinkprune.engines.gate.recording import Question, record
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import record
 from sinkprune.engines.gate.report import GateReport
 from sinkprune.engines.progress import SILENT
 from sinkprune.runtime.backends.compatibility import open_engines
@@ -97,6 +98,21 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
         *("kind", "typical", "worst", "typical_limit", "worst_limit", "ties", "passed")
     }
     assert [text["same_tokens"] <= text["tokens"] for text in report["texts"]] == [True, True]
+
+
+def test_engines_with_limits_are_asked_what_they_take(source: Path, photo_file: Path, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    build = ("sinkprune-build", source, "-o", engines, "--target", "onnxruntime", "--check", photo_file)
+    limits = ("--max-prompt", 16, "--max-new-tokens", 3)
+    long = "word " * 20
+    assert_refused(run(*build, *limits, "--check-prompt", long), "text tokens", "take 16", "--check-prompt", "--max-")
+    assert not engines.exists()
+    built = run(*build, *limits, "--check-prompt", "Why?")
+    assert (built.code, "check passed" in built.stdout) == (0, True), built.stderr
+    check = ("sinkprune-check", source, engines, "--image", photo_file, "--json")
+    report = json.loads(run(*check, "--prompt", "Why?").stdout)
+    assert [text["tokens"] for text in report["texts"]] == [3, 3]
+    assert_refused(run(*check, "--prompt", long), "text tokens", "take 16", "check --prompt")
 
 
 def test_compute_is_chosen(source: Path, built: Built, photo_file: Path) -> None:

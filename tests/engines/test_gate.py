@@ -25,7 +25,8 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.checking import check_engines, engines_alone
 from sinkprune.engines.gate.comparing import compare_engine
-from sinkprune.engines.gate.recording import Question, Recording, record
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.gate.report import GraphReport, OutputReport
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.progress import SILENT

@@ -29,7 +29,7 @@ from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording
 from sinkprune.engines.gate.checking import PictureGate
-from sinkprune.engines.gate.recording import Question
+from sinkprune.engines.gate.question import Question
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder

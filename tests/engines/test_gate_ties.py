@@ -17,7 +17,8 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.comparing import compare_engine
-from sinkprune.engines.gate.recording import Call, Question, Recording, record
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import Call, Recording, record
 from sinkprune.engines.gate.report import OutputReport
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder

@@ -93,7 +93,11 @@ def test_a_bundle_of_another_dialect_is_exported_again(
     assert [finding["model"] for finding in report["findings"] if finding["stops"]] == [str(path)]
     assert report["first"] == []
     (command,) = report["next"]
-    assert re.match(r"sinkprune-export \S+ -o \S+-int8 --precision fp16 --weights int8 --dialect opset20$", command)
+    # A bundle knows its checkpoint's name, not where it lies.
+    given = r"PATH/TO/[^/\s]+"
+    assert re.match(
+        rf"sinkprune-export {given} -o \S+-int8 --precision fp16 --weights int8 --dialect opset20$", command
+    )
     assert not report["recommendations"][0]["as_it_is"]
 
 

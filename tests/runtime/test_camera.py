@@ -97,6 +97,12 @@ def test_what_the_source_raises_is_raised_to_the_reader() -> None:
         next(camera)
 
 
+def test_a_source_without_a_frame_is_told_to_the_reader() -> None:
+    camera = Camera(lambda: (False, None))
+    with pytest.raises(ImageError, match="the camera gave no frame"):
+        next(camera)
+
+
 def test_a_closed_camera_ends_and_asks_for_no_more() -> None:
     source = Source()
     with Camera(source.read) as camera:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,6 +100,30 @@ def test_without_a_cache_folder_a_process_measures_for_itself(
     assert cached_costs(warm.place) is None
     assert cache_costs(costs_of(warm)) is None
     assert warm.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).budget == "none"
+
+
+def test_costs_that_cannot_be_kept_are_told(
+    bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
+    ask = (
+        "--image",
+        photo_file,
+        "--fit",
+        "pad",
+        "--prompt",
+        QUESTION,
+        "--max-new-tokens",
+        1,
+        "--deadline-ms",
+        60_000,
+    )
+    outcome = run("sinkprune-run", bundle("gqa-112"), *ask, "--warm-up")
+    assert outcome.code == 0
+    said = (
+        r"warning: the costs could not be written to '/dev/null/nowhere/.*: the next run needs --warm-up again\. .*\n"
+    )
+    assert re.fullmatch(said, outcome.stderr)
 
 
 def test_the_command_measures_once_and_expects_what_its_last_runs_took(warm: Pipeline, photo_file: Path) -> None:

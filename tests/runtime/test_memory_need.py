@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from commands import BIN, run
+from commands import BIN, assert_refused, run
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import Manifest
@@ -71,6 +71,11 @@ def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable
     assert pruned.cache == round(1.1 * row * layers)
     assert pruned.weights == none.weights
     assert pruned.activations < none.activations
+
+
+def test_more_tokens_than_positions_are_no_matter_of_memory(bundle: Callable[..., Path], photo_file: Path) -> None:
+    asked = ("--image", photo_file, "--prompt", "What?", "--max-new-tokens", 10_000_000)
+    assert_refused(run("sinkprune-run", bundle("gqa-112"), *asked), "1024 positions")
 
 
 def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Path]) -> None:

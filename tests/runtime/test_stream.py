@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 from PIL import Image
 
-from sinkprune import Pipeline, Stream, UsageError
+from sinkprune import BudgetError, Pipeline, Stream, UsageError
 from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.observer import Observer
 
@@ -71,6 +71,11 @@ def test_the_budget_is_told_once_it_is_chosen(pipe: Pipeline, photo: Image.Image
     assert stream.budget is None
     next(stream)
     assert stream.budget == "retain-64"
+
+
+def test_a_budget_that_is_not_there_is_refused_at_once(pipe: Pipeline, photo: Image.Image) -> None:
+    with pytest.raises(BudgetError, match="no budget 'nope'"):
+        pipe.stream(photo, "What?", budget="nope")
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])

@@ -262,3 +262,7 @@ def test_the_commands_take_a_video_file(bundle: Callable[..., Path], photo: Imag
     assert outcome.code == 0, outcome.stderr
     assert_refused(run("sinkprune-run", root, "--video", tmp_path / "none.mp4", *asked[2:]), "no such file")
     assert_refused(run("sinkprune-run", bundle("qwen"), *asked), "takes no video")
+    # Whatever the file is, and also where no package reads videos.
+    assert_refused(
+        run("sinkprune-run", bundle("qwen"), "--video", tmp_path / "none.mp4", *asked[2:]), "takes no video"
+    )

@@ -1,0 +1,69 @@
+"""What the gate asks the graphs and the engines: pictures and a question that the engines take."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.errors import PromptError
+from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER
+from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
+from sinkprune.runtime.clip import Picture
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.pictures import decoded, see
+from sinkprune.runtime.prompt import PromptEncoder
+from sinkprune.runtime.request import check_texts
+
+NEW_TOKENS = 8
+"""Tokens of each answer: a decoder's first call fills its caches, the others read them."""
+NO_LIMITS: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the graphs and the engines are asked."""
+
+    images: Sequence[Picture]
+    """Those of one prompt, decoded."""
+    prompt: str
+    new_tokens: int = NEW_TOKENS
+    """Tokens of each answer; fewer where engines take fewer."""
+
+    def sha256(self, bundle: Bundle) -> str:
+        """Of what is asked and of whom, in hexadecimal."""
+        digest = hashlib.sha256(f"{bundle.sha256} {self.new_tokens} {self.prompt}".encode())
+        for image in self.images:
+            pixels = np.asarray(image)
+            digest.update(f" {pixels.shape} ".encode() + pixels.tobytes())
+        return digest.hexdigest()
+
+
+def read_question(
+    files: Sequence[Path], prompt: str, bundle: Bundle, limits: Mapping[str, int] = NO_LIMITS
+) -> Question:
+    """Return the pictures in `files` and the question about them, for engines with the enforced `limits`.
+
+    Raises `ImageError`, and `PromptError` for a question that is longer than the engines take.
+    """
+    texts = [*[""] * len(files), prompt]
+    check_texts(texts, len(files))
+    family = load_family(bundle.manifest)
+    images = [decoded(file, family) for file in files]
+    layouts = [see(file, image, family, bundle.manifest).layout for file, image in zip(files, images, strict=True)]
+    most = limits.get("prompt_tokens")
+    if most is not None:
+        template = bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)
+        encoder = PromptEncoder(bundle.files[TOKENIZER].read(TOKENIZER_BYTES), template, bundle.manifest.tokens)
+        tokens = encoder.encode(texts, [layout.texts for layout in layouts]).text_tokens
+        if tokens > most:
+            raise PromptError(
+                f"the question '{prompt}' has {tokens} text tokens with its chat template, and the engines take "
+                f"{most}. Give a shorter one (sinkprune check --prompt, sinkprune build --check-prompt), or build "
+                f"with --max-prompt {tokens}."
+            )
+    return Question(images, prompt, min(NEW_TOKENS, limits.get("new_tokens", NEW_TOKENS)))
