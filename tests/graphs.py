@@ -134,7 +134,7 @@ def _plan(facts: PlanFacts, budget: Budget) -> Any:
 
 def loaded(graph: Graph, library: str = "ort-cpu") -> Run:
     """A graph, ready to run by the backend `library`."""
-    backend = load_backend(library, threads=2)
+    backend = load_backend(library, threads=1)
     with tempfile.TemporaryDirectory() as folder:
         spec = graph.save(Path(folder), "graph.onnx")
         file = HeldFile(Path(folder) / spec.file, BundleError)

@@ -18,6 +18,7 @@ from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
+from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.heap import trim_heap
 from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, session_path, words
 from sinkprune.runtime.processor import instructions, machine
@@ -70,6 +71,7 @@ class OnnxRuntimeBuilder:
             )
         model = read_model(job.model)
         options = session_options(self._ort)
+        options.intra_op_num_threads = usable_cores()
         options.graph_optimization_level = self._ort.GraphOptimizationLevel.ORT_ENABLE_ALL
         options.optimized_model_filepath = session_path(output)
         # The name stands in the model, and is looked up beside it.

@@ -22,7 +22,7 @@ from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve
 from sinkprune.contract.report import Spread
 from sinkprune.contract.schedule import schedule as schedule_of
 from sinkprune.contract.schema import from_json
-from slow_cases import slow_except
+from slow_cases import slow
 
 Bundles = Callable[..., Path]
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
     assert [*read_bundle(own).manifest.budgets] == ["retain-192", "retain-128", "retain-64", "retain-32"]
 
 
-@pytest.mark.parametrize("name", slow_except({"qwen"}, ["qwen", "next"]))
+@pytest.mark.parametrize("name", [slow("qwen"), slow("next")])
 def test_other_families(name: str, bundle: Bundles, tmp_path: Path, photo: Image.Image) -> None:
     own = Path(shutil.copytree(bundle(name), tmp_path / "bundle"))
     pictures = tmp_path / "a.png"

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from slow_cases import slow
+
 PROGRAM = Path(__file__).parents[1] / "kill_replacing.py"
 MEMORY = Path("/dev/shm")
 
@@ -31,7 +33,7 @@ def outcomes(folder: Path, *arguments: object) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("how", ["exchange", "two-renames"])
+@pytest.mark.parametrize("how", ["exchange", slow("two-renames")])
 def test_killed_at_every_call_of_the_system(how: str, folder: Path) -> None:
     found = outcomes(folder, how, "calls", 10_000)
     *killed, last = found

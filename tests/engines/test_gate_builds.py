@@ -34,6 +34,7 @@ from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.device import open_device
+from slow_cases import slow, slow_except
 
 LIMITS = Limits(60, 10, 1)
 
@@ -66,7 +67,7 @@ def gate(photo: Image.Image) -> PictureGate:
 
 
 @pytest.mark.parametrize(
-    "target", ["onnxruntime", "onnxruntime+openvino", pytest.param("openvino", marks=pytest.mark.slow)]
+    "target", slow_except({"onnxruntime+openvino"}, ["onnxruntime", "onnxruntime+openvino", "openvino"])
 )
 def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
@@ -82,7 +83,7 @@ def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: 
     assert "check passed" not in engines_command._text(output, replace(engines.manifest, flags={}))
 
 
-@pytest.mark.parametrize("move", [False, True])
+@pytest.mark.parametrize("move", [slow(False), True])
 def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: PictureGate, tmp_path: Path) -> None:
     output = tmp_path / "out"
     wrong = Faulty("decoder_2", one_weight, tmp_path / "altered")

@@ -22,7 +22,7 @@ import pytest
 from checkpoints import Shape, make_checkpoint
 from heads_of_64 import CONFIG, export_random, operators
 from quantised_checkpoints import Layout, make_quantised
-from slow_cases import slow_except
+from slow_cases import slow, slow_except
 
 if platform.machine() != "x86_64":
     pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
@@ -175,7 +175,7 @@ def test_every_plan_compiles_at_every_budget(
         compile_graph(found.bundle, graph, tmp_path)
 
 
-@pytest.mark.parametrize("dialect", ["opset24", pytest.param("opset20", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dialect", [slow("opset24"), slow("opset20")])
 def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> None:
     options = {"budgets": ("retain-32+serial",), "precision": "fp16", "dialect": dialect}
     bundle = export_random(tmp_path, **options)
@@ -198,7 +198,7 @@ def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -
             assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)
 
 
-@pytest.mark.parametrize("layout", [Layout(desc_act=True), Layout(bits=8)], ids=["4 bits, reordered", "8 bits"])
+@pytest.mark.parametrize("layout", [Layout(desc_act=True), slow(Layout(bits=8))], ids=["4 bits, reordered", "8 bits"])
 def test_a_repacked_checkpoint_compiles(layout: Layout, tmp_path: Path) -> None:
     made = make_quantised(make_checkpoint(tmp_path / "checkpoint", Shape(image_size=112)), tmp_path, layout)
     export_bundle(ExportRequest(str(made.folder), budgets=("retain-64",), precision="fp16"), tmp_path / "bundle")

@@ -160,7 +160,7 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
     """Every graph of a small bundle, in both dialects; a decoder keeps its caches from call to call."""
     name, budgets, images = KINDS[kind]
     bundles = [read_bundle(bundle(name, precision, budgets, dialect, images)) for dialect in DIALECTS]
-    backend = load_backend("ort-cpu", threads=2)
+    backend = load_backend("ort-cpu", threads=1)
 
     def engine(one: Bundle, graph: str) -> Run:
         model = Model.of_bundle(one, graph)
@@ -185,7 +185,7 @@ def pairs(bundle: Bundles, kind: str, precision: str) -> Iterator[tuple[str, Gra
 @pytest.mark.parametrize(
     ("kind", "precision"),
     # The others are made of the same operators.
-    slow_except({("llava", "fp16"), ("qwen3-vl", "fp32")}, product(KINDS, PRECISIONS)),
+    slow_except({("llava", "fp16")}, product(KINDS, PRECISIONS)),
 )
 def test_every_graph_computes_the_same_in_both_dialects(
     kind: str, precision: str, bundle: Bundles, photo: Image.Image

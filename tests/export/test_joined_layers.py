@@ -76,6 +76,7 @@ def test_each_gives_what_it_gives_alone(form: WeightsName, bias: bool, tmp_path:
         operators = Counter(node.op_type for node in onnx.load(path).graph.node)
         assert operators["MatMul"] == (1 if joined else 3)
         options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         found.append(session.run([f"{name}_out" for name in WIDTHS], {"x": x}))

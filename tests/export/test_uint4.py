@@ -120,6 +120,7 @@ def test_a_graph_computes_with_the_dequantised_weights(
     found = []
     for model in (quantised, floats):
         options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
         onnx.save(model, tmp_path / "graph.onnx")
         session = onnxruntime.InferenceSession(tmp_path / "graph.onnx", options, providers=["CPUExecutionProvider"])

@@ -131,6 +131,7 @@ def test_a_graph_holds_each_matrix_rounded(weights: str, precision: str, bundle:
 def run_graph(model: onnx.ModelProto, folder: Path, accuracy_level: int, inputs: dict[str, Array]) -> list[Array]:
     """Its outputs in ONNX Runtime, which rounds states too at accuracy level 4, and does not at 1."""
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(accuracy_level))
     onnx.save(model, folder / "graph.onnx")
     session = onnxruntime.InferenceSession(folder / "graph.onnx", options, providers=["CPUExecutionProvider"])

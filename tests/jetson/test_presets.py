@@ -21,6 +21,7 @@ from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import PresetFacts, preset_manifest, read_presets
 from sinkprune.runtime.families import load_family
+from slow_cases import each_once
 
 
 def test_the_file_holds_what_the_export_has() -> None:
@@ -49,8 +50,7 @@ def test_a_preset_s_manifest_is_the_one_of_its_bundle(
         assert planned.weight_bytes(graph) == pytest.approx(real.weight_bytes(graph), abs=40 * 4096)
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", pytest.param("uint4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(("name", "form"), each_once(PRESETS, ["int8", "int4", "uint4"]))
 def test_sizes_in_another_form_are_those_of_the_export(name: str, form: WeightsName) -> None:
     manifest = preset_manifest(name, read_presets()[name], "opset24")
     other = stored_as(manifest, "fp16", form)

@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
-from slow_cases import each_once
+from slow_cases import each_once, slow
 
 CORPUS = sorted((Path(__file__).parents[1] / "fuzz" / "corpus" / "pictures").iterdir())
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 moveto\nshowpage\n%%EOF\n"
@@ -110,7 +110,11 @@ def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("PNG", (MOST_PIXELS // 8192 + 1, 8192)), ("GIF", (MOST_PIXELS // 8192 + 1, 8192)), ("WEBP", (8192, 6145))],
+    [
+        ("PNG", (MOST_PIXELS // 8192 + 1, 8192)),
+        ("GIF", (MOST_PIXELS // 8192 + 1, 8192)),
+        slow(("WEBP", (8192, 6145))),
+    ],
 )
 def test_one_column_too_many_is_refused_before_decoding(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
     most = MOST_WEBP_PIXELS if kind == "WEBP" else MOST_PIXELS
