@@ -42,8 +42,12 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, except that `--json` leaves the next word alone where a positional needs it."""
+        """Parse as argparse does, except that an option that needs no value leaves a word to a positional."""
         words = [*(sys.argv[1:] if args is None else args)]
+        for action in self._actions:
+            filled = _without_value(words, action) if action.nargs == "?" and action.choices else words
+            if filled != words and self._accepts(filled):
+                words = filled
         place = _place_of_json(words) if self._takes_json else None
         if place is None:
             return super().parse_known_args(words, namespace)
@@ -69,6 +73,16 @@ class CommandParser(argparse.ArgumentParser):
         except argparse.ArgumentError:
             return False
         return True
+
+
+def _without_value(words: Sequence[str], option: argparse.Action) -> list[str]:
+    """Return `words` in which an `option` that none of its choices follows has the value that stands for none."""
+    choices = [*map(str, option.choices or ())]
+    following = [*words[1:], ""]
+    return [
+        f"{word}={option.const}" if word in option.option_strings and after not in choices else word
+        for word, after in zip(words, following, strict=True)
+    ]
 
 
 def _place_of_json(words: Sequence[str]) -> int | None:

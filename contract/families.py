@@ -41,8 +41,9 @@ def parse_budget(family: str, name: str) -> Budget:
     base, *options = name.split("+")
     rows = FAMILIES[family].budgets
     if base not in rows:
+        inside = f" (in '{name}')" if options else ""
         raise BudgetError(
-            f"unknown budget '{base}' (in '{name}'); family '{family}' has: {', '.join(rows)}. "
+            f"unknown budget '{base}'{inside}; family '{family}' has: {', '.join(rows)}. "
             f"Options may follow, as in '{next(iter(rows))}+compact': {', '.join(OPTIONS)}, rho-N."
         )
     budget = rows[base]

@@ -113,8 +113,8 @@ class MemoryNeed:
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes as messages tell it: "3.1 GB"."""
-    return f"{count / 1e9:.1f} GB"
+    """Return a number of bytes as messages tell it: "3.1 GB", or "12 MB" of less than a tenth of a gigabyte."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.0f} MB"
 
 
 def running_need(

@@ -131,7 +131,7 @@ def _board_findings(machine: Machine, board: Board | None, jetpack: JetPack | No
     if machine.jetpack.l4t is None:
         yield Finding(
             True,
-            "no release of Jetson Linux is told by /etc/nv_tegra_release",
+            "/etc/nv_tegra_release names no release of Jetson Linux",
             "install JetPack 6.2 or 7.2",
             _TENSORRT,
         )

@@ -46,7 +46,7 @@ def builds(model: ModelFit) -> Table:
             continue
         sizes = (form.weight_bytes, build.memory_bytes, build.disk_bytes, build.moving_disk_bytes)
         fits = _UNKNOWN if build.fits is None else "no" if not build.fits else "--move" if build.needs_move else "yes"
-        table.add_row(form.decoder_form, *(f"{size / 1e9:.1f}" for size in sizes), _coloured(fits, build.fits))
+        table.add_row(form.decoder_form, *map(_gigabytes, sizes), _coloured(fits, build.fits))
     return table
 
 
@@ -62,7 +62,7 @@ def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) 
             continue
         form = next(form for form in model.forms if form.decoder_form == one.weights)
         fit = form.budgets[one.budget]
-        build = f"{form.build.memory_bytes / 1e9:.1f}" if form.build else _UNKNOWN
+        build = _gigabytes(form.build.memory_bytes) if form.build else _UNKNOWN
         table.add_row(model.name, one.weights, one.budget, _memory(fit), build, *_time_cells(fit)[timed:], _text(fit))
     return table
 
@@ -128,15 +128,20 @@ def _time_headings(timed: bool) -> list[str]:
 
 def _time_cells(fit: BudgetFit) -> list[str]:
     if fit.bounds is None or fit.times is None:
-        return [f"{fit.decode_bytes / 1e9:.2f}"]
+        return [_gigabytes(fit.decode_bytes, digits=2)]
     prefill = f"{fit.bounds.prefill_ms:.0f}{'w' if fit.bounds.by_weights else ' '}"
     ttft, token = fit.times.ttft, fit.times.token
     return [prefill, ttft.rounded_bound, ttft.range, token.rounded_bound, token.range]
 
 
 def _memory(fit: BudgetFit) -> Text:
-    needed = f"{fit.memory_bytes / 1e9:.1f}"
+    needed = _gigabytes(fit.memory_bytes)
     return _coloured(f"{needed}!" if fit.fits is False else f"{needed} ", fit.fits)
+
+
+def _gigabytes(size: int, digits: int = 1) -> str:
+    """Return a number of bytes in gigabytes, without the unit; what would round to 0 is a bound."""
+    return f"{size / 1e9:.{digits}f}" if size >= 0.5e9 / 10**digits else f"<{10**-digits:g}"
 
 
 def _text(fit: BudgetFit) -> str:

@@ -43,8 +43,9 @@ def print_report(report: Report) -> None:
         console.print()
         console.print(plain(heading(model)), style="bold", soft_wrap=True)
         console.print(budgets(model))
-        console.print()
-        console.print(builds(model))
+        if any(form.build for form in model.forms):
+            console.print()
+            console.print(builds(model))
     console.print()
     for line in legend(report):
         console.print(plain(line), style="dim")

@@ -16,6 +16,12 @@ def slow_except(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     return [case if case in chosen else slow(case) for case in listed]
 
 
+def every(nth: int, cases: Iterable[Any]) -> list[Any]:
+    """Return the parameters of `cases`, of which all but the first and every `nth` behind it are slow."""
+    listed = list(cases)
+    return slow_except(listed[::nth], listed)
+
+
 def each_once(*factors: Iterable[Any]) -> list[Any]:
     """Return the product of the `factors`. All cases are slow but a few, which hold each value once or more."""
     values = [list(factor) for factor in factors]

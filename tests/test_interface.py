@@ -110,6 +110,17 @@ def test_a_json_file_may_be_a_positional(parse: Parse, tmp_path: Path) -> None:
     assert given(parse("doctor", "--json", str(folder))) == ([str(folder)], Path("-"))
 
 
+def test_an_option_without_its_value_leaves_the_bundle(parse: Parse, sinkprune: Callable[..., Outcome]) -> None:
+    for words, power in (
+        (("--power", "bundle"), "auto"),
+        (("bundle", "--power"), "auto"),
+        (("--power", "rapl", "bundle"), "rapl"),
+    ):
+        options = parse("profile", *words, *_QUESTION)
+        assert (options.power, options.bundle) == (power, Path("bundle"))
+    assert "invalid choice: 'rappel'" in sinkprune("profile", "bundle", "--power", "rappel", *_QUESTION).stderr
+
+
 def test_another_ending_is_refused(tmp_path: Path) -> None:
     for words in (("--json", "x.txt", tmp_path), (tmp_path, "--json", "x.txt"), ("--json=x.txt", tmp_path)):
         assert_refused(run("sinkprune-run", *words, *_QUESTION), "ends in '.txt', expected .json")

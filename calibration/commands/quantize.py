@@ -126,7 +126,8 @@ def _chosen(data: Path, limit: int) -> list[Item]:
 def _tell(cost: Cost) -> None:
     """What it will take, before it begins."""
     minutes, free = cost.seconds / 60, available_bytes()
-    duration = f"{minutes:.0f} minutes" if minutes >= 2 else f"{cost.seconds:.0f} seconds"
+    # What is computed is estimated; reading and writing files counts where that is little.
+    duration = f"about {minutes:.0f} minutes" if minutes >= 2 else "less than two minutes"
     told = f" ({free / 1e9:.1f} GB are free)" if free else ""
     sys.stderr.write(f"needs about {cost.bytes / 1e9:.1f} GB of memory{told}, and {duration} on this machine\n")
     sys.stderr.flush()

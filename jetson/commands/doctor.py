@@ -70,8 +70,8 @@ def _size(words: str) -> tuple[int, int]:
 def _parser(boards: str, presets: str) -> CommandParser:
     parser = CommandParser(
         "sinkprune doctor",
-        "Tell what this machine is, or a Jetson elsewhere, which models fit it in which form of weights "
-        "and at which budget, what stands in the way, and what to run next.",
+        "Describe this machine, or a Jetson board elsewhere: which models fit it, with which weights and budget, "
+        "what must be mended first, and what to run next.",
         f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
     )
     add = parser.add_argument

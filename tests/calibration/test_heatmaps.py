@@ -99,6 +99,7 @@ def test_pictures_of_one_name_have_maps_of_their_own(
     assert json.loads(outcome.stdout)["pictures"] == 1
 
 
+@pytest.mark.slow
 def test_names_of_any_characters_can_be_drawn(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for name in ("a $1 {$x.png", "b 杯.png", "c \udcff.png", "d \n\x1b.png", "e ä.png"):

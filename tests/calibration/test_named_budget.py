@@ -24,6 +24,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.signature import verify_signature
 from sinkprune.contract.trust import Trust
 from sinkprune.export.methods import load_method
+from slow_cases import slow
 
 Bundles = Callable[..., Path]
 OURS = Budget(Share(10, 64), Share(5, 64), (Share(9, 64), Share(4, 64)))
@@ -172,8 +173,8 @@ def test_killed_at_calls_of_the_system(own: Path) -> None:
         ("gqa-112", {}),
         ("gqa-112", {"precision": "fp16", "dialect": "opset20", "max_images": 2}),
         ("next", {}),
-        ("qwen", {}),
-        ("qwen2-vl", {"max_frames": 4}),
+        slow(("qwen", {})),
+        slow(("qwen2-vl", {"max_frames": 4})),
         ("qwen3-vl", {"max_frames": 4}),
     ],
 )

@@ -52,7 +52,7 @@ def test_it_is_small_and_says_what_it_is() -> None:
     assert (POCKET / "loss.csv").read_text(encoding="utf-8").startswith("step,stage,rate,probe,names,looks,answers\n")
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_unpruned_it_is_right_overall_and_in_every_kind(every: int, pocket: Pocket) -> None:
     result = evaluated(pocket("fp32"), ask(pocket("fp32"), QUESTIONS[::every], []))
     assert result.accuracy >= 0.90

@@ -43,6 +43,7 @@ def test_honest_engines_of_every_family(
     assert report["texts"][0]["kept_alike"] == 1
 
 
+@pytest.mark.slow
 def test_two_pictures(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
     source = bundle("gqa-112", "fp32", ("retain-64",), max_images=2)
     report = checked(source, [photo_file, photo_file], tmp_path)

@@ -19,6 +19,7 @@ from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from slow_cases import slow
 
 Bundles = Callable[..., Path]
 LIMITS = Limits(10, 10, 1)
@@ -84,7 +85,7 @@ def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Pat
     assert left(output) == []
 
 
-@pytest.mark.parametrize("move", [False, True])
+@pytest.mark.parametrize("move", [slow(False), True])
 def test_a_killed_build_goes_on(move: bool, source: Path, tmp_path: Path) -> None:
     """Killed by the system, in a process of its own; with --move the bundle lacks graphs by then."""
     output = tmp_path / "out"

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from commands import own_process
 
 # Run in a process of its own, whose children's peak is then the export's.
@@ -46,6 +48,7 @@ def llava(layers: int, width: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_export_holds_a_fraction_of_a_segment(tmp_path: Path) -> None:
     small = peak_bytes(llava(layers=4, width=64), tmp_path / "small")
     large = peak_bytes(llava(layers=12, width=448), tmp_path / "large")

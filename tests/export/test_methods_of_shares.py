@@ -26,6 +26,7 @@ from sinkprune.export.methods import all_methods, load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UpTo
+from slow_cases import every
 
 Array = np.ndarray[Any, Any]
 D = 16
@@ -186,8 +187,7 @@ def mean_of(plan: PlanGraphs, n: int, layers: int) -> Fraction:
     return PictureSchedule.of(plan.kept.resolve(n), 1, tuple(plan.select_after)).mean(layers)
 
 
-@pytest.mark.parametrize("layers", [28, pytest.param(36, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", all_methods())
+@pytest.mark.parametrize(("method", "layers"), every(4, product(all_methods(), [28, 36])))
 def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
     reached = 0
     for name, budget in BUDGETS.items():

@@ -20,6 +20,7 @@ from sinkprune.export.rewriting import RewrittenGraph, read_graph
 from sinkprune.export.rounding import Rounded, rounded, to_nearest
 from sinkprune.export.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
+from slow_cases import slow
 
 Bundles = Callable[..., Path]
 
@@ -55,9 +56,9 @@ def content(path: Path) -> tuple[Counter[str], list[Any], dict[str, Array]]:
     [
         ("gqa-112", "fp32", "opset24", ["vision", "projector", "decoder_0", "decoder_3", "head"], "int8"),
         ("gqa-112", "fp32", "opset24", ["projector", "decoder_0", "decoder_3", "head"], "int4"),
-        ("gqa-112", "fp16", "opset20", ["vision", "decoder_1"], "int4"),
+        slow(("gqa-112", "fp16", "opset20", ["vision", "decoder_1"], "int4")),
         ("qwen", "fp32", "opset24", ["vision", "decoder_0"], "int8"),
-        ("qwen2-vl", "fp32", "opset24", ["vision"], "int8"),
+        slow(("qwen2-vl", "fp32", "opset24", ["vision"], "int8")),
         ("next", "fp32", "opset24", ["projector"], "int4"),
     ],
 )

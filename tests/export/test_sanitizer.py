@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import graphs
 import reference
 from sinkprune.contract.budgets import OPTIONS, Budget, Share
 from sinkprune.contract.families import parse_budget
-from slow_cases import each_once
+from slow_cases import each_once, slow_except
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
@@ -218,8 +218,13 @@ _LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("n", "reserve", "diverse", "per_mille", "batch"), _LIMITS)
+@pytest.mark.parametrize(
+    ("n", "reserve", "diverse", "per_mille", "batch", "precision"),
+    slow_except(
+        [(*limits, precision) for limits, precision in zip(_LIMITS, cycle(DTYPES), strict=False)],
+        [(*limits, precision) for limits in _LIMITS for precision in DTYPES],
+    ),
+)
 def test_ties_duplicates_zeros_and_extremes(
     n: int, reserve: int, diverse: int, per_mille: int, batch: int, precision: str
 ) -> None:

@@ -16,6 +16,7 @@ from sinkprune.export.methods import load_method
 from sinkprune.export.planning import plan_graphs
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, UpTo
+from slow_cases import each_once
 
 D = 16
 MODEL = replace(graphs.language_model(), rope_sections=(1, 1, 2))
@@ -33,8 +34,7 @@ def facts(most: int = 480, precision: str = "fp32", images: int = 1) -> PlanFact
     return PlanFacts(MODEL, UpTo(most, 784, most), D, PRECISIONS[precision], opset24, images=images)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "precision"), each_once(NAMES, ["fp32", "fp16"]))
 def test_one_sanitizer_keeps_the_references_tokens_at_any_n(name: str, precision: str) -> None:
     budget = parse_budget("qwen2.5-vl", name)
     plan = load_method("sinkpruner")(facts(480, precision), budget)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fuzz.campaign import run_campaign
 from fuzz.sources import SOURCES, corpus, endless
-from fuzz.subjects import FAMILIES, Subjects
+from fuzz.subjects import FAMILIES, Subjects, make_families
 from fuzz.workers import Worker
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     sys.stdout.write(f"seed {options.seed}; Ctrl-C ends. Making checkpoints, bundles and engines ...\n")
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fuzz-")))
-        subjects = Subjects(place / "subjects", options.families)
+        subjects = Subjects(make_families(place / "subjects", options.families), options.families)
         workers = [stack.enter_context(Worker()) for _ in range(options.workers)]
         known = (
             [] if options.no_corpus else [(name, case) for name, case in corpus() if case.subject in subjects.names]

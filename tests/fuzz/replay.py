@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from fuzz.cases import case_of
-from fuzz.subjects import Subjects
+from fuzz.subjects import Subjects, make_families
 from fuzz.trial import try_case
 from fuzz.workers import Worker
 
@@ -19,7 +19,7 @@ def main(paths: list[str]) -> int:
     families = sorted({case.subject.partition(":")[2] for _, case in cases})
     failed = 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder, Worker() as worker:
-        subjects = Subjects(Path(folder) / "subjects", families)
+        subjects = Subjects(make_families(Path(folder) / "subjects", families), families)
         for path, case in cases:
             faults = try_case(case, subjects, worker)
             failed += bool(faults)

@@ -70,12 +70,11 @@ class Subject:
 
 
 class Subjects:
-    """Every subject, made in a folder once, and what its commands make of honest input."""
+    """Every subject in a folder, and what its commands make of honest input."""
 
     def __init__(self, folder: Path, families: Sequence[str] = FAMILIES) -> None:
+        """From the folder that `make_families` wrote."""
         self._folder = folder
-        for family in families:
-            _make_family(folder / family, family)
         made = [subject for family in families for subject in _subjects_of(family, folder / family)]
         self._subjects = {subject.name: subject for subject in made}
         self._honest: dict[str, list[Outcome]] = {}
@@ -165,6 +164,13 @@ def silent_libraries() -> Iterator[None]:
         os.dup2(usual, 2)
         os.close(usual)
         os.close(nowhere)
+
+
+def make_families(folder: Path, families: Sequence[str] = FAMILIES) -> Path:
+    """Write the files of all subjects of these families into `folder`, and return it."""
+    for family in families:
+        _make_family(folder / family, family)
+    return folder
 
 
 def _make_family(folder: Path, family: str) -> None:

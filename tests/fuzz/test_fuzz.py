@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
+from conftest import make_once
 from fuzz.cases import Case, case_of
 from fuzz.sources import SOURCES, corpus, endless
-from fuzz.subjects import FAMILIES, Subjects
+from fuzz.subjects import Subjects, make_families
 from fuzz.trial import try_case
 from fuzz.workers import Worker
 
@@ -19,8 +21,8 @@ TRIED = 29
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
-    return Subjects(tmp_path_factory.mktemp("fuzz") / "subjects", FAMILIES)
+def subjects(shared_folder: Path) -> Subjects:
+    return Subjects(make_once(shared_folder / "subjects", make_families))
 
 
 @pytest.fixture(scope="module")

@@ -116,7 +116,7 @@ def test_pycuda_does_as_well(tmp_path: Path) -> None:
     ("files", "words", "stops"),
     [
         ({"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None}, "module is not installed", True),
-        ({"etc/nv_tegra_release": None}, "no release of Jetson Linux", True),
+        ({"etc/nv_tegra_release": None}, "names no release of Jetson Linux", True),
         ({"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1"}, "Jetson Linux 35.4.1 is of no JetPack", True),
         ({"proc/device-tree/compatible": "acme,robot\0nvidia,tegra234\0"}, "which module is not known", False),
         ({"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None}, "power mode is not told", False),

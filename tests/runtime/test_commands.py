@@ -20,7 +20,7 @@ from sinkprune.contract.report import PARTS
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
-COFFEE = "the model sees 66 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all."
+COFFEE = "the model sees 67 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all."
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from transformers import (
 
 from conftest import NEXT_SHAPES
 from sinkprune import Pipeline
+from slow_cases import each_once
 from steps import QUESTION, ask
 from transformers_answers import greedy_answer
 
@@ -44,8 +45,7 @@ def reference_inputs(folder: Path, image: Image.Image) -> dict[str, Any]:
     return dict(processor(text=text, images=image, return_tensors="pt"))
 
 
-@pytest.mark.parametrize("name", NEXT_SHAPES)
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize(("size", "name"), each_once(SIZES, NEXT_SHAPES))
 def test_greedy_text_and_logits_equal_transformers(
     name: str,
     size: tuple[int, int],

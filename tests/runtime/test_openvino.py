@@ -68,6 +68,7 @@ def test_every_method_keeps_the_same(
             assert_equal(ours, theirs, photo, method=method, budget=budget)
 
 
+@pytest.mark.slow
 def test_several_pictures_keep_the_same(bundle: Callable[..., Path], photo: Image.Image) -> None:
     root = bundle("gqa-112", "fp32", ("retain-64",), max_images=2)
     ours, theirs = Pipeline.load(root, backend="openvino", compute="fp32"), Pipeline.load(root)

@@ -53,7 +53,7 @@ class Filling(Cpu):
         self.fills_blocks = True
 
 
-@pytest.mark.parametrize("name", slow_except({"qwen3-vl"}, TOWERS))
+@pytest.mark.parametrize("name", slow_except({"qwen"}, TOWERS))
 def test_answers_stay_the_same(
     name: str, bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,12 +15,15 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.towers import QwenTower
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from slow_cases import slow
 
 TARGETS = {"none": 100.0, "prune-66.7": 33.0, "prune-77.8": 21.2, "prune-80": 20.7, "prune-88.9": 11.4}
 """Per cent of N."""
 
 
-@pytest.fixture(scope="module", params=["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen3_vl"])
+@pytest.fixture(
+    scope="module", params=["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.slow), slow("qwen3_vl")]
+)
 def deep_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As many layers as the 7B models."""
     folder = tmp_path_factory.mktemp("deep")

@@ -14,6 +14,7 @@ from clips import LIMITS, frames
 from sinkprune.contract.errors import VideoError
 from sinkprune.runtime.clip import ClipSize, shown
 from sinkprune.runtime.video_file import VideoFile
+from slow_cases import every
 from video_files import trimmed, write_video
 
 av = pytest.importorskip("av")
@@ -137,7 +138,8 @@ def test_a_file_cut_between_two_frames_is_refused(pictures: list[Image.Image], t
 
 
 @pytest.mark.parametrize(
-    ("suffix", "codec", "flags"), [kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] not in ("libx265", "wmv2")]
+    ("suffix", "codec", "flags"),
+    every(2, (kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] not in ("libx265", "wmv2"))),
 )
 def test_a_file_with_a_stretch_of_zeros_is_refused(
     suffix: str, codec: str, flags: dict[str, str], photo: Image.Image, tmp_path: Path
