@@ -16,7 +16,7 @@ def accuracy_warnings(questions: int) -> tuple[str, ...]:
         return ()
     reach, enough = _reach(questions), _reach(FEW_QUESTIONS)
     return (
-        f"Small sample: {_count(questions, 'question')}. The 95 % interval of an accuracy can reach ±{reach:.0f} "
+        f"Small sample: {counted(questions, 'question')}. The 95 % interval of an accuracy can reach ±{reach:.0f} "
         f"points. From {FEW_QUESTIONS} questions on it stays within ±{enough:.0f}.",
     )
 
@@ -26,7 +26,7 @@ def mean_warnings(pictures: int) -> tuple[str, ...]:
     if pictures >= FEW_PICTURES:
         return ()
     return (
-        f"Small sample: {_count(pictures, 'picture')}. Other pictures may give other means. Measure "
+        f"Small sample: {counted(pictures, 'picture')}. Other pictures may give other means. Measure "
         f"{FEW_PICTURES} or more: the 95 % interval of a mean is then within ±0.5 standard deviations.",
     )
 
@@ -36,16 +36,17 @@ def calibration_warnings(prompts: int) -> tuple[str, ...]:
     if prompts >= FEW_PICTURES:
         return ()
     return (
-        f"Small sample: {_count(prompts, 'prompt')}. The weights fit the pictures and prompts that they were rounded "
-        f"for, and others less. Give {FEW_PICTURES} pictures or more.",
+        f"Small sample: {counted(prompts, 'prompt')}. The weights fit the pictures and prompts that they were "
+        f"rounded for, and others less. Give {FEW_PICTURES} pictures or more.",
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number and what is counted, as in "1 picture" and "2 pictures"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _reach(questions: int) -> float:
     """Half the widest 95 % interval of an accuracy, in percentage points: that of one half."""
     low, high = wilson(questions // 2, questions)
     return 50 * (high - low)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -153,9 +153,10 @@ class ManifestFile:
         try:
             return read_bytes(path, MANIFEST_BYTES, follow_links=False)
         except MissingError as error:
+            is_checkpoint = (root / "config.json").is_file()
+            make = f"sinkprune-export {root} -o BUNDLE" if is_checkpoint else self.make.format(root=root)
             raise self.error(
-                f"'{root}' is not {self.a_folder}: it holds no {self.name}. "
-                f"Make one with: {self.make.format(root=root)}"
+                f"'{root}' is not {self.a_folder}: it holds no {self.name}. Make one with: {make}"
             ) from error
         except UnreadableError as error:
             raise self.error(f"'{path}' {error}. {self.again}") from error

@@ -58,14 +58,15 @@ def plot_report(report: Report, suffix: str) -> bytes:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for row, name in enumerate(names):
         budget = report.budgets[name]
-        ttft = budget.ms["ttft"]
-        label = f"  {left[row]:.0f} ms" + (
+        # Medians of parts need not add up to the median of the whole.
+        ttft, latency = budget.ms["ttft"], budget.ms["latency"]
+        label = f"  {latency.median if latency else left[row]:.0f} ms" + (
             f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else ""
         )
         axes.text(left[row], row, label, va="center", fontsize=9)
     axes.set_xlim(0, max(left) * 1.28)
     axes.invert_yaxis()
-    axes.set_xlabel("milliseconds (medians)")
+    axes.set_xlabel("milliseconds (medians of each part)")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         f"{report.model}, {report.precision}, {report.backend}, {report.threads} threads\n"

@@ -18,7 +18,7 @@ from sinkprune.calibration.evaluation.asking import choose_combinations
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.plots import plot_attention
-from sinkprune.calibration.sample_size import mean_warnings
+from sinkprune.calibration.sample_size import counted, mean_warnings
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
@@ -172,7 +172,8 @@ def _print(report: AttentionReport) -> None:
     console = Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False)
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
-        f"{report.questions} questions about {report.pictures} pictures; ± half the 95 % interval\n"
+        f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}; "
+        "± half the 95 % interval\n"
         f"sink tokens: the {report.outlier_per_mille / 10:g} % of each group with the largest norms",
         *report.warnings,
         "\n% of the kept tokens that are sink tokens\n",

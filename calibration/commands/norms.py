@@ -15,6 +15,7 @@ from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
+from sinkprune.calibration.sample_size import counted
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
@@ -187,7 +188,7 @@ def _heatmap_file(options: argparse.Namespace, pictures: Sequence[NamedPicture],
 def _text(report: NormReport) -> str:
     overlap, chance = 100 * report.top_overlap, 100 * report.chance_overlap
     return (
-        f"{report.model}: {report.pictures} pictures, {report.tokens} visual tokens\n"
+        f"{report.model}: {counted(report.pictures, 'picture')}, {report.tokens} visual tokens\n"
         f"{report.verdict}\n"
         f"Of the 1 % of largest norms, {overlap:.1f} % are among the most salient 1 % (by chance: {chance:.1f} %)\n"
         f"and take {100 * report.top_salience_share:.1f} % of the salience. Rank correlation of norm and salience: "

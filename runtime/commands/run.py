@@ -158,8 +158,9 @@ def _write_piece(text: str) -> None:
 def _timings(answer: Answer) -> str:
     per_token = answer.ms["per_token"]
     return (
-        f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms (vision {answer.ms['vision']:.0f}, "
-        f"prefill {answer.ms['prefill']:.0f}), "
+        f"[{answer.budget}] TTFT {answer.ms['ttft']:.0f} ms ("
+        + ", ".join(f"{part} {answer.ms[part]:.0f}" for part in ("preprocess", "vision", "prefill"))
+        + "), "
         + (f"{per_token:.1f} ms a token, " if per_token is not None else "")
         + f"{answer.ms['latency']:.0f} ms in all; visual tokens {answer.visual_tokens} -> "
         f"{answer.tokens_per_layer[0]} -> {answer.tokens_per_layer[-1]}" + _in_time(answer)
