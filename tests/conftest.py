@@ -1,4 +1,7 @@
-"""Checkpoints, bundles and photos, made once a session."""
+"""Checkpoints, bundles and photos, made once a session.
+
+What is slow to import is imported by the fixture that needs it: a process that only hands out tests needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +12,18 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-import torch
 from PIL import Image
-from skimage import data
-from transformers import AutoModelForImageTextToText
 
-from checkpoints import Shape, make_checkpoint
-from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
-from operator_signatures import keep_inferred_shapes, keep_signatures
-from qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from sinkprune import Pipeline
 from sinkprune.contract import progress_lines
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.source import ExportRequest
-
-SHAPES = {
-    "mha-336": Shape(),
-    "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True),
-}
-
-QWEN_SHAPES = {
-    "qwen": QwenShape(),
-    "qwen-tied": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True),
-    "qwen2-vl": QwenShape(kind="qwen2_vl", num_layers=7),
-    "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
-}
-
-CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
-"""Those that have no text between the frames of a clip."""
-
-NEXT_SHAPES = {
-    "next": NextShape(),
-    "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
-}
 
 # No test reads or writes costs in the user's cache folder; matplotlib's list of fonts may stay where it is.
 os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
@@ -58,11 +33,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 # A core to each worker of pytest-xdist: programs of many threads that share cores wait for each other.
 worker, cores = os.environ.get("PYTEST_XDIST_WORKER"), sorted(os.sched_getaffinity(0))
 if worker is not None:
-    cores = [cores[int(worker.removeprefix("gw")) % len(cores)]]
-    os.sched_setaffinity(0, cores)
-torch.set_num_threads(len(cores))
-keep_signatures()
-keep_inferred_shapes()
+    os.sched_setaffinity(0, [cores[int(worker.removeprefix("gw")) % len(cores)]])
 # PyTorch and transformers are a million objects, which each collection walks through: a sixth of an export's time.
 gc.set_threshold(50_000, 20, 20)
 # On a busy machine a draw that takes milliseconds may take a second.
@@ -72,6 +43,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("busy machine")
 # A shell's background jobs ignore Ctrl-C, and so would the commands that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick_exports() -> None:
+    """Exports infer the shapes of alike nodes once."""
+    from operator_signatures import keep_inferred_shapes, keep_signatures
+
+    keep_signatures()
+    keep_inferred_shapes()
 
 
 @pytest.fixture(scope="session")
@@ -100,16 +80,9 @@ def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
     """The folder of a small checkpoint, by its name in one of the tables above. Tests must not write into it."""
 
     def get(name: str) -> Path:
-        def make(folder: Path) -> None:
-            folder.mkdir()
-            if name in QWEN_SHAPES:
-                make_qwen_checkpoint(folder, QWEN_SHAPES[name])
-            elif name in NEXT_SHAPES:
-                make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
-            else:
-                make_checkpoint(folder, SHAPES[name])
+        from small_models import make_small_model
 
-        return make_once(shared_folder / name, make)
+        return make_once(shared_folder / name, partial(make_small_model, name))
 
     return get
 
@@ -127,6 +100,9 @@ def bundle(checkpoint: Callable[[str], Path], shared_folder: Path) -> Callable[.
         max_frames: int = 0,
         weights: WeightsName | None = None,
     ) -> Path:
+        from sinkprune.export.bundle_writer import export_bundle
+        from sinkprune.export.source import ExportRequest
+
         request = ExportRequest(
             str(checkpoint(name)),
             budgets=budgets,
@@ -164,6 +140,9 @@ def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
     made: dict[str, Any] = {}
 
     def get(name: str) -> Any:
+        import torch
+        from transformers import AutoModelForImageTextToText
+
         if name not in made:
             made[name] = AutoModelForImageTextToText.from_pretrained(
                 checkpoint(name), dtype=torch.float32, attn_implementation="eager"
@@ -176,6 +155,8 @@ def model(checkpoint: Callable[[str], Path]) -> Callable[[str], Any]:
 @pytest.fixture(scope="session")
 def photo() -> Image.Image:
     """A real photo: a cup of coffee on a table, 600x400."""
+    from skimage import data
+
     return Image.fromarray(data.coffee())
 
 

@@ -102,7 +102,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     return set_tail
 
 
-@pytest.mark.parametrize("tail", [1.0, 1.25])
+@pytest.mark.parametrize("tail", [slow(1.0), 1.25])
 def test_a_time_is_met_by_95_of_100_requests(
     tail: float, own: Path, simulated: Callable[[float], None], tmp_path: Path
 ) -> None:
@@ -193,7 +193,7 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Im
     assert told["chosen"]["lost"] == min(each["lost"] for each in [told["chosen"], *told["others"]])
 
 
-@pytest.mark.parametrize(("worth", "told"), [(-1.0, True), (1.0, False)])
+@pytest.mark.parametrize(("worth", "told"), [slow((-1.0, True)), (1.0, False)])
 def test_other_cuts_are_told_where_they_save_enough(
     worth: float, told: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

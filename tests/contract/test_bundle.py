@@ -73,7 +73,9 @@ def test_verifying_reports_every_byte_once(original: Path) -> None:
 def test_a_folder_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
     message = refusal(tmp_path)
     assert "is not a bundle" in message
-    assert "sinkprune-export" in message
+    assert "sinkprune-export CHECKPOINT" in message
+    (tmp_path / "config.json").touch()
+    assert refusal(tmp_path).endswith(f"Make one with: sinkprune-export {tmp_path} -o BUNDLE")
 
 
 def test_a_missing_folder_is_no_bundle(tmp_path: Path) -> None:

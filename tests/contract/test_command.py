@@ -68,7 +68,7 @@ def test_an_interrupt_waits_while_a_compiled_module_is_loaded(phase: str) -> Non
     [
         ("sinkprune-run", signal.SIGINT),
         pytest.param("sinkprune-run", signal.SIGTERM, marks=pytest.mark.slow),
-        ("sinkprune-export", signal.SIGINT),
+        pytest.param("sinkprune-export", signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupt_at_any_moment_is_no_traceback(

@@ -89,10 +89,10 @@ def hand_over(folder: Path) -> None:
     from skimage import data
 
     from checkpoints import make_checkpoint
-    from conftest import QWEN_SHAPES, SHAPES
     from qwen_checkpoints import make_qwen_checkpoint
     from sinkprune.export.bundle_writer import export_bundle
     from sinkprune.export.source import ExportRequest
+    from small_models import QWEN_SHAPES, SHAPES
 
     for name, options in BUNDLES:
         output, checkpoint = folder / folder_name(name, options), folder / "checkpoints" / name

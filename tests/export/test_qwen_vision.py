@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from conftest import QWEN_SHAPES
 from qwen_towers import features
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from slow_cases import each_once, slow_except
+from small_models import QWEN_SHAPES
 from steps import patch_grid
 
 Array = np.ndarray[Any, Any]

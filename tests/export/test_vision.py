@@ -13,10 +13,10 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil, LlavaForConditionalGeneration
 
 from checkpoints import Shape, make_checkpoint
-from conftest import SHAPES
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from small_models import SHAPES
 
 
 def vision_outputs(pipeline: Pipeline, pixels: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Some hundreds of wrong inputs, always the same ones, and all that were found before; `make fuzz` has no end."""
+"""Wrong inputs that were found before, and some new ones, always the same; `make fuzz` has no end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ def worker() -> Iterator[Worker]:
 
 
 def found_before() -> Iterator[object]:
-    """The corpus. Of templates the command is given every twentieth: test_template_bombs.py renders all of them. Of
-    tokenizers it is given all at `run`, and every fifth at `export`."""
+    """The corpus; of each kind the suite takes every so many, and `make test-slow` all.
+
+    test_template_bombs.py renders all templates, and all tokenizers are tried at `run`.
+    """
+    one_of = {"templates/": 20, "manifests.jsonl": 3, "checkpoints.jsonl": 2}
     for number, (name, case) in enumerate(corpus()):
-        slow = (name.startswith("templates/") and number % 20) or (" export:" in name and number % 5)
+        every = next((count for kind, count in one_of.items() if name.startswith(kind)), 1)
+        slow = number % every or (" export:" in name and number % 5)
         yield pytest.param(case, id=name, marks=[pytest.mark.slow] if slow else [])
 
 
@@ -44,6 +48,7 @@ def test_what_was_found_before(case: Case, subjects: Subjects, worker: Worker) -
     assert try_case(case, subjects, worker) == []
 
 
+@pytest.mark.slow
 def test_wrong_inputs_are_taken_or_refused(subjects: Subjects, worker: Worker) -> None:
     tried = list(islice(endless(subjects, SEED), TRIED))
     assert {kind for kind, _ in tried} == SOURCES.keys()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from conftest import SHAPES
 from sinkprune import Pipeline
+from small_models import SHAPES
 from steps import watched
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import NEXT_SHAPES
 from masking import Sequence, assert_survivors, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
@@ -20,6 +19,7 @@ from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from slow_cases import each_once
+from small_models import NEXT_SHAPES
 from steps import QUESTION, ask, tower_output
 
 NEW_TOKENS = 6

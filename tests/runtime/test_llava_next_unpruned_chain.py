@@ -17,9 +17,9 @@ from transformers import (
     LlavaNextProcessor,
 )
 
-from conftest import NEXT_SHAPES
 from sinkprune import Pipeline
 from slow_cases import each_once
+from small_models import NEXT_SHAPES
 from steps import QUESTION, ask
 from transformers_answers import greedy_answer
 

@@ -14,7 +14,6 @@ from onnx.reference import ReferenceEvaluator
 from PIL import Image
 
 from commands import assert_refused, run
-from conftest import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 from processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
 from same_answers import NEW_TOKENS, QUESTION, assert_alike, assert_equal, options_of
 from sinkprune import Pipeline
@@ -30,6 +29,7 @@ from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino_devices import Cpu
 from slow_cases import slow_except
+from small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 
 
 @pytest.mark.parametrize(

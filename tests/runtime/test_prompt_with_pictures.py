@@ -16,13 +16,13 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 from clips import frames
-from conftest import CLIPS_IN_ONE_PIECE
 from picture_prompts import PIECES, SIZES, images_of, reference_inputs, rendered
 from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune import Clip, Pipeline
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.request import new_request
 from slow_cases import each_once
+from small_models import CLIPS_IN_ONE_PIECE
 from steps import QUESTION
 
 THREE = ["", " ", "\n Wie groß? ", "What differs? "]

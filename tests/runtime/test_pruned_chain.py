@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import SHAPES
 from masking import Sequence, assert_survivors, embedded, masked_forward
 from reference import sanitize
 from sinkprune import Pipeline
@@ -23,6 +22,7 @@ from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import Backend, Engine
 from sinkprune.runtime.decoding import Prefill, decode_one_token, surviving_rows
 from slow_cases import slow_except
+from small_models import SHAPES
 from steps import layout_of, tower_output, watched
 
 Array = np.ndarray[Any, Any]

@@ -21,7 +21,6 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from clips import LIMITS, frames
 from commands import run
-from conftest import QWEN_SHAPES
 from masking import Sequence, embedded, masked_forward
 from picture_prompts import PIECES, rendered
 from qwen_checkpoints import SPECIALS, VIDEO_TOKEN
@@ -36,6 +35,7 @@ from sinkprune.runtime.clip import ClipSize, Shown, sampled_to_the_end
 from sinkprune.runtime.pictures import decoded
 from sinkprune.runtime.qwen_processor import Qwen3Processor
 from sinkprune.runtime.request import new_request
+from small_models import QWEN_SHAPES
 from steps import QUESTION, ask, deepstack_output, tower_output, watched
 from video_files import write_video
 

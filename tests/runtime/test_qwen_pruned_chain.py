@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from conftest import QWEN_SHAPES
 from masking import Sequence, assert_equals_masked, embedded, masked_forward
 from qwen_sequences import qwen_sequence
 from reference import beside_kept, sanitize
@@ -18,6 +17,7 @@ from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.errors import PruningError
 from sinkprune.contract.families import parse_budget
 from slow_cases import every
+from small_models import QWEN_SHAPES
 from steps import ask, deepstack_output, tower_output
 
 PROMPT = "Which colour is the cup?"

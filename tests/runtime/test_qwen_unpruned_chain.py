@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2VLImageProcessorPil
 
-from conftest import QWEN_SHAPES
 from qwen_checkpoints import IMAGE_TOKEN
 from sinkprune import Pipeline
 from slow_cases import each_once
+from small_models import QWEN_SHAPES
 from steps import QUESTION, ask
 from transformers_answers import greedy_answer
 

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessorPil, LlavaForConditionalGeneration
 
-from conftest import SHAPES
 from sinkprune import Pipeline
+from small_models import SHAPES
 from steps import ask
 from transformers_answers import greedy_answer
 

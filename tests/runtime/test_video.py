@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from clips import VIDEO_BUDGETS, frames
 from commands import assert_refused, run
-from conftest import CLIPS_IN_ONE_PIECE, QWEN_SHAPES
 from masking import Sequence, assert_equals_masked, embedded, masked_forward
 from qwen_checkpoints import VIDEO_TOKEN
 from qwen_towers import features
@@ -29,6 +28,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.clip import Shown, shown
 from slow_cases import each_once
+from small_models import CLIPS_IN_ONE_PIECE, QWEN_SHAPES
 from steps import QUESTION, ask, patch_grid, tower_output
 from video_files import write_video
 
