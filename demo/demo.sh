@@ -35,5 +35,6 @@ Look at
   $out/profile.png                   where the time of each budget goes
   $out/accuracy.png                  how many answers are still right
 The .json files say the same for programs.
+scenes.jsonl is a part of the test set. To calibrate on others: python -m sinkprune.demo.write_scenes FOLDER 64 validation
 The pictures, questions and the clip that the README names lie there too: cd $out before you paste its commands.
 END

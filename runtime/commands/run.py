@@ -95,8 +95,13 @@ def _run(arguments: Sequence[str] | None) -> None:
         help=f"longest answer (default: {DEFAULT_NEW_TOKENS}, or the engines' limit)",
     )
     add("--temperature", type=TEMPERATURE, default=0.0, help="0 is greedy (default: 0)")
-    add("--top-p", type=TOP_P, default=1.0, help="sample from the likeliest tokens only (default: 1)")
-    add("--seed", type=SEED, help="makes sampling repeatable")
+    add(
+        "--top-p",
+        type=TOP_P,
+        default=1.0,
+        help="sample from the likeliest tokens only, with --temperature above 0 (default: 1)",
+    )
+    add("--seed", type=SEED, help="repeat the same sampling, with --temperature above 0")
     add("--system", metavar="TEXT", help="a system message, which the checkpoint's chat template writes")
     add(
         "--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be repeated"
