@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +17,7 @@ from sinkprune.jetson.power_mode import Clock, ModeFacts
 from sinkprune.jetson.python_environment import Library
 from sinkprune.jetson.report import Report
 from sinkprune.runtime.commands import plain
+from sinkprune.runtime.commands.table_console import TableConsole
 
 _WIDTH = 100
 _NOT_TOLD = "-"
@@ -25,7 +25,7 @@ _NOT_TOLD = "-"
 
 def print_report(report: Report) -> None:
     """Write a report to stdout."""
-    console = Console(width=_WIDTH, highlight=False)
+    console = TableConsole(_WIDTH, soft_wrap=False)
     rows = _machine_rows(report.machine) if report.machine else iter(())
     for name, told in (*rows, *_board_rows(report.board_facts, report)):
         console.print(Text.assemble((f"{name:<14}", "bold"), plain(told)), soft_wrap=True)
@@ -52,7 +52,7 @@ def print_report(report: Report) -> None:
     _print_advice(console, report)
 
 
-def _print_advice(console: Console, report: Report) -> None:
+def _print_advice(console: TableConsole, report: Report) -> None:
     """Write what is recommended, and either what to do first or the commands to run next."""
     if report.recommendations and not report.overview:
         console.print("\nRecommended:", style="bold")

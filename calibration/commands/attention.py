@@ -43,6 +43,7 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profile import model_name
 
@@ -55,8 +56,6 @@ examples:
 `sinkprune evaluate --help` shows a line of FILE.jsonl. The unpruned engines always
 run: they are what is compared with. Each method of the bundle is another row.
 """
-# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_TABLE_WIDTH = 250
 _PICTURES = 50
 """Without --limit: as many pictures as make the shares steady, and minutes rather than an hour of a large model."""
 _WITHOUT = ("fastervlm", "sinkpruner-no-outlier-removal")
@@ -169,7 +168,7 @@ def _report(
 
 
 def _print(report: AttentionReport) -> None:
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False)
+    console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}: {escaped(report.task)}, "
         f"{counted(report.questions, 'question')} about {counted(report.pictures, 'picture')}; "

@@ -37,6 +37,7 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import MAX_NEW_TOKENS
 
@@ -53,9 +54,6 @@ a line of FILE.jsonl, `image` relative to the file; `kind` and `id` may be left 
   {"image": "1.jpg", "question": "Is there a cup?", "answer": ["yes", "yeah"], "kind": "existence", "id": "k1"}
   {"image": "1.jpg", "question": "What colour is it?", "options": ["red", "blue"], "answer": "B"}
 """
-
-# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_TABLE_WIDTH = 250
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,7 +158,7 @@ def _answer_line(reply: Reply) -> str:
 
 
 def _print_tables(result: EvaluationReport) -> None:
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True, highlight=False)
+    console = TableConsole()
     blind = ", every picture replaced by a grey one" if result.blind else ""
     fit = f", --fit {result.fit}" if result.fit else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""

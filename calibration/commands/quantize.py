@@ -10,7 +10,6 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
 from sinkprune.calibration.plots import plot_quantisation
@@ -39,6 +38,7 @@ from sinkprune.runtime.commands import (
     status,
     write_report,
 )
+from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.plot import import_matplotlib
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _tell(cost: Cost) -> None:
 
 def _print(report: QuantisationReport) -> None:
     """The layers furthest off and the logits, each beside what rounding to the nearest gives."""
-    console = Console(width=250, soft_wrap=True, highlight=False)
+    console = TableConsole()
     console.print(
         f"{escaped(report.model)}, weights {report.weights.name}: {report.prompts} prompts of {report.rows} rows; "
         "errors as shares of the length, (rounded to the nearest)",

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
 from sinkprune.contract.terminal import escaped
 from sinkprune.engines.gate.report import GateReport, OutputReport
+from sinkprune.runtime.commands.table_console import TableConsole
 
-# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_TABLE_WIDTH = 200
 _ALIGNED_LEFT = ("engine", "in", "output", "method", "budget", "")
 
 
 def print_report(report: GateReport) -> None:
     """Write the report to stdout."""
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    console = TableConsole()
     console.print(
         f"{escaped(report.engines)}: {report.target} {escaped(report.library_version)}, {report.precision}, weights "
         f"{report.weights.name}, computes in {report.compute}",

@@ -41,6 +41,7 @@ from sinkprune.runtime.commands.power import (
 )
 from sinkprune.runtime.commands.rate import FRAMES, add_rate_options, print_rates, wanted_camera
 from sinkprune.runtime.commands.scaled import warn_scaled
+from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.plot import plot_report
@@ -60,10 +61,6 @@ examples:
 
 _REPEAT = 5
 """Rounds where nobody says otherwise."""
-
-
-# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_TABLE_WIDTH = 250
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +161,7 @@ def _progress(total: int) -> Iterator[Callable[..., None]]:
 
 
 def _print_table(report: Report) -> None:
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
         f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; milliseconds, median (p95) of "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
 from sinkprune.contract.errors import UsageError
@@ -12,13 +11,12 @@ from sinkprune.contract.rate_report import RateReport
 from sinkprune.contract.terminal import escaped
 from sinkprune.runtime.commands import plain
 from sinkprune.runtime.commands.power import told_power
+from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.frame_clock import DURATION, RATE, FrameClock, frame_clock
 
 DURATION_SECONDS = 60.0
 FRAMES = {"--frames": "with --rate: a folder of pictures, of which each frame shows the next"}
 """What may stand in the place of images, for `new_parser`."""
-# Wider than most terminals are set to by default: a wrapped row is worse than a long one.
-_TABLE_WIDTH = 250
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +40,7 @@ def wanted_camera(options: argparse.Namespace) -> FrameClock | None:
 
 def print_rates(report: RateReport) -> None:
     """A table with a row for each budget, and what was told of the machine."""
-    console = Console(width=_TABLE_WIDTH, soft_wrap=True)
+    console = TableConsole()
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
         f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; {report.rate_hz:g} frames a second for "

@@ -165,6 +165,12 @@ def test_streams_that_take_nothing(streams: str, codes: tuple[int, ...], asked: 
         assert done.stderr.startswith("error: the system refused: No space left on device")
 
 
+def test_a_reader_of_tables_who_goes_away_is_no_error(bundle: Callable[..., Path], photo_file: Path) -> None:
+    ask = ("--image", photo_file, "--prompt", "What?", "--repeat", 1, "--new-tokens", 1, "--budgets", "none")
+    done = in_shell(own_process("sinkprune-profile", bundle("gqa-112"), *ask), "| true")
+    assert done.returncode == 0, done.stderr
+
+
 def test_what_was_not_flushed_is_told_too(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text(
         "import sys\nfrom sinkprune.contract.command import run_command\n"
