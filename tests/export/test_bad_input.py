@@ -283,7 +283,8 @@ def test_disk_full_while_writing(checkpoint: Checkpoints, tmp_path: Path) -> Non
     limited = f"ulimit -f 20; exec {shlex.join(command)}"
     done = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: the system refused")
+    # On a busy machine lines of progress may stand before it.
+    assert done.stderr.splitlines()[-1].startswith("error: the system refused")
     assert list(tmp_path.iterdir()) == []
 
 
