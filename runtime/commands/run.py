@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
 from sinkprune.runtime.commands.scaled import warn_scaled
 from sinkprune.runtime.commands.unseen import warn_unseen
+from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
@@ -152,6 +154,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     # Last: where a command fails, its error is the only line.
     warn_scaled(picture_files(options), images)
     warn_unseen(options, bundle, picture_files(options), images)
+    sys.stderr.write(_unused_options(options))
 
 
 def _write_piece(text: str) -> None:
@@ -193,6 +196,18 @@ def _late(deadline: DeadlineReport) -> str:
     if deadline.can_meet:
         return f"{told}.\n"
     return f"{told}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
+
+
+def _unused_options(options: argparse.Namespace) -> str:
+    """Return a note for each option that changed nothing: sampling of a greedy answer, threads without a core."""
+    notes = []
+    sampling = [*(["--seed"] if options.seed is not None else []), *(["--top-p"] if options.top_p < 1 else [])]
+    if sampling and not options.temperature:
+        notes.append(f"{' and '.join(sampling)} changed nothing, because this answer is greedy. Add --temperature.")
+    cores = usable_cores()
+    if options.threads and options.threads > cores:
+        notes.append(f"this process may use {cores} of {options.threads} threads at once. Give --threads {cores}.")
+    return "".join(f"note: {note}\n" for note in notes)
 
 
 def _not_kept(pipeline: Pipeline) -> str:

@@ -17,6 +17,7 @@ from PIL import Image
 from commands import BIN, assert_refused, run
 from sinkprune.contract.manifest import FORMAT_VERSION
 from sinkprune.contract.report import PARTS
+from sinkprune.runtime.cores import usable_cores
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
@@ -282,3 +283,15 @@ def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str])
 def test_unknown_arguments_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         run("sinkprune-run", "--nonsense")
+
+
+def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file: Path) -> None:
+    ask = ("sinkprune-run", bundle("mha-336"), "--image", photo_file, *ASK, "--max-new-tokens", 2, "--threads")
+    assert "note:" not in run(*ask, 1, "--seed", 1, "--temperature", 0.5).stderr
+    cores = usable_cores()
+    noted = run(*ask, cores + 1, "--seed", 1, "--top-p", 0.9)
+    assert noted.code == 0
+    assert noted.stderr.splitlines()[-2:] == [
+        "note: --seed and --top-p changed nothing, because this answer is greedy. Add --temperature.",
+        f"note: this process may use {cores} of {cores + 1} threads at once. Give --threads {cores}.",
+    ]
