@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from sinkprune.runtime.power import Reading, rapl
 
 ORIN_NANO = (
     "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,"
@@ -145,23 +146,48 @@ class Powercap:
 
     @contextmanager
     def drawing(self, watts: float) -> Iterator[None]:
-        """The package draws `self.watts` while the block runs, at first `watts`."""
-        self.watts, ended = watts, threading.Event()
+        """The package draws `watts` while the block runs.
 
-        def move() -> None:
-            before = time.monotonic()
-            while not ended.wait(0.001):
-                now = time.monotonic()
-                self.use(int(1e6 * self.watts * (now - before)))
-                before = now
+        The counters are written when they are read: a thread that moves them would starve on a busy machine.
+        """
+        number, before = rapl._number, time.monotonic()
 
-        thread = threading.Thread(target=move)
-        thread.start()
-        try:
+        def read(path: Path) -> int:
+            nonlocal before
+            now = time.monotonic()
+            self.use(int(1e6 * watts * (now - before)))
+            before = now
+            return number(path)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rapl, "_number", read)
             yield
-        finally:
-            ended.set()
-            thread.join()
+
+
+class SteadyDraw:
+    """A sensor whose joules are exact at the moment of each reading, also on a busy machine."""
+
+    name, measures = "rapl", "a stand-in"
+
+    def __init__(self, watts: float) -> None:
+        self._steps = [(time.monotonic(), watts)]
+
+    def draw(self, watts: float) -> None:
+        """Draw `watts` from now on."""
+        self._steps.append((time.monotonic(), watts))
+
+    def start(self) -> None:
+        pass
+
+    def read(self) -> Reading:
+        time.sleep(0.02)
+        now = time.monotonic()
+        ends = [moment for moment, _ in self._steps[1:]] + [now]
+        used = [watts * (min(end, now) - began) for (began, watts), end in zip(self._steps, ends, strict=False)]
+        return Reading(now, sum(used))
+
+    def stop(self) -> None:
+        pass
 
 
 _PYNVML = """

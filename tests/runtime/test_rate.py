@@ -12,11 +12,10 @@ from PIL import Image
 
 import power_stand_ins as boards
 from commands import assert_refused, run
-from power_stand_ins import Powercap, install_tegrastats
+from power_stand_ins import SteadyDraw, install_tegrastats
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.runtime.frame_clock import frame_clock
-from sinkprune.runtime.power import open_sensor
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.rate import at_rate
@@ -112,27 +111,26 @@ def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> N
         at_rate(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
 
 
-def test_joules_of_a_frame_are_those_of_the_whole_time(
-    pipeline: Callable[..., Pipeline], photo: Image.Image, tmp_path: Path
-) -> None:
-    tree = Powercap(tmp_path)
-    sensor = open_sensor("rapl", on_gpu=False, root=tmp_path)
-    with tree.drawing(watts=10), measuring(sensor, 0.5) as meter:
-        tree.watts = 30
+def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    sensor = SteadyDraw(watts=11)
+    with measuring(sensor, 0.5) as meter:
+        sensor.draw(watts=33)
+        # Waits for a reading: between two, energy is interpolated.
+        meter.curve()
         pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)
         report = at_rate(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter)
     assert report.power is not None and report.power.sensor == "rapl"
-    assert report.power.idle.watts == pytest.approx(11, rel=0.2)
+    assert report.power.idle.watts == pytest.approx(11)
     budget = report.rates["retain-64"]
     assert budget.energy is not None
-    assert budget.energy.watts == pytest.approx(33, rel=0.2)
+    assert budget.energy.watts == pytest.approx(33)
     assert budget.energy.joules_per_frame_with_idle == pytest.approx(
         budget.energy.watts * budget.seconds / budget.answered
     )
     idle = report.power.idle.watts * budget.seconds / budget.answered
     assert budget.energy.joules_per_frame == pytest.approx(budget.energy.joules_per_frame_with_idle - idle)
     told = [watts for watts in report.conditions.watts if watts is not None]
-    assert told and told[-1] == pytest.approx(33, rel=0.3)
+    assert told and told[-1] == pytest.approx(33)
 
 
 @pytest.fixture
@@ -163,8 +161,12 @@ def test_the_command_writes_and_draws_a_rate(
     assert report["pictures"] == 3 and report["power"]["idle"]["readings"] >= 5
     for budget in report["rates"].values():
         assert budget["frames"] == 10
-        assert budget["energy"]["watts"] == pytest.approx(27.8, abs=0.6)
-        assert abs(budget["energy"]["joules_per_frame"]) < 0.2 * budget["energy"]["joules_per_frame_with_idle"]
+        energy = budget["energy"]
+        # Readings more than a second apart, as on a busy machine, give no joules.
+        assert energy is not None or report["power"]["longest_gap_ms"] > 1000
+        if energy is not None:
+            assert energy["watts"] == pytest.approx(27.8, abs=0.6)
+            assert abs(energy["joules_per_frame"]) < 0.2 * energy["joules_per_frame_with_idle"]
     conditions = report["conditions"]
     assert conditions["temperatures_c"]["tj"][0] in (39.906, 51.218)
     # Which line is the newest is chance, and not all of them tell the GPU's clock.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import logging
 import os
 import shutil
 import sys
@@ -38,6 +39,8 @@ def import_matplotlib() -> Any:
         folder = os.environ["MPLCONFIGDIR"] = tempfile.mkdtemp(prefix="matplotlib-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
+        # It warns where its list of fonts takes more than five seconds.
+        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError(
