@@ -15,9 +15,10 @@ test: lint types pytest
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache --no-logo
 
 types: .venv/.dev
-	MYPYPATH=src $(BIN)/mypy -p sinkprune
+	$(BIN)/mypy src
 
 # Not loadfile: after a crash it runs the crashed test again, and waits for good where a worker has finished files.
 PARALLEL := -n auto --maxprocesses 4 --max-worker-restart 50 --dist worksteal

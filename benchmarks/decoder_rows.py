@@ -21,13 +21,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
-from sinkprune.runtime.decoder_times import DecoderTimes
+from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.pipeline import Pipeline
 
 _TABLE_WIDTH = 140

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline

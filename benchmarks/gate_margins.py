@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import get_args
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.precision import WeightsName
 from sinkprune.engines.build import build_engines

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from sinkprune.contract.child_processes import find_program
+from sinkprune.contract.system.child_processes import find_program
 
 LARGE_MODEL_GPU_BYTES = 20e9
 LARGE_MODEL_DISK_BYTES = 20e9
@@ -72,7 +72,7 @@ def ort_cuda(folder: Path, disk: float) -> Reason:
     reason = gpu() or _missing("onnxruntime", "onnx_ir", "transformers")
     if reason is not None:
         return reason
-    from sinkprune.runtime.onnxruntime_library import import_onnxruntime
+    from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime
 
     if "CUDAExecutionProvider" not in import_onnxruntime("ort-cuda").get_available_providers():
         return "this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu, with onnxruntime removed"

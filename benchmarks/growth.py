@@ -26,15 +26,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.steps.answer import Answer
 
 PATCH = 14
 LAYERS, BLOCKS = 8, 4

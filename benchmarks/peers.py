@@ -29,14 +29,14 @@ from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
 from peer_engines.report import as_json, plot, read_line, table
 from peer_engines.rounds import Plan, measure, sittings
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_writable, write_whole
-from sinkprune.contract.system_memory import available_bytes
-from sinkprune.export.checkpoint import read_json
+from sinkprune.contract.files.output_files import check_writable, write_whole
+from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.runtime.processor import processor_name
+from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.system.processor import processor_name
 
 REFERENCE = "openvino-genai bf16"
 # With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.

@@ -23,17 +23,17 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import BackendError, UsageError
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import binary
 from sinkprune.export.dialects import opset24
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.functions import diversity_select, top_rho
+from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime
 from sinkprune.runtime.device import open_device
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime
 
 PER_MILLE = 10
 WARM_UP = 20

@@ -24,9 +24,9 @@ from sinkprune.calibration.evaluation.asking import ask
 from sinkprune.calibration.evaluation.intervals import Interval, PictureBootstrap, wilson
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
 from sinkprune.calibration.tasks import SCENES, load_task
-from sinkprune.contract.command import run_command
-from sinkprune.contract.files import check_outputs, write_whole
-from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export import methods
 from sinkprune.export.bundle_writer import export_bundle

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract import progress_lines
+from sinkprune.contract.command_line import progress_lines
 from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import WeightsName
 

@@ -28,8 +28,8 @@ from sinkprune.contract.engines_manifest import (
     OptimisationProfiles,
     Range,
 )
+from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import GraphSpec
-from sinkprune.contract.manifest_file import file_specs
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]

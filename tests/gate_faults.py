@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import TensorSpec
-from sinkprune.contract.manifest_file import file_specs
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job, new_builder
 from sinkprune.runtime.backends.models import Model

@@ -14,11 +14,11 @@ import onnx.inliner
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.precision import Array
 from sinkprune.export import bundle_writer
-from sinkprune.export.checkpoint import RandomWeights
+from sinkprune.export.checkpoint.folder import RandomWeights
 from sinkprune.export.dialects import opset24
 from sinkprune.export.families import Family
 from sinkprune.export.graph import Graph, WeightedGraph
@@ -28,7 +28,7 @@ from sinkprune.export.pruning import equal_mean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 from sinkprune.export.pruning.select import Asking, build_select, every_text_row
 from sinkprune.export.pruning.survivors import best, best_of_each_image
-from sinkprune.export.weight_forms import FloatForm
+from sinkprune.export.weights.weight_forms import FloatForm
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 from listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
-from sinkprune.contract.folders import recover
-from sinkprune.contract.system_rename import Rename, system_rename
+from sinkprune.contract.files.folders import recover
+from sinkprune.contract.files.system_rename import Rename, system_rename
 
 RENAMES: dict[str, Rename] = {"exchange": system_rename, "two-renames": no_such_rename}
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.folders import replacing
-from sinkprune.contract.manifest_file import ManifestFile, file_specs, sha256
-from sinkprune.contract.schema import to_json
-from sinkprune.contract.system_rename import How, Rename, UnsupportedError, system_rename
+from sinkprune.contract.files.folders import replacing
+from sinkprune.contract.files.manifest_file import ManifestFile, file_specs, sha256
+from sinkprune.contract.files.schema import to_json
+from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, system_rename
 
 KIND = ManifestFile(
     name="bundle.json",

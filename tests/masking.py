@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from reference import keep_rows, text_attention
 from sinkprune.contract.families import parse_budget
-from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.steps.answer import Answer
 
 Array = np.ndarray[Any, Any]
 Asking = Callable[[Array, list[int], list[int]], list[int]]

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.precision import WeightsName
-from sinkprune.contract.schema import to_json
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family, read_family
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
-from sinkprune.export.weight_forms import form_of
+from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.jetson import presets
 from sinkprune.jetson.presets import PresetFacts, WeightBytes
 

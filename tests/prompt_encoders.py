@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
 from sinkprune.contract.manifest import Tokens
-from sinkprune.export.text import SpecialTokens, small_text
-from sinkprune.runtime.prompt import PromptEncoder
+from sinkprune.export.checkpoint.text import SpecialTokens, small_text
+from sinkprune.runtime.text.prompt import PromptEncoder
 
 SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from import_statements import ROOT
+from repository import ROOT
 
 SETUP = ROOT / "jetson" / "setup.sh"
 

@@ -11,7 +11,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Limits, OptimisationProfile
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.runtime.backends import Backend, Engine
-from sinkprune.runtime.clip import Clip
+from sinkprune.runtime.media.clip import Clip
 from sinkprune.runtime.pipeline import Pipeline
 
 Shapes = dict[str, tuple[int, ...]]

@@ -10,14 +10,14 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.clip import Picture
-from sinkprune.runtime.decoding import Prefill
-from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.families import Family, Seen
-from sinkprune.runtime.observer import Observer
-from sinkprune.runtime.prompt_rows import PromptRows
-from sinkprune.runtime.qwen_processor import QwenProcessor
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 Array = np.ndarray[Any, Any]
 QUESTION = "What is in the picture?"

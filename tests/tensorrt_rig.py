@@ -10,7 +10,7 @@ from fake_tensorrt import FakeContext, FakeTensorRT, build_fake_engines
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 
 
 class Rig:

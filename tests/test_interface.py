@@ -19,7 +19,7 @@ from commands import Outcome, assert_refused, run
 from sinkprune import __version__, entry_points
 from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
 from sinkprune.command import VERBS
-from sinkprune.contract.verbs import Verb
+from sinkprune.contract.command_line.verbs import Verb
 
 Parse = Callable[..., argparse.Namespace]
 

@@ -19,6 +19,7 @@ import pytest
 
 import without_network
 from commands import own_process
+from repository import ROOT
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in without_network.SYSTEM_CALLS, reason="no numbers of this machine's system calls"
@@ -77,7 +78,8 @@ def test_a_whole_run_touches_neither_home_nor_network(
 def test_openvino_is_imported_without_its_reports(tmp_path: Path) -> None:
     """By itself it writes an identifier and tells its vendor, if not in the first second."""
     program = (
-        "import sys; from sinkprune.runtime.openvino_library import import_openvino; library = import_openvino('x'); "
+        "import sys; from sinkprune.runtime.backends.openvino.library import import_openvino; "
+        "library = import_openvino('x'); "
         "sys.exit(any('telemetry' in name for name in sys.modules) or not library.Core().available_devices)"
     )
     done = alone([sys.executable, "-c", program], tmp_path)
@@ -109,7 +111,16 @@ def test_a_home_that_cannot_be_written_is_none_of_our_business(
 def test_what_the_environment_says_of_telemetry_counts_for_nothing(tmp_path: Path) -> None:
     program = (
         "import os; os.environ['ORT_DISABLE_TELEMETRY'] = '0'; "
-        "from sinkprune.runtime.onnxruntime_library import import_onnxruntime; import_onnxruntime('ort-cpu')"
+        "from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime; import_onnxruntime('ort-cpu')"
     )
     assert alone([sys.executable, "-c", program], tmp_path).returncode == 0
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_onnxruntime_is_imported_in_one_place() -> None:
+    # There its telemetry is switched off first.
+    files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    found = [path for path in files if re.search(r"(import|from) onnxruntime\b", path.read_text(encoding="utf-8"))]
+    assert [path.relative_to(ROOT / "src/sinkprune") for path in found] == [
+        Path("runtime/backends/onnxruntime/library.py")
+    ]

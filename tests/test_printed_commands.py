@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from commands import run
-from import_statements import ROOT
 from printed_commands import ALL, OUTPUT, Block, blocks, most_images
+from repository import ROOT
 from sinkprune.demo.example_files import write_example_files
 
 CHECKPOINTS = {

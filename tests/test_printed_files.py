@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from import_statements import ROOT
 from printed_commands import ALL, PAGES, most_images
+from repository import ROOT
 from sinkprune.demo.example_files import write_example_files
 from sinkprune.demo.write_scenes import write_scenes
 

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 
 from peer_engines.gguf_files import MOSTLY_BF16, GgufFile
-from sinkprune.export.checkpoint import SafetensorsWeights, read_json
+from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
 
 _BLOCK = {
     "self_attn.q_proj": "attn_q",

@@ -9,7 +9,7 @@ from typing import Any
 
 from peer_engines.gguf_files import MOSTLY_BF16, GgufFile, add_vocabulary
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint import SafetensorsWeights, read_json
+from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
 
 
 @dataclass(frozen=True)

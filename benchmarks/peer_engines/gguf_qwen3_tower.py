@@ -8,8 +8,8 @@ from pathlib import Path
 
 from peer_engines.gguf_files import MOSTLY_BF16, GgufFile
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint import SafetensorsWeights, read_json
-from sinkprune.export.qwen2_5_vision import EPSILON
+from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
+from sinkprune.export.models.qwen2_5_vision import EPSILON
 
 _BLOCK = {
     "norm1": "ln1",

@@ -19,7 +19,7 @@ from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
 from peer_engines.gguf_decoder import write_decoder
 from peer_engines.gguf_files import matrix_bytes, quantise
-from sinkprune.export.checkpoint import read_json
+from sinkprune.export.checkpoint.folder import read_json
 
 # Bits a weight, and the number of llama.cpp's `llama_ftype`; None is what is written first.
 _FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}

@@ -11,9 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from peer_engines.rounds import Measured, Plan, Row
-from sinkprune.contract.report import Spread
-from sinkprune.runtime.plot import figure_bytes, import_matplotlib
-from sinkprune.runtime.processor import processor_name
+from sinkprune.contract.reports.report import Spread
+from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
+from sinkprune.runtime.system.processor import processor_name
 
 # Okabe-Ito, told apart by everyone
 _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}

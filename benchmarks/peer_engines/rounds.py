@@ -10,7 +10,7 @@ from typing import Any
 from peer_engines.engine import Form, NotRunError, Question
 from peer_engines.process import Process
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.report import Spread
+from sinkprune.contract.reports.report import Spread
 
 Say = Callable[[str], None]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from peer_engines.engine import NotRunError, Question, engine
-from sinkprune.export.checkpoint import read_json
-from sinkprune.runtime.peak_memory import PeakMemory
+from sinkprune.export.checkpoint.folder import read_json
+from sinkprune.runtime.profiling.peak_memory import PeakMemory
 
 
 def main(arguments: list[str]) -> int:

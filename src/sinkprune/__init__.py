@@ -2,7 +2,7 @@
 
     from sinkprune import Pipeline
 
-The folders of the repository are the packages below this one: `runtime/chain.py` is `sinkprune.runtime.chain`.
+`runtime/steps/chain.py` is `sinkprune.runtime.steps.chain`: the folders at the top of the repository are links here.
 Importing this loads neither torch nor an engine library; what it names is loaded when it is first used.
 """
 
@@ -15,8 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from sinkprune.contract.costs import Costs
-    from sinkprune.contract.costs_file import read_costs, write_costs
+    from sinkprune.contract.costs.file import read_costs, write_costs
+    from sinkprune.contract.costs.model import Costs
     from sinkprune.contract.errors import (
         AccuracyError,
         BackendError,
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
         UsageError,
         VideoError,
     )
-    from sinkprune.runtime.answer import Answer
     from sinkprune.runtime.camera import Camera
-    from sinkprune.runtime.clip import Clip
+    from sinkprune.runtime.media.clip import Clip
+    from sinkprune.runtime.media.video_file import VideoFile
     from sinkprune.runtime.overlay import overlay
     from sinkprune.runtime.pipeline import Pipeline
-    from sinkprune.runtime.request import Request
+    from sinkprune.runtime.steps.answer import Answer
+    from sinkprune.runtime.steps.request import Request
     from sinkprune.runtime.stream import Stream
-    from sinkprune.runtime.video_file import VideoFile
 
 __version__ = "0.1.0"
 __all__ = [
@@ -80,17 +80,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Answer": "sinkprune.runtime.answer",
+    "Answer": "sinkprune.runtime.steps.answer",
     "Camera": "sinkprune.runtime.camera",
-    "Clip": "sinkprune.runtime.clip",
-    "Costs": "sinkprune.contract.costs",
+    "Clip": "sinkprune.runtime.media.clip",
+    "Costs": "sinkprune.contract.costs.model",
     "Pipeline": "sinkprune.runtime.pipeline",
-    "Request": "sinkprune.runtime.request",
+    "Request": "sinkprune.runtime.steps.request",
     "Stream": "sinkprune.runtime.stream",
-    "VideoFile": "sinkprune.runtime.video_file",
+    "VideoFile": "sinkprune.runtime.media.video_file",
     "overlay": "sinkprune.runtime.overlay",
-    "read_costs": "sinkprune.contract.costs_file",
-    "write_costs": "sinkprune.contract.costs_file",
+    "read_costs": "sinkprune.contract.costs.file",
+    "write_costs": "sinkprune.contract.costs.file",
 }
 
 

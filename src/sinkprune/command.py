@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from sinkprune.contract.verbs import Verb, run_verb
+from sinkprune.contract.command_line.verbs import Verb, run_verb
 
 VERBS = {
     "run": Verb("sinkprune.runtime.commands.run", "answer a question about pictures or a video"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sinkprune.contract.command import start
+from sinkprune.contract.command_line.command import start
 
 _COMMAND = "sinkprune.command"
 

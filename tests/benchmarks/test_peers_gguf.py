@@ -19,7 +19,7 @@ from peer_engines.gguf_decoder import write_decoder
 from peer_engines.gguf_files import matrix_bytes
 from peer_shapes import LLAVA, QWEN3
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint import SafetensorsWeights
+from sinkprune.export.checkpoint.folder import SafetensorsWeights
 
 BF16 = gguf.GGMLQuantizationType.BF16
 DECODER = {

@@ -14,8 +14,8 @@ from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
 from sinkprune.calibration.tasks import Item, blinded
 from sinkprune.contract.errors import BudgetError, PromptError, UsageError
 from sinkprune.contract.precision import WeightForms
-from sinkprune.contract.questions import Question
-from sinkprune.contract.report import Spread
+from sinkprune.contract.reports.report import Spread
+from sinkprune.contract.text.questions import Question
 
 PLANS = {
     "sinkpruner": {"retain-64": None, "retain-32": None},

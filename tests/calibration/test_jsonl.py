@@ -140,7 +140,7 @@ def test_a_blinded_item_shows_grey_of_the_same_size(folder: Path) -> None:
 
 @pytest.mark.parametrize(("name", "width"), [("scenes", 224), ("wide-scenes", 398)])
 def test_scenes_are_the_test_set_picture_by_picture(name: str, width: int) -> None:
-    from sinkprune.demo.scenes import test_set
+    from sinkprune.demo.scene_questions import test_set
 
     drawn = dict(enumerate(zip(test_set(width), load_task(name, limit=12), strict=False)))
     assert len(drawn) == 12

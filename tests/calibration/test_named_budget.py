@@ -20,9 +20,9 @@ from sinkprune.calibration.scheduling.trials import TRIAL, Trials, plan_facts
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BudgetError, BundleError
+from sinkprune.contract.files.signature import verify_signature
+from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.signature import verify_signature
-from sinkprune.contract.trust import Trust
 from sinkprune.export.methods import load_method
 from slow_cases import slow
 

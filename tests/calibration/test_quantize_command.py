@@ -22,10 +22,10 @@ from sinkprune.calibration.quantising.report import layer_reports
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
 from sinkprune.contract.precision import Array
-from sinkprune.export.calibrated_rounding import Inputs, calibrated
 from sinkprune.export.rewriting import read_graph
-from sinkprune.export.rounding import rounded
-from sinkprune.runtime.observer import Observer
+from sinkprune.export.weights.calibrated_rounding import Inputs, calibrated
+from sinkprune.export.weights.rounding import rounded
+from sinkprune.runtime.steps.observer import Observer
 from slow_cases import slow_except
 
 Bundles = Callable[..., Path]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from sinkprune.calibration.evaluation.intervals import wilson
-from sinkprune.calibration.sample_size import (
+from sinkprune.calibration.evaluation.sample_size import (
     FEW_PICTURES,
     FEW_QUESTIONS,
     accuracy_warnings,

@@ -9,7 +9,7 @@ import pytest
 
 from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.search import Found, Space, best_of_each_sanitizer, cheapest
-from sinkprune.contract.costs import Costs, Curve, Place
+from sinkprune.contract.costs.model import Costs, Curve, Place
 
 TEXT = 9
 

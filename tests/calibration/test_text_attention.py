@@ -25,7 +25,7 @@ from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
-from sinkprune.contract.questions import Question
+from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
 from steps import QUESTION, Watched, watched
 

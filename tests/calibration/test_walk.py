@@ -21,8 +21,8 @@ from sinkprune.calibration.quantising.walk import Walk, order
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
-from sinkprune.contract.questions import Question
-from sinkprune.runtime.observer import Observer
+from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.steps.observer import Observer
 
 Bundles = Callable[..., Path]
 

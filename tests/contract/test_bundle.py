@@ -14,6 +14,7 @@ import pytest
 from manifests import changed, manifest_data, refusal, write_data
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -23,7 +24,6 @@ from sinkprune.contract.manifest import (
     TOKENIZER,
     Manifest,
 )
-from sinkprune.contract.manifest_file import file_specs
 
 
 @pytest.fixture(scope="module")

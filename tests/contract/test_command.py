@@ -18,7 +18,7 @@ import pytest
 
 from commands import own_process
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command import INTERRUPTED, run_command
+from sinkprune.contract.command_line.command import INTERRUPTED, run_command
 from sinkprune.contract.errors import BackendError, UsageError
 
 Bundles = Callable[..., Path]
@@ -173,10 +173,12 @@ def test_a_reader_of_tables_who_goes_away_is_no_error(bundle: Callable[..., Path
 
 def test_what_was_not_flushed_is_told_too(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text(
-        "import sys\nfrom sinkprune.contract.command import run_command\n"
+        "import sys\nfrom sinkprune.contract.command_line.command import run_command\n"
         "def main(arguments):\n    return run_command(lambda given: sys.stdout.write('x') and None, arguments)\n"
     )
-    program = f"import sys; sys.path.append({str(tmp_path)!r}); from sinkprune.contract.command import start; "
+    program = (
+        f"import sys; sys.path.append({str(tmp_path)!r}); from sinkprune.contract.command_line.command import start; "
+    )
     done = in_shell([sys.executable, "-c", program + "sys.exit(start('silent'))"], ">/dev/full")
     assert done.returncode == 2
     assert done.stderr.startswith("error: the system refused: No space left on device")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from group_trees import group_tree, real_group, version_1, version_2
-from sinkprune.contract.control_groups import control_groups
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.control_groups import control_groups
+from sinkprune.contract.system.system_memory import available_bytes
 
 GIB = 1 << 30
 SLICE = "system.slice/robot-a\\x2db.service"

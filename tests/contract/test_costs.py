@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.costs import COSTS_VERSION, Costs, Curve, Place, Recent, fit, fit_measured, predict
-from sinkprune.contract.costs_file import read_costs, write_costs
+from sinkprune.contract.costs.file import read_costs, write_costs
+from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve, Place, Recent, fit, fit_measured, predict
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.schema import to_json
 
 Pipelines = Callable[..., Pipeline]
 parts = st.one_of(st.just(0.0), st.floats(1e-4, 1e3))

@@ -22,7 +22,7 @@ from sinkprune.contract.engines_manifest import (
     read_engines,
 )
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.files.manifest_file import file_specs
 
 ENGINE = "engines/head.engine"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import OutputError
-from sinkprune.contract.files import check_apart, check_outputs, check_writable, write_whole
+from sinkprune.contract.files.output_files import check_apart, check_outputs, check_writable, write_whole
 
 PICTURES = (".png", ".jpg")
 

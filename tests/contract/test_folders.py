@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.folders import check_outside, check_replaceable
-from sinkprune.contract.system_rename import Rename, system_rename
+from sinkprune.contract.files.folders import check_outside, check_replaceable
+from sinkprune.contract.files.system_rename import Rename, system_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
 

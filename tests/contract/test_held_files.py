@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
 
 SMALL, LARGE = 1000, (1 << 20) + 1000
 Alter = Callable[[Path], object]

@@ -10,7 +10,7 @@ import pytest
 
 from listed_folders import replaced, whole_version, write_folder
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.system_rename import How, Rename, UnsupportedError, system_rename
+from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, system_rename
 
 
 def replace(output: Path, version: int, rename: Rename, *, force: bool = True) -> None:

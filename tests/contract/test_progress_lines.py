@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from commands import run
-from sinkprune.contract import progress_lines
-from sinkprune.contract.progress_lines import ProgressLines
+from sinkprune.contract.command_line import progress_lines
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.engines.progress import TerminalProgress
 from sinkprune.export.progress import shown_progress
 

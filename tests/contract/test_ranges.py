@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import assert_refused, run
+from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.ranges import RealNumber, WholeNumber
-from sinkprune.contract.shown import shown
 
 WHOLE = WholeNumber("--count", 1, 100)
 REAL = RealNumber("--share", 0.0, sys.float_info.max, "0 or a larger finite number")

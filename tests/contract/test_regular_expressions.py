@@ -7,7 +7,7 @@ import time
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from sinkprune.contract.regular_expressions import PUBLISHED, is_quick
+from sinkprune.contract.text.regular_expressions import PUBLISHED, is_quick
 
 PLAIN = [
     r" {2,}",

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.engines_manifest import EnginesManifest, EngineSpec
+from sinkprune.contract.files.manifest_file import FileSpec
+from sinkprune.contract.files.schema import Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.manifest import Checkpoint, GraphSpec, LanguageModel, Manifest, TensorSpec, Tokens
-from sinkprune.contract.manifest_file import FileSpec
 from sinkprune.contract.plans import Plan
-from sinkprune.contract.schema import Bounds, SchemaError, from_json, to_json
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import pytest
 
 from listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.folders import check_replaceable, recover
-from sinkprune.contract.staging import new_staging, remove_dead
-from sinkprune.contract.system_rename import Rename, system_rename
+from sinkprune.contract.files.folders import check_replaceable, recover
+from sinkprune.contract.files.staging import new_staging, remove_dead
+from sinkprune.contract.files.system_rename import Rename, system_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from listed_folders import no_such_rename
-from sinkprune.contract.system_rename import How, Rename, UnsupportedError, move, system_rename
+from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, move, system_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["one step", "plain"])
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.command import run_command
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.terminal import escaped
 
 
 @given(st.text())

@@ -19,9 +19,9 @@ from manifests import manifest_data, write_data
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError, EnginesError, UsageError
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import MANIFEST
-from sinkprune.contract.signature import read_private_key
-from sinkprune.contract.trust import Trust
 
 ASK = ("--prompt", "What is this?", "--max-new-tokens", "2")
 

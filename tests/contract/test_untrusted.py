@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.untrusted import (
+from sinkprune.contract.files.untrusted import (
     MissingError,
     UnreadableError,
     open_regular,

@@ -11,13 +11,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from sinkprune.contract.questions import Question
-from sinkprune.demo import scenes
+from sinkprune.contract.text.questions import Question
+from sinkprune.demo import scene_questions
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SIDE, WIDE, Scene, compose_scene, make_scene
 
-TEST = list(scenes.test_set())
+TEST = list(scene_questions.test_set())
 SCENES = [compose_scene("validation", index) for index in range(150)]
 
 
@@ -35,7 +35,7 @@ def test_the_test_set_has_enough_questions_of_every_kind() -> None:
 
 
 def test_other_splits_are_asked_about_in_the_same_way() -> None:
-    pictures = {id(picture): picture for picture, _ in scenes.asked_about("validation", 3)}
+    pictures = {id(picture): picture for picture, _ in scene_questions.asked_about("validation", 3)}
     drawn = [make_scene("validation", index)[1] for index in range(3)]
     assert [np.array_equal(*pair) for pair in zip(pictures.values(), drawn, strict=True)] == [True] * 3
 
@@ -75,7 +75,7 @@ def test_wide_pictures_hold_the_same_things_further_apart() -> None:
 
 
 def test_wide_pictures_are_asked_about_in_the_same_words() -> None:
-    assert [question for _, question in scenes.test_set(WIDE)] == [question for _, question in TEST]
+    assert [question for _, question in scene_questions.test_set(WIDE)] == [question for _, question in TEST]
 
 
 def test_splits_share_neither_scenes_nor_test_photos() -> None:

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
-from sinkprune.contract.questions import Question
+from sinkprune.contract.text.questions import Question
 from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, plural, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune import Pipeline
-from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.steps.answer import Answer
 
 BUDGETS = ("none", "retain-64")
 BACKENDS = {"ort-cpu": ("onnxruntime", 3), "openvino": ("openvino", 1)}

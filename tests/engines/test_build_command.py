@@ -21,8 +21,8 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
 from sinkprune.contract.errors import EnginesError, PromptError
+from sinkprune.contract.files.manifest_file import file_specs, sha256
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.manifest_file import file_specs, sha256
 from sinkprune.engines import preflight
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import TerminalProgress

@@ -15,7 +15,7 @@ from fake_tensorrt import FakeTensorRT, build_fake_engines
 from gate_faults import altered, one_weight, overflowing, plant, swapped
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
-from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.engines.gate.advice import first_refusal
 from sinkprune.engines.gate.checking import check_engines
 from sinkprune.engines.gate.limits import rounding_of
@@ -25,7 +25,7 @@ from sinkprune.engines.gate.report import GateReport
 from sinkprune.engines.progress import SILENT
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 from slow_cases import slow_except
 
 Built = Callable[[str], Path]

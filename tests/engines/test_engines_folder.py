@@ -18,8 +18,8 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle, read_runnable
 from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, read_engines
 from sinkprune.contract.errors import BundleError, EnginesError, UsageError
-from sinkprune.contract.manifest_file import file_specs
-from sinkprune.contract.trust import Trust
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.files.trust import Trust
 from slow_cases import slow_except
 
 NOBODY = 65534

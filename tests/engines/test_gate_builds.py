@@ -19,12 +19,12 @@ from PIL import Image
 from commands import assert_refused, run
 from gate_faults import Alter, altered, one_weight
 from killed_commands import left
-from sinkprune.contract import system_memory
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, read_engines
 from sinkprune.contract.errors import BackendError, EnginesError, NumericsError
+from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.manifest_file import file_specs
+from sinkprune.contract.system import system_memory
 from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording

@@ -24,8 +24,8 @@ import tensorrt_rtx
 
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import EnginesError
+from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.manifest import BUNDLE, MANIFEST
-from sinkprune.contract.manifest_file import file_specs
 from sinkprune.engines.plugins import registry
 from sinkprune.engines.targets import tensorrt_libraries
 from sinkprune.engines.targets.tensorrt_libraries import TensorRT

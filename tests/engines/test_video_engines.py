@@ -29,7 +29,7 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.tensorrt import TensorRTBackend
+from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
 

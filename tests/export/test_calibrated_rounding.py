@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from sinkprune.contract.precision import Array
-from sinkprune.export.calibrated_rounding import Inputs, calibrated
-from sinkprune.export.rounding import Rounded, rounded
+from sinkprune.export.weights.calibrated_rounding import Inputs, calibrated
+from sinkprune.export.weights.rounding import Rounded, rounded
 
 FP32 = np.dtype(np.float32)
 

@@ -15,7 +15,7 @@ import pytest
 
 from commands import assert_refused, run
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint import SafetensorsWeights, file_of, holds, read_json
+from sinkprune.export.checkpoint.folder import SafetensorsWeights, file_of, holds, read_json
 from sinkprune.export.source import ExportRequest, open_source
 
 Checkpoints = Callable[[str], Path]

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 
 from sinkprune.contract.errors import CheckpointError, SinkpruneError
-from sinkprune.export.config_fields import Either, Flag, Listed, Null, Number, Section, Whole, Word, read_fields
+from sinkprune.export.checkpoint.config_fields import (
+    Either,
+    Flag,
+    Listed,
+    Null,
+    Number,
+    Section,
+    Whole,
+    Word,
+    read_fields,
+)
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import read_family
 from sinkprune.export.planning import parse_budgets, plan_graphs

@@ -17,7 +17,7 @@ from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weight_forms import form_of
+from sinkprune.export.weights.weight_forms import form_of
 
 INPUTS, WIDTHS = 64, {"q": 10, "k": 6, "v": 3}
 FORMS: list[WeightsName] = ["fp32", "bf16", "int8", "int4", "uint4"]

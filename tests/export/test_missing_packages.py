@@ -47,6 +47,6 @@ def test_a_missing_package_is_named_with_its_extra(package: str, source: str, tm
 
 
 def test_a_module_of_ours_that_is_missing_is_our_bug(tmp_path: Path) -> None:
-    done = export("sinkprune.export.llama", "llava-1.1b", "-o", tmp_path / "out", "--random-weights")
+    done = export("sinkprune.export.models.llama", "llava-1.1b", "-o", tmp_path / "out", "--random-weights")
     assert done.returncode == 1
     assert "ModuleNotFoundError" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 from quantised_checkpoints import Layout
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.quantisation_config import Quantisation, read_quantisation
+from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
 
 GPTQ, AWQ = Layout(group_size=128).config, Layout("awq", group_size=128).config
 # As auto_gptq 0.4 wrote them

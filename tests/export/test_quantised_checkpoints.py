@@ -22,8 +22,8 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.requantised import Requantised
 from sinkprune.export.source import ExportRequest
+from sinkprune.export.weights.requantised import Requantised
 from slow_cases import every, slow_except
 from steps import QUESTION, ask
 from transformers_answers import greedy_answer

@@ -14,10 +14,10 @@ from commands import assert_refused, run
 from quantised_checkpoints import Layout, Made, change_config, make_quantised, quantise, stored
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint import SafetensorsWeights
+from sinkprune.export.checkpoint.folder import SafetensorsWeights
+from sinkprune.export.checkpoint.quantisation_config import read_quantisation
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.quantisation_config import read_quantisation
-from sinkprune.export.quantised_weights import QuantisedWeights
+from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 GPTQ, AWQ = Layout(), Layout("awq")
 NAME = "language_model.layers.0.mlp.up_proj.weight"

@@ -29,7 +29,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.rotary import Rotary
+from sinkprune.runtime.families.rotary import Rotary
 
 # Qwen/Qwen3-VL-2B-Instruct's config.json.
 HUB_CONFIG: dict[str, Any] = {

@@ -17,8 +17,8 @@ from sinkprune.contract.precision import Array, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph, read_graph
-from sinkprune.export.rounding import Rounded, rounded, to_nearest
-from sinkprune.export.weight_forms import form_of
+from sinkprune.export.weights.rounding import Rounded, rounded, to_nearest
+from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 from slow_cases import slow
 

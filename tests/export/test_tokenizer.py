@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from prompt_encoders import byte_level, llama, metaspace, stripping
 from qwen_checkpoints import qwen_tokenizer
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.text import read_text
-from sinkprune.export.tokenizer import read_tokenizer
+from sinkprune.export.checkpoint.text import read_text
+from sinkprune.export.checkpoint.tokenizer import read_tokenizer
 
 TEXTS = [
     "What is in <image> the picture?",
@@ -156,7 +156,7 @@ def test_code_in_the_folder_is_never_run_and_nobody_is_asked(tmp_path: Path) -> 
     (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
     (folder / "evil.py").write_text(EVIL % str(ran), encoding="utf-8")
     program = (
-        "import sys; from pathlib import Path; from sinkprune.export.text import read_text; "
+        "import sys; from pathlib import Path; from sinkprune.export.checkpoint.text import read_text; "
         "print(read_text(Path(sys.argv[1]), 380, 'x').bos); print('transformers' in sys.modules)"
     )
     result = subprocess.run(

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 from commands import assert_refused, run
 from sinkprune.contract.precision import Array
-from sinkprune.export.rounding import rounded, rounded_from_zero
+from sinkprune.export.weights.rounding import rounded, rounded_from_zero
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 EXTREME = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -25,8 +25,8 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
-from sinkprune.export.rounding import packed, rounded
-from sinkprune.export.weight_forms import chosen_forms
+from sinkprune.export.weights.rounding import packed, rounded
+from sinkprune.export.weights.weight_forms import chosen_forms
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
 EXTREME = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from import_statements import ROOT
 from manifests import changed
-from sinkprune.contract.schema import SchemaError
+from repository import ROOT
+from sinkprune.contract.files.schema import SchemaError
 from sinkprune.jetson.boards import UnknownBoardError, parse_boards, read_boards
 
 DATA: dict[str, Any] = json.loads((ROOT / "jetson" / "boards.json").read_text(encoding="utf-8"))

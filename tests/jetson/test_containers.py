@@ -8,7 +8,7 @@ import shlex
 
 import pytest
 
-from import_statements import ROOT
+from repository import ROOT
 from sinkprune.jetson.boards import read_boards
 
 JETSON = ROOT / "jetson"

@@ -15,10 +15,10 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
 from sinkprune.jetson.fit import ModelFit, Target, fit
-from sinkprune.jetson.machine import Machine, read_machine
+from sinkprune.jetson.host.machine import Machine, read_machine
+from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
+from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.presets import preset_manifest, read_presets
-from sinkprune.jetson.python_environment import Library, PythonEnvironment
-from sinkprune.jetson.system_files import SystemFiles
 from sinkprune.runtime.backends.known import ON_CPU
 
 PYTHON_7 = replace(PYTHON, version="3.12.3")

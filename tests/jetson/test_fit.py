@@ -11,8 +11,8 @@ from PIL import Image
 
 from doctor_runs import NANO, PICTURE, preset
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.memory_need import running_need
 from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system.memory_need import running_need
 from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, Target, fit
 from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import preset_manifest, read_presets

@@ -12,10 +12,10 @@ import pytest
 
 from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.machine import Machine, read_machine
-from sinkprune.jetson.power_mode import Clock
-from sinkprune.jetson.python_environment import Library, PythonEnvironment, this_environment
-from sinkprune.jetson.system_files import SystemFiles
+from sinkprune.jetson.host.machine import Machine, read_machine
+from sinkprune.jetson.host.power_mode import Clock
+from sinkprune.jetson.host.python_environment import Library, PythonEnvironment, this_environment
+from sinkprune.jetson.host.system_files import SystemFiles
 
 PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries={})
 
@@ -154,8 +154,8 @@ def test_without_permission_it_says_so(tmp_path: Path) -> None:
     root = orin_nano_jetpack_6_2(tmp_path / "root")
     (root / "var/lib/nvpmodel/status").chmod(0)
     program = (
-        "import os, sys; from pathlib import Path; from sinkprune.jetson.system_files import SystemFiles;"
-        "from sinkprune.jetson.power_mode import read_power_mode;"
+        "import os, sys; from pathlib import Path; from sinkprune.jetson.host.system_files import SystemFiles;"
+        "from sinkprune.jetson.host.power_mode import read_power_mode;"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534);"
         "files = SystemFiles(Path('.')); print(read_power_mode(files), files.unreadable)"
     )
@@ -169,9 +169,9 @@ def test_libraries_are_imported_to_see_whether_they_can_be(tmp_path: Path) -> No
     assert found.minor == ".".join(map(str, sys.version_info[:2]))
     (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object file')\n")
     (tmp_path / "pycuda.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
-    program = "import json, sys; from sinkprune.contract.schema import to_json;"
+    program = "import json, sys; from sinkprune.contract.files.schema import to_json;"
     program += (
-        "from sinkprune.jetson.python_environment import this_environment as f; print(json.dumps(to_json(f())))"
+        "from sinkprune.jetson.host.python_environment import this_environment as f; print(json.dumps(to_json(f())))"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     done = subprocess.run(

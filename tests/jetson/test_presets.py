@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from import_statements import ROOT
 from preset_facts import facts_of, weight_graphs, written
+from repository import ROOT
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.files.schema import from_json, to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.schema import from_json, to_json
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.other_forms import stored_as

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompt_encoders import TOKENIZERS
-from sinkprune.runtime.answer_text import AnswerText
+from sinkprune.runtime.text.answer_text import AnswerText
 
 TEXTS = st.text(st.sampled_from("aé日🙂 \n.!?\u00a0ß"), max_size=12)
 

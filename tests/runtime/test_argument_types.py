@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune import Clip, Pipeline, VideoFile
 from sinkprune.contract.errors import SinkpruneError
-from sinkprune.runtime.request import Request
+from sinkprune.runtime.steps.request import Request
 from slow_cases import slow_except
 
 

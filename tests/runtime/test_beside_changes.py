@@ -19,7 +19,7 @@ from sinkprune.contract.manifest import EMBEDDING
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.backends.ort import OrtBackend
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
 from slow_cases import slow_except
 
 BUDGETS = ("retain-128", "retain-64")

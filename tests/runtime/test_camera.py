@@ -13,7 +13,7 @@ from PIL import Image
 
 from sinkprune import Camera, Clip, ImageError, Pipeline, UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.request import new_request
+from sinkprune.runtime.steps.request import new_request
 
 Pipelines = Callable[..., Pipeline]
 

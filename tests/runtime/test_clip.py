@@ -21,10 +21,10 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.clip import Clip, ClipSize, Shown, sampled, shown
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-from sinkprune.runtime.prompt_rows import positions
-from sinkprune.runtime.qwen_processor import QwenProcessor
+from sinkprune.runtime.media.clip import Clip, ClipSize, Shown, sampled, shown
+from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.steps.prompt_rows import positions
 
 QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
 

@@ -16,8 +16,8 @@ from PIL import Image
 
 from commands import BIN, assert_refused, run
 from sinkprune.contract.manifest import FORMAT_VERSION
-from sinkprune.contract.report import PARTS
-from sinkprune.runtime.cores import usable_cores
+from sinkprune.contract.reports.report import PARTS
+from sinkprune.runtime.system.cores import usable_cores
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")

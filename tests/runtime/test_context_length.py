@@ -12,7 +12,7 @@ from clips import VIDEO_BUDGETS, frames
 from picture_prompts import BUDGETS
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.errors import PromptError
-from sinkprune.runtime.context_length import Length, too_long
+from sinkprune.runtime.steps.context_length import Length, too_long
 from steps import QUESTION
 
 

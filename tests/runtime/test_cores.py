@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from group_trees import group_tree, real_group, version_1, version_2
-from sinkprune.runtime.cores import usable_cores
+from sinkprune.runtime.system.cores import usable_cores
 
 # Takes its own process into the group whose file of members is its argument.
 IN_GROUP = """
 import sys
 from pathlib import Path
-from sinkprune.runtime.cores import usable_cores
+from sinkprune.runtime.system.cores import usable_cores
 Path(sys.argv[1]).write_text("0")
 print(usable_cores())
 """

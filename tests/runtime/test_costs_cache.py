@@ -14,11 +14,11 @@ from PIL import Image
 
 from commands import run
 from sinkprune import Pipeline
-from sinkprune.contract.costs import Costs, Recent
-from sinkprune.contract.costs_cache import cache_costs, cache_file, cached_costs
+from sinkprune.contract.costs.cache import cache_costs, cache_file, cached_costs
+from sinkprune.contract.costs.model import Costs, Recent
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime import other_load
-from sinkprune.runtime.other_load import OtherLoad
+from sinkprune.runtime.deadline import other_load
+from sinkprune.runtime.deadline.other_load import OtherLoad
 
 Bundles = Callable[..., Path]
 QUESTION = "Is there a red circle?"

@@ -6,7 +6,7 @@ import pytest
 
 from fake_device import FakeDevice
 from sinkprune.contract.errors import BackendError
-from sinkprune.runtime.backends.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.tensorrt.cuda_graphs import CudaGraphs
 
 
 def test_graphs_are_captured_second_replayed_third_and_the_oldest_goes_first() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from sinkprune import Pipeline
-from sinkprune.contract.costs import Costs, Curve, Place, predict
-from sinkprune.runtime.answer import DeadlineReport
-from sinkprune.runtime.choices import Choice, choices, up_to
-from sinkprune.runtime.deadline import Hurried, Pace
-from sinkprune.runtime.learnt import WINDOW, Learnt
-from sinkprune.runtime.request import Request, new_request
+from sinkprune.contract.costs.model import Costs, Curve, Place, predict
+from sinkprune.runtime.deadline.choices import Choice, choices, up_to
+from sinkprune.runtime.deadline.learnt import WINDOW, Learnt
+from sinkprune.runtime.deadline.pace import Hurried, Pace
+from sinkprune.runtime.steps.answer import DeadlineReport
+from sinkprune.runtime.steps.request import Request, new_request
 
 Pipelines = Callable[..., Pipeline]
 Slowness = Callable[[int], float]

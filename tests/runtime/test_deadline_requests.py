@@ -17,16 +17,16 @@ from PIL import Image
 from burning import burning
 from commands import assert_refused, run
 from sinkprune import Pipeline
-from sinkprune.contract.costs import Curve, predict
-from sinkprune.contract.costs_file import read_costs, write_costs
+from sinkprune.contract.costs.file import read_costs, write_costs
+from sinkprune.contract.costs.model import Curve, predict
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.demo.scenes import make_scene
 from sinkprune.export.command import main as export
-from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-from sinkprune.runtime.other_load import OtherLoad
-from sinkprune.runtime.request import new_request
+from sinkprune.runtime.deadline.other_load import OtherLoad
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.request import new_request
 
 Pipelines = Callable[..., Pipeline]
 Bundles = Callable[..., Path]

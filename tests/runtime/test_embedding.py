@@ -16,9 +16,9 @@ from safetensors.numpy import load_file, save_file
 
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import EMBEDDING, Manifest
-from sinkprune.runtime.embedding import Embedding
+from sinkprune.runtime.steps.embedding import Embedding
 
 
 @pytest.fixture(scope="module", params=["fp32", "fp16"])

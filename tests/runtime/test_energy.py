@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.energy import IdlePower
-from sinkprune.contract.report import OF_TTFT, PARTS
-from sinkprune.runtime.energy import budget_energy
+from sinkprune.contract.reports.energy import IdlePower
+from sinkprune.contract.reports.report import OF_TTFT, PARTS
 from sinkprune.runtime.power import Reading
 from sinkprune.runtime.power.curve import EnergyCurve
-from sinkprune.runtime.stage_spans import Span, StageSpans
+from sinkprune.runtime.profiling.energy import budget_energy
+from sinkprune.runtime.profiling.stage_spans import Span, StageSpans
 
 IDLE = IdlePower(watts=3.0, p5=2.9, p95=3.1, seconds=5, readings=50)
 STEP = 1e-4

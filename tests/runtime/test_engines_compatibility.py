@@ -21,11 +21,12 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import ASKED_LIMITS, ENGINES, MOST_TOKENS, EngineSpec, Limits
 from sinkprune.contract.errors import BackendError, EnginesError, SinkpruneError, UsageError
-from sinkprune.contract.manifest_file import file_specs
-from sinkprune.runtime.backends import load_backend, tensorrt
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
-from sinkprune.runtime.backends.tensorrt import TensorRTBackend
-from sinkprune.runtime.processor import instructions, machine
+from sinkprune.runtime.backends.tensorrt import backend as tensorrt
+from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from sinkprune.runtime.system.processor import instructions, machine
 
 PLUGIN_HASH = "a" * 64
 

@@ -21,9 +21,9 @@ from sinkprune.contract.errors import BundleError, SinkpruneError, UsageError, V
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.families.llava import Llava
-from sinkprune.runtime.fits import FITS, Fit
+from sinkprune.runtime.media.fits import FITS, Fit
 from sinkprune.runtime.overlay import draw_overlay, token_fates
-from sinkprune.runtime.square_processor import SquareProcessor
+from sinkprune.runtime.processors.square import SquareProcessor
 from slow_cases import each_once
 
 Array = np.ndarray[Any, Any]

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
+from sinkprune.runtime.media.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
 from slow_cases import each_once, slow
 
 CORPUS = sorted((Path(__file__).parents[1] / "fuzz" / "corpus" / "pictures").iterdir())
@@ -22,7 +22,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 move
 # Run in a process of its own: the peak of what a picture adds to the libraries.
 _PEAK = """
 import re, sys
-from sinkprune.runtime.images import read_image
+from sinkprune.runtime.media.images import read_image
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 read_image(sys.argv[1])

@@ -16,7 +16,7 @@ from transformers.image_utils import load_image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.images import MOST_PIXELS, read_image, to_rgb
+from sinkprune.runtime.media.images import MOST_PIXELS, read_image, to_rgb
 
 
 def encoded(image: Image.Image, kind: str) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from sinkprune.runtime.backends.inlined import inlined
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options
+from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
 
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("ours", 1)]
 X = np.array([[3.0, -1.0, 2.0], [0.5, 4.0, -2.0]], np.float32)

@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends.host_buffers import HostBuffers
-from sinkprune.runtime.decoding import KVCache, decode_one_token
-from sinkprune.runtime.kv_cache import ROOM, room_for
-from sinkprune.runtime.observer import Observer
+from sinkprune.runtime.backends.kv_cache import ROOM, room_for
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
+from sinkprune.runtime.steps.observer import Observer
 from steps import QUESTION, ask, watched
 
 Array = np.ndarray[Any, Any]

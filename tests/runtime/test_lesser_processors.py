@@ -22,7 +22,7 @@ from PIL import Image
 from processor_features import instructions
 from same_answers import asked, kept_sets
 from sinkprune import Pipeline
-from sinkprune.runtime.openvino_library import import_openvino
+from sinkprune.runtime.backends.openvino.library import import_openvino
 
 BACKENDS = ("openvino", "ort-cpu+openvino")
 BUDGETS = ("none", "retain-64")

@@ -25,8 +25,8 @@ from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.families.llava_next import LlavaNext
-from sinkprune.runtime.llava_next_processor import LlavaNextProcessor
 from sinkprune.runtime.overlay import draw_overlay
+from sinkprune.runtime.processors.llava_next import LlavaNextProcessor
 from steps import layout_of
 
 # Square, wide, tall, ragged, smaller than a tile, larger than every canvas, longer than any

@@ -18,10 +18,10 @@ from commands import BIN, assert_refused, run
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
 from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends import free_memory
 from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import BACKENDS, ON_CPU

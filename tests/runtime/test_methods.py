@@ -22,7 +22,7 @@ from sinkprune.export.bundle_writer import Unreachable, export_bundle
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.overlay import token_fates
-from sinkprune.runtime.profile import profile
+from sinkprune.runtime.profiling.profile import profile
 
 PROMPT = "Describe the image, please: which colour is the cup?"
 LAYERS, TOKENS = 8, 64

@@ -16,7 +16,7 @@ from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BundleError, NumericsError
 from sinkprune.contract.precision import DTYPES
-from sinkprune.contract.report import PARTS
+from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from slow_cases import each_once
 

@@ -12,12 +12,12 @@ from onnx import TensorProto, helper, numpy_helper
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnx_file import read_onnx_file
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options
+from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
 
 FLOATS = [
     helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"]),

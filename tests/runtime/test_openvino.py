@@ -19,7 +19,7 @@ from same_answers import NEW_TOKENS, QUESTION, assert_alike, assert_equal, optio
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import all_methods
@@ -27,7 +27,7 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino_devices import Cpu
+from sinkprune.runtime.backends.openvino.devices import Cpu
 from slow_cases import slow_except
 from small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 

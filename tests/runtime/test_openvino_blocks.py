@@ -19,13 +19,13 @@ from same_answers import assert_equal_at_both_ends
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends import openvino_blocks
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino import OpenVinoBackend
-from sinkprune.runtime.backends.openvino_blocks import fill_blocks
-from sinkprune.runtime.backends.openvino_devices import DEVICES, Cpu
-from sinkprune.runtime.backends.openvino_graphs import GraphReader
-from sinkprune.runtime.openvino_library import import_openvino
+from sinkprune.runtime.backends.openvino import blocks as openvino_blocks
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
+from sinkprune.runtime.backends.openvino.blocks import fill_blocks
+from sinkprune.runtime.backends.openvino.devices import DEVICES, Cpu
+from sinkprune.runtime.backends.openvino.graphs import GraphReader
+from sinkprune.runtime.backends.openvino.library import import_openvino
 from slow_cases import slow_except
 
 openvino = import_openvino("openvino")

@@ -17,8 +17,8 @@ from commands import assert_refused, run
 from same_answers import QUESTION, assert_alike, assert_equal_at_both_ends, options_of
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.system_memory import available_bytes
-from sinkprune.runtime.backends.openvino_devices import Gpu
+from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.runtime.backends.openvino.devices import Gpu
 from small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
 
 BACKEND = "openvino-gpu"

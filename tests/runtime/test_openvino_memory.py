@@ -10,8 +10,8 @@ import numpy as np
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino import OpenVinoBackend
-from sinkprune.runtime.heap import trim_heap
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
+from sinkprune.runtime.system.heap import trim_heap
 
 SIZES = 150
 MOST_BYTES = 60e6

@@ -10,17 +10,17 @@ import pytest
 
 from processor_features import assert_error, rounds_to_int8
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.precision import Array, PrecisionName, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.weight_forms import form_of
+from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino import OpenVinoBackend
-from sinkprune.runtime.backends.openvino_graphs import GraphReader
-from sinkprune.runtime.backends.openvino_rounding import group_in_int8
-from sinkprune.runtime.openvino_library import import_openvino
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
+from sinkprune.runtime.backends.openvino.graphs import GraphReader
+from sinkprune.runtime.backends.openvino.library import import_openvino
+from sinkprune.runtime.backends.openvino.rounding import group_in_int8
 
 openvino = import_openvino("openvino")
 # Three blocks of the largest, and outputs that leave half a byte of their zero points.

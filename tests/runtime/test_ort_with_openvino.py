@@ -20,12 +20,12 @@ from same_answers import QUESTION, asked, assert_alike, assert_equal_at_both_end
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BackendError, EnginesError
-from sinkprune.contract.manifest_file import FileSpec
-from sinkprune.contract.memory_need import running_need
+from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system.memory_need import running_need
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.openvino import OpenVinoBackend
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.families import load_family
 
 BACKEND = "ort-cpu+openvino"

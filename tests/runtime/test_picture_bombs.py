@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime import metered_file
-from sinkprune.runtime.images import MOST_TILES, read_image
-from sinkprune.runtime.metered_file import MeteredFile
+from sinkprune.runtime.media import metered_file
+from sinkprune.runtime.media.images import MOST_TILES, read_image
+from sinkprune.runtime.media.metered_file import MeteredFile
 
 # Seconds that the tests allow, in the place of ten.
 _ALLOWED = 0.1

@@ -17,8 +17,8 @@ from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families.llava import Llava
-from sinkprune.runtime.images import read_image
-from sinkprune.runtime.square_processor import SquareProcessor
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.processors.square import SquareProcessor
 from steps import layout_of
 
 SETTINGS: dict[str, Any] = {

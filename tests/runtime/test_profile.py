@@ -9,8 +9,8 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.report import OF_TTFT, PARTS, Spread
-from sinkprune.runtime.profile import profile
+from sinkprune.contract.reports.report import OF_TTFT, PARTS, Spread
+from sinkprune.runtime.profiling.profile import profile
 
 
 def test_budgets_take_turns_and_each_round_starts_with_another(

@@ -18,10 +18,10 @@ from commands import assert_refused, run
 from power_stand_ins import SteadyDraw, install_tegrastats
 from sinkprune import Pipeline
 from sinkprune.contract.errors import PowerError
-from sinkprune.contract.report import OF_TTFT, PARTS
+from sinkprune.contract.reports.report import OF_TTFT, PARTS
 from sinkprune.runtime.commands.power import wanted_sensor
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.profile import profile
+from sinkprune.runtime.profiling.profile import profile
 
 ASK = ("--prompt", "What is this?", "--new-tokens", 3)
 

@@ -14,8 +14,8 @@ from checkpoints import IMAGE_TOKEN, TEMPLATE
 from prompt_encoders import SPECIALS, TOKENIZERS, Pairs, assert_typed_text_stays_text, encoder, llama
 from sinkprune.contract.errors import BundleError, PromptError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.request import check_texts
+from sinkprune.runtime.steps.request import check_texts
+from sinkprune.runtime.text.prompt import PromptEncoder
 
 PROMPTS = [
     "What is in the picture?",

@@ -19,8 +19,8 @@ from clips import frames
 from picture_prompts import PIECES, SIZES, images_of, reference_inputs, rendered
 from qwen_checkpoints import VIDEO_TOKEN
 from sinkprune import Clip, Pipeline
-from sinkprune.runtime.pictures import decoded
-from sinkprune.runtime.request import new_request
+from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.request import new_request
 from slow_cases import each_once
 from small_models import CLIPS_IN_ONE_PIECE
 from steps import QUESTION

@@ -18,9 +18,9 @@ from sinkprune.contract.budgets import OPTIONS, prune_layers
 from sinkprune.contract.families import parse_budget
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.backends import Backend, Engine
-from sinkprune.runtime.decoding import Prefill, decode_one_token, surviving_rows
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, surviving_rows
 from slow_cases import slow_except
 from small_models import SHAPES
 from steps import layout_of, tower_output, watched

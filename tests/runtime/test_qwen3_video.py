@@ -31,10 +31,10 @@ from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.families import parse_budget
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.clip import ClipSize, Shown, sampled_to_the_end
-from sinkprune.runtime.pictures import decoded
-from sinkprune.runtime.qwen_processor import Qwen3Processor
-from sinkprune.runtime.request import new_request
+from sinkprune.runtime.media.clip import ClipSize, Shown, sampled_to_the_end
+from sinkprune.runtime.processors.qwen import Qwen3Processor
+from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.request import new_request
 from small_models import QWEN_SHAPES
 from steps import QUESTION, ask, deepstack_output, tower_output, watched
 from video_files import write_video

@@ -19,8 +19,8 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import ImageError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
-from sinkprune.runtime.prompt_rows import positions
-from sinkprune.runtime.qwen_processor import QwenProcessor
+from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.steps.prompt_rows import positions
 from steps import layout_of, patch_grid
 
 SIZES = [(56, 56), (600, 400), (400, 600), (333, 1111), (28, 28), (3, 5), (1, 200), (1000, 5), (1400, 1300)]

@@ -15,10 +15,10 @@ from commands import assert_refused, run
 from power_stand_ins import SteadyDraw, install_tegrastats
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.frame_clock import frame_clock
 from sinkprune.runtime.power.conditions import read_conditions
 from sinkprune.runtime.power.meter import measuring
-from sinkprune.runtime.rate import at_rate
+from sinkprune.runtime.profiling.frame_clock import frame_clock
+from sinkprune.runtime.profiling.rate import at_rate
 
 ASK = ("--prompt", "What is this?", "--new-tokens", 2)
 

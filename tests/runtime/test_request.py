@@ -12,10 +12,10 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.contract.errors import BudgetError, BundleError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.decoding import prefill
-from sinkprune.runtime.observer import Observer
-from sinkprune.runtime.request import Request, new_request
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.decoding import prefill
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.request import Request, new_request
 from steps import QUESTION, watched
 
 

@@ -14,9 +14,9 @@ from PIL import Image
 
 from same_answers import assert_equal
 from sinkprune import Pipeline
-from sinkprune.runtime.backends import ort
-from sinkprune.runtime.backends.ort_buffers import GpuMemory
-from sinkprune.runtime.backends.row_writer import _scatter
+from sinkprune.runtime.backends.onnxruntime import backend as ort
+from sinkprune.runtime.backends.onnxruntime.buffers import GpuMemory
+from sinkprune.runtime.backends.onnxruntime.row_writer import _scatter
 
 
 def memory(_: object = None) -> GpuMemory:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.errors import NumericsError, UsageError
-from sinkprune.runtime.sampling import Sampler
+from sinkprune.runtime.text.sampling import Sampler
 
 LOGITS = np.array([0.1, 2.0, -1.0, 1.5, 0.0, -3.0, 1.9], np.float32)
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from commands import run
-from sinkprune.runtime.images import had_16_bits, read_image, to_rgb
+from sinkprune.runtime.media.images import had_16_bits, read_image, to_rgb
 
 SAID = (
     "16-bit greyscale was divided by 257. Its largest value is now 16 of 255. If that is too dark, scale the picture "

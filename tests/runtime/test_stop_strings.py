@@ -14,7 +14,7 @@ from PIL import Image
 
 from commands import run
 from sinkprune import Pipeline, UsageError
-from sinkprune.runtime.stop_strings import StopStrings
+from sinkprune.runtime.text.stop_strings import StopStrings
 
 Pipelines = Callable[..., Pipeline]
 QUESTION = "What is on the table?"

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import BudgetError, Pipeline, Stream, UsageError
-from sinkprune.runtime.answer import Answer
-from sinkprune.runtime.observer import Observer
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.observer import Observer
 
 QUESTION = "What is on the table?"
 Pipelines = Callable[..., Pipeline]

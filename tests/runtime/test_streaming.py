@@ -18,7 +18,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.steps.answer import Answer
 from slow_cases import each_once
 
 STOP = 2

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.untrusted import TEMPLATE_BYTES
-from sinkprune.runtime.chat_template import ChatTemplate
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES
+from sinkprune.runtime.text.chat_template import ChatTemplate
 
 TEMPLATES = Path(__file__).parents[1] / "fuzz" / "corpus" / "templates"
 HARMLESS = {"nested_map"}
@@ -20,7 +20,7 @@ CHILD = """
 import json, resource, sys, time
 from pathlib import Path
 from sinkprune.contract.errors import BundleError
-from sinkprune.runtime.chat_template import ChatTemplate
+from sinkprune.runtime.text.chat_template import ChatTemplate
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

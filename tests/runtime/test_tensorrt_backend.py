@@ -27,10 +27,10 @@ from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BackendError, PromptError
 from sinkprune.contract.schedule import schedule
-from sinkprune.runtime.decoding import decode_one_token, prefill
-from sinkprune.runtime.encoding import encode, look
-from sinkprune.runtime.prompt_rows import lay_out
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.decoding import decode_one_token, prefill
+from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.prompt_rows import lay_out
 from slow_cases import each_once
 from steps import QUESTION, ask
 from tensorrt_rig import Rig, rig_of

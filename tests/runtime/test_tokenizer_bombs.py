@@ -13,7 +13,7 @@ import json, resource, sys, time
 from pathlib import Path
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Tokens
-from sinkprune.runtime.prompt import PromptEncoder
+from sinkprune.runtime.text.prompt import PromptEncoder
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

@@ -26,7 +26,7 @@ from sinkprune.contract.errors import BudgetError, PromptError, VideoError
 from sinkprune.contract.families import parse_budget
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.clip import Shown, shown
+from sinkprune.runtime.media.clip import Shown, shown
 from slow_cases import each_once
 from small_models import CLIPS_IN_ONE_PIECE, QWEN_SHAPES
 from steps import QUESTION, ask, patch_grid, tower_output

@@ -12,8 +12,8 @@ from PIL import Image
 
 from clips import LIMITS, frames
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.clip import ClipSize, shown
-from sinkprune.runtime.video_file import VideoFile
+from sinkprune.runtime.media.clip import ClipSize, shown
+from sinkprune.runtime.media.video_file import VideoFile
 from slow_cases import every
 from video_files import trimmed, write_video
 

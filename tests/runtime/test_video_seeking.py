@@ -13,9 +13,9 @@ from PIL import Image, ImageOps
 from clips import VIDEO_BUDGETS, frames
 from commands import run
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime import keyframe_index
-from sinkprune.runtime.keyframe_index import KeyframeIndex, LostFrameError
-from sinkprune.runtime.video_file import VideoFile
+from sinkprune.runtime.media import keyframe_index
+from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
+from sinkprune.runtime.media.video_file import VideoFile
 from video_files import trimmed, turned, write_video
 
 av = pytest.importorskip("av")

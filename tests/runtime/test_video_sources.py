@@ -13,8 +13,8 @@ from PIL import Image
 
 from clips import LIMITS, frames
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.clip import MOST_SHOWN_PIXELS, Clip, shown
-from sinkprune.runtime.video_file import MOST_FRAME_PIXELS, MOST_FRAMES, VideoFile
+from sinkprune.runtime.media.clip import MOST_SHOWN_PIXELS, Clip, shown
+from sinkprune.runtime.media.video_file import MOST_FRAME_PIXELS, MOST_FRAMES, VideoFile
 from video_files import write_video
 
 av = pytest.importorskip("av")
@@ -81,7 +81,7 @@ def test_metadata_that_is_not_utf_8_is_no_obstacle(pictures: list[Image.Image], 
 
 def test_bytes_that_no_program_wrote_leave_no_traceback_behind(tmp_path: Path) -> None:
     """PyAV prints what a file's methods raise while FFmpeg looks for places before its start."""
-    script = "import sys\nfrom sinkprune.runtime.video_file import VideoFile\nVideoFile(sys.argv[1])"
+    script = "import sys\nfrom sinkprune.runtime.media.video_file import VideoFile\nVideoFile(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", script, CORPUS / "wmv-seek-before-start"], capture_output=True, text=True
     )
@@ -164,7 +164,7 @@ def test_the_largest_clip_takes_less_than_a_gigabyte(tmp_path: Path) -> None:
     write_video(tmp_path / "large.mkv", [picture] * (MOST_SHOWN_PIXELS // side**2), codec="libx264")
     script = """
 import re, sys
-from sinkprune.runtime.video_file import VideoFile
+from sinkprune.runtime.media.video_file import VideoFile
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 video = VideoFile(sys.argv[1])

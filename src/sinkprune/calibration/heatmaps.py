@@ -8,9 +8,9 @@ import numpy as np
 
 from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.calibration.token_features import TokenFeatures
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.precision import Array
-from sinkprune.contract.terminal import escaped
-from sinkprune.runtime.plot import figure_bytes, import_matplotlib
+from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
 _SIDE = 3.6
 """Inches of a panel's longer side."""

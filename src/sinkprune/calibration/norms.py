@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.outlier_gap import OUTLIER, suggest_rho
-from sinkprune.calibration.sample_size import mean_warnings
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.contract.errors import NumericsError
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sinkprune.calibration.tasks import load_task
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.images import read_image
+from sinkprune.runtime.media.images import read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
 """The endings of the files that are taken from a folder."""

@@ -13,7 +13,7 @@ from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import EvaluationReport
 from sinkprune.calibration.norms import NormReport
 from sinkprune.calibration.outlier_gap import OUTLIER
-from sinkprune.runtime.plot import figure_bytes, import_matplotlib
+from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
 if TYPE_CHECKING:
     from sinkprune.calibration.quantising.report import QuantisationReport

@@ -18,9 +18,9 @@ from typing import Any
 from PIL import Image
 
 from sinkprune.contract.errors import ImageError, TaskError
-from sinkprune.contract.questions import Question
-from sinkprune.contract.untrusted import UnreadableError, parsed_json, read_bytes
-from sinkprune.runtime.images import read_image
+from sinkprune.contract.files.untrusted import UnreadableError, parsed_json, read_bytes
+from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.media.images import read_image
 
 SCENES = "scenes"
 """The name of the task that comes along: the project's own test set."""
@@ -74,7 +74,8 @@ def blinded(item: Item) -> Item:
 
 def _read_scenes(name: str) -> Iterator[Item]:
     """The questions of a test set with their pictures, drawn here and always the same."""
-    from sinkprune.demo.scenes import SIDE, WIDE, test_set
+    from sinkprune.demo.scene_questions import test_set
+    from sinkprune.demo.scenes import SIDE, WIDE
 
     pairs = test_set(WIDE if name == WIDE_SCENES else SIDE)
     for number, (_, asked) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from PIL import Image
 
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.encoding import look
-from sinkprune.runtime.pictures import see
+from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.steps.encoding import look
+from sinkprune.runtime.steps.pictures import see
 
 
 @dataclass(frozen=True)

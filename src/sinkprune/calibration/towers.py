@@ -11,11 +11,11 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.calibration.token_features import TokenFeatures
+from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import CheckpointError, NumericsError, SinkpruneError, UsageError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.shown import shown
-from sinkprune.contract.untrusted import UnreadableError, read_json
-from sinkprune.runtime.grid_boxes import grid_boxes
+from sinkprune.contract.files.untrusted import UnreadableError, read_json
+from sinkprune.runtime.processors.grid_boxes import grid_boxes
 
 CONFIG = "config.json"
 """The file that makes a folder a checkpoint."""

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.schema import Bounds, Count, Size
+from sinkprune.contract.files.schema import Bounds, Count, Size
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""

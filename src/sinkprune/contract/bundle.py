@@ -16,12 +16,12 @@ from sinkprune.contract.budgets import Budget
 from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, Engines, read_engines
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.folders import recover
+from sinkprune.contract.files.folders import recover
+from sinkprune.contract.files.manifest_file import Folder
+from sinkprune.contract.files.trust import ANY, Trust
+from sinkprune.contract.files.untrusted import MANIFEST_BYTES
 from sinkprune.contract.graph_contract import check_interfaces
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
-from sinkprune.contract.manifest_file import Folder
-from sinkprune.contract.trust import ANY, Trust
-from sinkprune.contract.untrusted import MANIFEST_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.folders import recover
-from sinkprune.contract.held_files import HeldFile
-from sinkprune.contract.manifest_file import FileSpec, Folder, ManifestFile
-from sinkprune.contract.schema import Bounds, Count, Few, Size
-from sinkprune.contract.trust import ANY, Trust
+from sinkprune.contract.files.folders import recover
+from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.files.manifest_file import FileSpec, Folder, ManifestFile
+from sinkprune.contract.files.schema import Bounds, Count, Few, Size
+from sinkprune.contract.files.trust import ANY, Trust
 
 FORMAT_VERSION = 4
 MANIFEST = "engines.json"

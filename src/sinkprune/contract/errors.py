@@ -1,7 +1,7 @@
 """Errors a user can mend. Every message says what was found, what was expected and what to do.
 
 A command turns any `SinkpruneError` into exit code 2 and its message, without a traceback; every other exception
-is our bug and keeps its traceback (exit code 1). See `sinkprune.contract.command`.
+is our bug and keeps its traceback (exit code 1). See `sinkprune.contract.command_line.command`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,23 @@ from dataclasses import dataclass
 from itertools import permutations, product
 from random import Random
 
-from sinkprune.contract.questions import Question
-from sinkprune.demo.scenes import COLOURS, DIGITS, POPULAR, RADII, SHAPES, SIDE, WORDS, Scene, Thing
+from PIL import Image
+
+from sinkprune.contract.text.questions import Question
+from sinkprune.demo.scenes import (
+    COLOURS,
+    DIGITS,
+    POPULAR,
+    RADII,
+    SHAPES,
+    SIDE,
+    TEST_PICTURES,
+    WORDS,
+    Scene,
+    Thing,
+    compose_scene,
+    make_scene,
+)
 
 _APART = 30
 """Pixels between the centres of objects that are asked about as left, right, above or below."""
@@ -31,6 +46,22 @@ Pair = tuple[str, str]
 """Colour and shape of an object."""
 Kind = Callable[[Scene, Random], _Asked | None]
 """Asks about a scene, if it can be asked about in this way."""
+
+
+def test_set(width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
+    """The fixed test: questions of every kind about each of its pictures, picture by picture.
+
+    The same questions are asked about pictures of any `width` in pixels (`make_scene`).
+    """
+    return asked_about("test", TEST_PICTURES, width)
+
+
+def asked_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
+    """Questions of every kind about each of the first `count` pictures of `split` (training, validation, test)."""
+    for index in range(count):
+        scene, (_, picture) = compose_scene(split, index), make_scene(split, index, width)
+        for question in one_of_each_kind(scene, Random(f"{split} questions {index}"), f"scene-{index:03d}"):
+            yield picture, question
 
 
 def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]:

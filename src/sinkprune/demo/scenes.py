@@ -7,13 +7,11 @@ validation and test scenes come from disjoint seeds, and test scenes stand befor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from sinkprune.contract.questions import Question
 from sinkprune.demo.backgrounds import TEST_PHOTOS, TRAINING_PHOTOS, background
 
 SIDE = 224
@@ -104,24 +102,6 @@ def make_scene(split: str, index: int, width: int = SIDE) -> tuple[Scene, Image.
     if width != SIDE:
         scene = Scene(_spread(scene.objects, width), _spread(scene.plates, width))
     return scene, _draw(scene, behind, width)
-
-
-def test_set(width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
-    """The fixed test: questions of every kind about each of its pictures, picture by picture.
-
-    The same questions are asked about pictures of any `width` in pixels (`make_scene`).
-    """
-    return asked_about("test", TEST_PICTURES, width)
-
-
-def asked_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
-    """Questions of every kind about each of the first `count` pictures of `split` (training, validation, test)."""
-    from sinkprune.demo.scene_questions import one_of_each_kind
-
-    for index in range(count):
-        scene, (_, picture) = compose_scene(split, index), make_scene(split, index, width)
-        for question in one_of_each_kind(scene, Random(f"{split} questions {index}"), f"scene-{index:03d}"):
-            yield picture, question
 
 
 def _compose(rng: Random) -> Scene:

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
-from sinkprune.contract.questions import Question
+from sinkprune.contract.text.questions import Question
 from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
-from sinkprune.contract.questions import Question
+from sinkprune.contract.text.questions import Question
 from sinkprune.demo.pocket_model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
 from sinkprune.demo.scene_questions import plural
 from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, compose_scene, make_scene

@@ -11,7 +11,7 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from sinkprune.demo.scenes import asked_about
+from sinkprune.demo.scene_questions import asked_about
 
 
 def write_scenes(folder: Path, count: int, split: str = "test") -> None:

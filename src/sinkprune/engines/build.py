@@ -22,14 +22,14 @@ from sinkprune.contract.engines_manifest import (
     OptimisationProfiles,
 )
 from sinkprune.contract.errors import EnginesError, SinkpruneError
-from sinkprune.contract.folders import check_outside, check_replaceable, check_room, made_parents, replacing
-from sinkprune.contract.listed_files import remove_listed
+from sinkprune.contract.files.folders import check_outside, check_replaceable, check_room, made_parents, replacing
+from sinkprune.contract.files.listed_files import remove_listed
+from sinkprune.contract.files.manifest_file import file_specs, sha256
+from sinkprune.contract.files.signature import Sign
+from sinkprune.contract.files.staging import named
+from sinkprune.contract.files.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
-from sinkprune.contract.manifest_file import file_specs, sha256
-from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
-from sinkprune.contract.signature import Sign
-from sinkprune.contract.staging import named
-from sinkprune.contract.untrusted import MANIFEST_BYTES, read_bytes
+from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
 from sinkprune.engines.gate.checking import OPEN, Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
@@ -64,8 +64,8 @@ def build_engines(
     `asked_limits` are the fields of `limits` that the user gave. Engines that take any shape enforce these only.
     With `force`, engines that are there are replaced. With `move`, a graph and its weights are removed from the
     bundle as soon as the disk holds its engine, and in the end the bundle. `sign` signs the engines' manifest
-    (`sinkprune.contract.signature.read_private_key`). Each engine must pass `gate` before its graph may go, and all
-    together before they are put in their place.
+    (`sinkprune.contract.files.signature.read_private_key`). Each engine must pass `gate` before its graph may go, and
+    all together before they are put in their place.
     What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
     as it was, and engines that are whole are taken up by the next build of the same (`sinkprune.engines.unfinished`).
     Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_outputs
-from sinkprune.contract.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options, trusted_bundle
 
 if TYPE_CHECKING:
     from sinkprune.contract.engines_manifest import EnginesManifest
@@ -52,8 +52,8 @@ def _build(arguments: Sequence[str] | None) -> None:
     # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES, enforced
-    from sinkprune.contract.folders import check_outside, check_replaceable
-    from sinkprune.contract.signature import read_private_key
+    from sinkprune.contract.files.folders import check_outside, check_replaceable
+    from sinkprune.contract.files.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.gate.checking import OPEN, PictureGate

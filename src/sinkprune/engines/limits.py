@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.ranges import WholeNumber
 from sinkprune.runtime.families import load_family
 
 # No model has so many positions; what the bundle's has is checked besides.

@@ -17,8 +17,8 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import CacheForm, GraphSpec, Manifest
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.schedule import PictureSchedule, schedule
+from sinkprune.runtime.backends.kv_cache import ROOM, room_for
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.kv_cache import ROOM, room_for
 
 _USUAL_PROMPT = 64
 

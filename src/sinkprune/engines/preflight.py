@@ -11,7 +11,7 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import OptimisationProfiles, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import BESIDE_GRAPHS, GraphSpec, Manifest
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.system_memory import available_bytes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from sinkprune.contract.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 
 
 class BuildProgress:

@@ -15,15 +15,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
-from sinkprune.contract.durable import sync_folder, sync_tree
 from sinkprune.contract.engines_manifest import ENGINES, Engines, EnginesManifest, EngineSpec
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.folder_lock import hold, open_lock
-from sinkprune.contract.listed_files import listed_files, unlisted
-from sinkprune.contract.manifest_file import FileSpec, file_specs
-from sinkprune.contract.staging import is_ours
-from sinkprune.contract.trust import ANY
-from sinkprune.contract.untrusted import UnreadableError
+from sinkprune.contract.files.durable import sync_folder, sync_tree
+from sinkprune.contract.files.folder_lock import hold, open_lock
+from sinkprune.contract.files.listed_files import listed_files, unlisted
+from sinkprune.contract.files.manifest_file import FileSpec, file_specs
+from sinkprune.contract.files.staging import is_ours
+from sinkprune.contract.files.trust import ANY
+from sinkprune.contract.files.untrusted import UnreadableError
 
 _ENGINES = "engines"
 _RECORD = "record"

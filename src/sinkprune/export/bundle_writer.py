@@ -12,7 +12,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.contract.folders import check_replaceable, replacing
+from sinkprune.contract.files.folders import check_replaceable, replacing
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.manifest import (
     BUNDLE,
     CHAT_TEMPLATE,
@@ -24,11 +26,9 @@ from sinkprune.contract.manifest import (
     Tokens,
     decoder_segments,
 )
-from sinkprune.contract.manifest_file import file_specs
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.contract.signature import Sign
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.dialects import DIALECTS, Dialect
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
@@ -36,12 +36,12 @@ from sinkprune.export.plan_files import save_plan
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.quantised_weights import QuantisedWeights
-from sinkprune.export.repacked_form import CheckpointForm, RepackedForm
-from sinkprune.export.requantised import Requantised
-from sinkprune.export.rounding import Rounded, RoundedFromZero
 from sinkprune.export.source import ExportRequest, Source, open_source
-from sinkprune.export.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
+from sinkprune.export.weights.quantised_weights import QuantisedWeights
+from sinkprune.export.weights.repacked_form import CheckpointForm, RepackedForm
+from sinkprune.export.weights.requantised import Requantised
+from sinkprune.export.weights.rounding import Rounded, RoundedFromZero
+from sinkprune.export.weights.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
 
 # What graphs, tokenizer and manifest take beside the weights, generously.
 _SMALL_FILES_BYTES = 64 << 20
@@ -65,7 +65,7 @@ def export_bundle(
 ) -> Manifest:
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
-    `sign` signs its manifest (`sinkprune.contract.signature.read_private_key`).
+    `sign` signs its manifest (`sinkprune.contract.files.signature.read_private_key`).
     `needs` is told beforehand about how many bytes of memory and of disk it will take.
     `left_out` is told of each budget that a method cannot reach, unless it reaches none: that is a `BudgetError`.
     `requantised` is told of each matrix that the checkpoint had quantised and that is rounded a second time.

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from sinkprune.contract.budgets import OPTIONS
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.files import check_outputs
-from sinkprune.contract.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import add_sign_option
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.files.trust import add_sign_option
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.packages import packages_told_of
 from sinkprune.export.presets import PRESETS
@@ -25,7 +25,7 @@ from sinkprune.export.presets import PRESETS
 if TYPE_CHECKING:
     from sinkprune.contract.manifest import Manifest
     from sinkprune.export.planning import Unreachable
-    from sinkprune.export.requantised import Requantised
+    from sinkprune.export.weights.requantised import Requantised
 
 _EXAMPLES = """\
 examples:
@@ -54,16 +54,16 @@ def _export(arguments: Sequence[str] | None) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # What is asked of the hub is a checkpoint; who asks is nobody's business.
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    from sinkprune.contract.files.signature import read_private_key
     from sinkprune.contract.manifest import BUNDLE
-    from sinkprune.contract.signature import read_private_key
 
     unreachable: list[Unreachable] = []
     requantised: list[Requantised] = []
     with packages_told_of("exporting"):
         from sinkprune.export.bundle_writer import export_bundle
         from sinkprune.export.progress import shown_progress
-        from sinkprune.export.requantised import summary
         from sinkprune.export.source import ExportRequest
+        from sinkprune.export.weights.requantised import summary
 
         request = ExportRequest(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}
@@ -114,8 +114,8 @@ def _export(arguments: Sequence[str] | None) -> None:
 
 def _tell_needs(memory: int, disk: int) -> None:
     """One line on stderr, where the bundle is so large that its export takes a while."""
-    from sinkprune.contract.memory_need import TOLD_BYTES, gigabytes
-    from sinkprune.contract.system_memory import available_bytes
+    from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
+    from sinkprune.contract.system.system_memory import available_bytes
 
     if disk >= TOLD_BYTES:
         free = available_bytes()

@@ -22,7 +22,7 @@ from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
-from sinkprune.export.weight_forms import Matrix, WeightForm, below
+from sinkprune.export.weights.weight_forms import Matrix, WeightForm, below
 
 # A tensor of a page or more starts on one, so that a runtime can map it.
 _PAGE = 4096

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sinkprune.contract.ranges import WholeNumber
+from sinkprune.contract.checks.ranges import WholeNumber
 
 MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
 MAX_FRAMES = WholeNumber("--max-frames", 0, 10**5)

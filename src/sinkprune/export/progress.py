@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sinkprune.contract.progress_lines import ProgressLines
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.precision import Precision
-from sinkprune.export.weight_forms import Matrix, WeightForm
+from sinkprune.export.weights.weight_forms import Matrix, WeightForm
 
 _PIXELS = "pixel_values"
 """What is multiplied with pixels is an embedding of them and no linear layer: exports store it as floats."""

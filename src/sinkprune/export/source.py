@@ -10,14 +10,21 @@ from typing import Any
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint import RandomWeights, SafetensorsWeights, config_sha256, holds, locate, read_json
-from sinkprune.export.config_fields import read_fields
+from sinkprune.export.checkpoint.config_fields import read_fields
+from sinkprune.export.checkpoint.folder import (
+    RandomWeights,
+    SafetensorsWeights,
+    config_sha256,
+    holds,
+    locate,
+    read_json,
+)
+from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
+from sinkprune.export.checkpoint.text import Text, read_text, small_text
 from sinkprune.export.families import Family, SalienceBlock, read_family
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
 from sinkprune.export.presets import PRESETS
-from sinkprune.export.quantisation_config import Quantisation, read_quantisation
-from sinkprune.export.quantised_weights import QuantisedWeights
-from sinkprune.export.text import Text, read_text, small_text
+from sinkprune.export.weights.quantised_weights import QuantisedWeights
 
 _SINGLE = "preprocessor_config.json"
 _NESTED = "processor_config.json"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated
 
 from sinkprune.contract.errors import SinkpruneError
+from sinkprune.contract.files.schema import Bounds, SchemaError, from_json
+from sinkprune.contract.files.untrusted import read_json
 from sinkprune.contract.manifest import DialectName
-from sinkprune.contract.schema import Bounds, SchemaError, from_json
-from sinkprune.contract.untrusted import read_json
 
 _FILE = Path(__file__).with_name("boards.json")
 _UNSOURCED = {"module", "sources"}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sinkprune.contract.memory_need import gigabytes
+from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
-from sinkprune.jetson.machine import Machine
+from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.recommendation import best_choice, choices, refused_by_backend
 
 _BACKENDS = {

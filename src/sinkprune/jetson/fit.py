@@ -17,9 +17,9 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.memory_need import MemoryNeed, cache_bytes, running_need
 from sinkprune.contract.precision import PrecisionName, WeightsName
 from sinkprune.contract.schedule import Schedule, schedule
+from sinkprune.contract.system.memory_need import MemoryNeed, cache_bytes, running_need
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.build_fit import BuildFit, build_fit
 from sinkprune.jetson.other_forms import stored_as

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from sinkprune.contract.memory_need import gigabytes
+from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import TYPICAL_NEW_TOKENS, BudgetFit, ModelFit
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.report import Report

@@ -13,6 +13,9 @@ from typing import Annotated, Any
 
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.files.manifest_file import FileSpec
+from sinkprune.contract.files.schema import Bounds, Width, from_json
+from sinkprune.contract.files.untrusted import read_json
 from sinkprune.contract.manifest import (
     FORMAT_VERSION,
     Checkpoint,
@@ -23,12 +26,9 @@ from sinkprune.contract.manifest import (
     Tokens,
     decoder_segments,
 )
-from sinkprune.contract.manifest_file import FileSpec
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import WeightForms
-from sinkprune.contract.schema import Bounds, Width, from_json
 from sinkprune.contract.towers import Tower
-from sinkprune.contract.untrusted import read_json
 
 _FILE = Path(__file__).with_name("presets.json")
 _METHOD = "sinkpruner"

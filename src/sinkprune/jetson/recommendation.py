@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.memory_need import gigabytes
 from sinkprune.contract.precision import PrecisionName
+from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.fit import BOARD_BACKEND, BudgetFit, FormFit, ModelFit
 from sinkprune.jetson.times import Milliseconds
 

@@ -11,9 +11,9 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.jetson.boards import Board, Boards, JetPack, Source
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
 from sinkprune.jetson.fit import BOARD_BACKEND, Kind, ModelFit, Target, fit
-from sinkprune.jetson.machine import Machine
+from sinkprune.jetson.host.machine import Machine
+from sinkprune.jetson.host.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.next_steps import first_steps, next_steps, recommendations
-from sinkprune.jetson.power_mode import ModeFacts, mode_facts
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.jetson.recommendation import Recommendation
 from sinkprune.jetson.times import SHARES, Share

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from sinkprune.contract.memory_need import gigabytes
+from sinkprune.contract.system.memory_need import gigabytes
 from sinkprune.jetson.boards import Board
 from sinkprune.jetson.findings import Finding
-from sinkprune.jetson.machine import Machine
+from sinkprune.jetson.host.machine import Machine
+from sinkprune.jetson.host.power_mode import Clock, ModeFacts
+from sinkprune.jetson.host.python_environment import Library
 from sinkprune.jetson.model_tables import budgets, builds, heading, legend, overview, recommendation
-from sinkprune.jetson.power_mode import Clock, ModeFacts
-from sinkprune.jetson.python_environment import Library
 from sinkprune.jetson.report import Report
 from sinkprune.runtime.commands import plain
 from sinkprune.runtime.commands.table_console import TableConsole

@@ -10,26 +10,26 @@ from typing import NamedTuple
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.answer import Answer, Kept, timings
-from sinkprune.runtime.answer_text import AnswerText
 from sinkprune.runtime.backends import Tensor
-from sinkprune.runtime.chain import Chain
-from sinkprune.runtime.choices import choices
-from sinkprune.runtime.context_length import check_number
-from sinkprune.runtime.deadline import Pace
-from sinkprune.runtime.decoding import Prefill, decode_one_token, kept_tokens, kv_bytes, prefill
-from sinkprune.runtime.embedding import Embedding
-from sinkprune.runtime.encoding import encode, look
+from sinkprune.runtime.deadline.choices import choices
+from sinkprune.runtime.deadline.pace import Pace
+from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.observer import Observer
-from sinkprune.runtime.pictures import decoded, see
-from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.prompt_rows import lay_out
-from sinkprune.runtime.request import Request
-from sinkprune.runtime.sampling import Sampler
-from sinkprune.runtime.stop_strings import StopStrings
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.steps.answer import Answer, Kept, timings
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.context_length import check_number
+from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, kept_tokens, kv_bytes, prefill
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
+from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.prompt import PromptEncoder
+from sinkprune.runtime.text.sampling import Sampler
+from sinkprune.runtime.text.stop_strings import StopStrings
 
 
 class Parts(NamedTuple):

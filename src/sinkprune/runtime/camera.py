@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from sinkprune.contract.arguments import check_callable
+from sinkprune.contract.checks.arguments import check_callable
+from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.shown import shown
-from sinkprune.runtime.pictures import check_order, in_rgb
+from sinkprune.runtime.steps.pictures import check_order, in_rgb
 
 Read = Callable[[], Array | tuple[bool, Array | None] | None]
 """Waits for the next frame and returns it: a uint8 [height,width,3] array, or a flag with one; None at the end."""

@@ -14,11 +14,11 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.answer import Answer, Kept
-from sinkprune.runtime.clip import Clip, Picture, Shown
-from sinkprune.runtime.images import read_image, to_rgb
-from sinkprune.runtime.pictures import PictureLike
-from sinkprune.runtime.video_file import VideoFile
+from sinkprune.runtime.media.clip import Clip, Picture, Shown
+from sinkprune.runtime.media.images import read_image, to_rgb
+from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.steps.answer import Answer, Kept
+from sinkprune.runtime.steps.pictures import PictureLike
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -101,8 +101,8 @@ def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Ima
 
     `picture` is what the request was about: a Pillow image, a uint8 [height,width,3] RGB array or a file, or a list
     of as many as the request had; several are drawn one above the other. For a clip give the frames that the model
-    was shown: `sinkprune.runtime.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and `UsageError` for
-    an answer without pruning and for another number of pictures.
+    was shown: `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and
+    `UsageError` for an answer without pruning and for another number of pictures.
     """
     pictures: list[PictureLike] = list(picture if isinstance(picture, (list, tuple)) else (picture,))
     if len(pictures) != len(answer.images):
@@ -124,7 +124,7 @@ def _drawable(picture: PictureLike) -> Picture:
     if isinstance(picture, (Clip, VideoFile)):
         raise UsageError(
             "an overlay of a clip is drawn on the frames that the model was shown. Give "
-            "sinkprune.runtime.pictures.decoded(clip, pipeline.family)."
+            "sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)."
         )
     return read_image(picture) if isinstance(picture, (str, os.PathLike)) else to_rgb(picture)
 

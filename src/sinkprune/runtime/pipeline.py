@@ -12,35 +12,35 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.arguments import check_callable, check_path, check_type
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.costs import Costs, Place
-from sinkprune.contract.costs_cache import cache_costs, cached_costs
+from sinkprune.contract.checks.arguments import check_callable, check_path, check_type
+from sinkprune.contract.costs.cache import cache_costs, cached_costs
+from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.trust import ANY, Trust
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
-from sinkprune.contract.trust import ANY, Trust
-from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.runtime.answer import Answer
 from sinkprune.runtime.answering import Parts, steps
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.chain import Chain
-from sinkprune.runtime.cost_measuring import SECONDS, Measured, measure_costs, place_of
-from sinkprune.runtime.deadline import Hurried, Pace
-from sinkprune.runtime.embedding import Embedding
-from sinkprune.runtime.encoding import Encoded, encode, look
+from sinkprune.runtime.deadline.cost_measuring import SECONDS, Measured, measure_costs, place_of
+from sinkprune.runtime.deadline.learnt import Learnt
+from sinkprune.runtime.deadline.other_load import OtherLoad
+from sinkprune.runtime.deadline.pace import Hurried, Pace
+from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.fits import Fit, check_fit
-from sinkprune.runtime.learnt import Learnt
-from sinkprune.runtime.observer import NOBODY, Observer
-from sinkprune.runtime.other_load import OtherLoad
-from sinkprune.runtime.pictures import PictureLike, decoded, see
-from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.request import DEFAULT_NEW_TOKENS, Request, new_request
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.media.fits import Fit, check_fit
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.encoding import Encoded, encode, look
+from sinkprune.runtime.steps.observer import NOBODY, Observer
+from sinkprune.runtime.steps.pictures import PictureLike, decoded, see
+from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, new_request
 from sinkprune.runtime.stream import Stream, StreamState
+from sinkprune.runtime.text.prompt import PromptEncoder
 
 Wrap = Callable[[str, Engine, Backend], Engine]
 """Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from sinkprune.contract.errors import UsageError
-from sinkprune.runtime.answer import Answer
+from sinkprune.runtime.steps.answer import Answer
 
 
 @dataclass

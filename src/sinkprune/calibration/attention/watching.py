@@ -15,12 +15,12 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.answer import Kept
 from sinkprune.runtime.backends import Backend, Engine, Tensor
-from sinkprune.runtime.decoding import Prefill
-from sinkprune.runtime.observer import Observer
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.prompt_rows import PromptRows
+from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.decoding import Prefill
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
 class Watch(Observer):

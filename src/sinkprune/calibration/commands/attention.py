@@ -17,21 +17,21 @@ from sinkprune.calibration.attention.watching import Watch, observe
 from sinkprune.calibration.evaluation.asking import choose_combinations
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.evaluation.sample_size import counted, mean_warnings
 from sinkprune.calibration.plots import plot_attention
-from sinkprune.calibration.sample_size import counted, mean_warnings
 from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
 from sinkprune.calibration.tasks import SCENES, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
-from sinkprune.contract.files import check_apart
-from sinkprune.contract.json_output import prints_json
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.files.output_files import check_apart
+from sinkprune.contract.files.trust import trusted_bundle
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.progress_lines import ProgressLines
-from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
@@ -45,7 +45,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profile import model_name
+from sinkprune.runtime.profiling.profile import model_name
 
 _EXAMPLES = """\
 examples:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from sinkprune.contract.verbs import Verb, run_verb
+from sinkprune.contract.command_line.verbs import Verb, run_verb
 
 _COMMANDS = "sinkprune.calibration.commands"
 VERBS = {

@@ -18,14 +18,14 @@ from sinkprune.calibration.plots import plot_evaluation
 from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
-from sinkprune.contract.files import Output, check_apart, write_whole
-from sinkprune.contract.json_output import prints_json
-from sinkprune.contract.progress_lines import ProgressLines
-from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import trusted_bundle
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.files.output_files import Output, check_apart, write_whole
+from sinkprune.contract.files.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_parser,
@@ -39,7 +39,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import MAX_NEW_TOKENS
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:

@@ -11,26 +11,26 @@ from PIL import Image
 from rich.console import Console
 from rich.progress import track
 
+from sinkprune.calibration.evaluation.sample_size import counted
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
 from sinkprune.calibration.pictures import NamedPicture, file_pictures, task_pictures
 from sinkprune.calibration.plots import plot_norms
-from sinkprune.calibration.sample_size import counted
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.errors import OutputError, UsageError
-from sinkprune.contract.files import Output, check_outputs, write_whole
-from sinkprune.contract.json_output import prints_json
+from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
+from sinkprune.contract.files.trust import trusted_bundle
 from sinkprune.contract.manifest import MANIFEST
-from sinkprune.contract.progress_lines import ProgressLines
-from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import trusted_bundle
 from sinkprune.runtime.commands import (
     add_report_options,
     bundle_folders,
@@ -42,8 +42,8 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.memory import Planned, check_memory
-from sinkprune.runtime.plot import import_matplotlib
-from sinkprune.runtime.profile import model_name
+from sinkprune.runtime.profiling.plot import import_matplotlib
+from sinkprune.runtime.profiling.profile import model_name
 
 _EXAMPLES = """\
 examples:

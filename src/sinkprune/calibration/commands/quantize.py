@@ -15,19 +15,19 @@ from rich.table import Table
 from sinkprune.calibration.plots import plot_quantisation
 from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
+from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.errors import TaskError
-from sinkprune.contract.files import check_apart, check_outputs
-from sinkprune.contract.folders import check_outside, check_replaceable
-from sinkprune.contract.json_output import prints_json
+from sinkprune.contract.files.folders import check_outside, check_replaceable
+from sinkprune.contract.files.output_files import check_apart, check_outputs
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options, trusted_bundle
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.precision import BLOCK_SIZES
-from sinkprune.contract.ranges import RealNumber, WholeNumber
-from sinkprune.contract.signature import read_private_key
-from sinkprune.contract.system_memory import available_bytes
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.packages import packages_told_of
 from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands import (
@@ -39,7 +39,7 @@ from sinkprune.runtime.commands import (
     write_report,
 )
 from sinkprune.runtime.commands.table_console import TableConsole
-from sinkprune.runtime.plot import import_matplotlib
+from sinkprune.runtime.profiling.plot import import_matplotlib
 
 if TYPE_CHECKING:
     from sinkprune.calibration.quantising.cost import Cost

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING
 from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
-from sinkprune.contract.costs_file import write_costs
+from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.errors import BudgetError, TaskError, UsageError
-from sinkprune.contract.files import Output, check_apart, check_outputs
-from sinkprune.contract.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.files.output_files import Output, check_apart, check_outputs
+from sinkprune.contract.files.schema import to_json
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options, trusted_bundle
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.ranges import RealNumber, WholeNumber
-from sinkprune.contract.report import Spread
-from sinkprune.contract.schema import to_json
-from sinkprune.contract.signature import read_private_key
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import packages_told_of
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES
 from sinkprune.runtime.commands import key_files, load_pipeline, status
 from sinkprune.runtime.commands.memory import Planned, check_memory
-from sinkprune.runtime.images import read_image
-from sinkprune.runtime.request import MAX_NEW_TOKENS, new_request
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, new_request
 
 if TYPE_CHECKING:
     from sinkprune.calibration.scheduling.propose import Asking, Target

@@ -16,16 +16,16 @@ from sinkprune.calibration.evaluation.report import (
     Reply,
     summarise,
 )
+from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
 from sinkprune.calibration.evaluation.unseen import unseen_warnings
-from sinkprune.calibration.sample_size import accuracy_warnings
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.questions import Question
+from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.processor import processor_name
-from sinkprune.runtime.profile import model_name
+from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.system.processor import processor_name
 
 
 def choose_combinations(

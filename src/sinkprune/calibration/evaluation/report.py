@@ -11,7 +11,7 @@ import numpy as np
 from sinkprune.calibration.evaluation.intervals import Interval, paired_bootstrap, relative_accuracy, wilson
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.precision import WeightForms
-from sinkprune.contract.report import Spread
+from sinkprune.contract.reports.report import Spread
 
 
 class Combination(NamedTuple):
@@ -101,7 +101,7 @@ class EvaluationReport:
     planted_outliers: bool
     """Whether background tokens were turned into outliers (`sinkprune.calibration.evaluation.outliers`)."""
     fit: str | None
-    """How pictures became the model's square (`sinkprune.runtime.fits`); None for the checkpoint's own way."""
+    """How pictures became the model's square (`sinkprune.runtime.media.fits`); None for the checkpoint's own way."""
     max_new_tokens: int
     """The longest answer, in tokens."""
     versions: dict[str, str]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from sinkprune.calibration.quantising.products import Layer
-from sinkprune.contract.memory_need import TooLittleMemoryError, gigabytes
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.memory_need import TooLittleMemoryError, gigabytes
+from sinkprune.contract.system.system_memory import available_bytes
 
 _LOOKED_AT, _FLOAT = 3, 4
 """How often a prompt runs through a graph: with floats, and with codes of both roundings; bytes of an fp32."""

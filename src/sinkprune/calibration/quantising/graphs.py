@@ -15,8 +15,8 @@ from sinkprune.contract.precision import Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph, read_graph
-from sinkprune.export.rounding import Rounding
-from sinkprune.export.weight_forms import form_of
+from sinkprune.export.weights.rounding import Rounding
+from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 
 _WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out", "logits")

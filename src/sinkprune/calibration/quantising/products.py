@@ -11,8 +11,8 @@ import onnx_ir as ir
 
 from sinkprune.calibration.quantising.stretches import Passage, Tensors
 from sinkprune.contract.precision import Array
-from sinkprune.export.calibrated_rounding import Inputs
 from sinkprune.export.rewriting import multiplications, shape_of
+from sinkprune.export.weights.calibrated_rounding import Inputs
 
 _WEIGHT = ".weight"
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER
-from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.runtime.families import Seen, load_family
-from sinkprune.runtime.pictures import decoded, see
-from sinkprune.runtime.prompt import PromptEncoder
+from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.text.prompt import PromptEncoder
 
 
 class Shown(NamedTuple):

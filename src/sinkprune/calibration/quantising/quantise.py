@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from sinkprune.calibration.evaluation.sample_size import calibration_warnings
 from sinkprune.calibration.quantising.cost import Cost, check_memory, estimate
 from sinkprune.calibration.quantising.graphs import Graphs
 from sinkprune.calibration.quantising.products import Products
@@ -24,23 +25,22 @@ from sinkprune.calibration.quantising.report import (
 )
 from sinkprune.calibration.quantising.stretches import Tensors
 from sinkprune.calibration.quantising.walk import Walk, order
-from sinkprune.calibration.sample_size import calibration_warnings
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
-from sinkprune.contract.folders import check_outside, check_replaceable, replacing
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
+from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.manifest import BUNDLE, FORMAT_VERSION, Manifest
-from sinkprune.contract.manifest_file import file_specs
-from sinkprune.contract.memory_need import decoder_bytes, tower_bytes
 from sinkprune.contract.precision import DTYPES, Array, WeightForms, WeightsName
-from sinkprune.contract.signature import Sign
-from sinkprune.export.calibrated_rounding import calibrated
+from sinkprune.contract.system.memory_need import decoder_bytes, tower_bytes
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.rewriting import RewrittenGraph
-from sinkprune.export.rounding import Rounded, to_nearest
-from sinkprune.export.weight_forms import chosen_forms
+from sinkprune.export.weights.calibrated_rounding import calibrated
+from sinkprune.export.weights.rounding import Rounded, to_nearest
+from sinkprune.export.weights.weight_forms import chosen_forms
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.profile import model_name
+from sinkprune.runtime.profiling.profile import model_name
 
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
 _NEAREST = "nearest"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.export.calibrated_rounding import Calibrated, Off
+from sinkprune.export.weights.calibrated_rounding import Calibrated, Off
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, words
+from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, words
 
 _DOING = "sinkprune-calibrate quantize"
 

@@ -15,11 +15,11 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.manifest import EMBEDDING, Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.backends import Backend, load_backend
-from sinkprune.runtime.embedding import Embedding
-from sinkprune.runtime.encoding import Encoded
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.prompt_rows import lay_out
-from sinkprune.runtime.rotary import Rotary
+from sinkprune.runtime.families.rotary import Rotary
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.prompt_rows import lay_out
 
 
 def order(manifest: Manifest) -> list[str]:

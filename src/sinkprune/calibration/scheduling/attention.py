@@ -12,11 +12,11 @@ from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.encoding import encode, look
-from sinkprune.runtime.pictures import see
+from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.prompt_rows import PromptRows, lay_out
-from sinkprune.runtime.stopwatch import Stopwatch
+from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 
 
 class Attended(NamedTuple):

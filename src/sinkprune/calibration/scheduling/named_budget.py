@@ -13,14 +13,14 @@ from pathlib import Path
 from sinkprune.calibration.scheduling.trials import plan_facts
 from sinkprune.contract.budgets import UNPRUNED, Budget
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.contract.folders import check_replaceable, replacing
+from sinkprune.contract.files.folders import check_replaceable, replacing
+from sinkprune.contract.files.manifest_file import FileSpec, sha256
+from sinkprune.contract.files.signature import Sign
+from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import BUNDLE, Manifest
-from sinkprune.contract.manifest_file import FileSpec, sha256
-from sinkprune.contract.shown import shown
-from sinkprune.contract.signature import Sign
-from sinkprune.contract.trust import Trust
 from sinkprune.export.methods.sinkpruner import build_after
 from sinkprune.export.plan_files import save_plan
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sinkprune.contract.costs import Costs
+from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.precision import Array
 
 
 @dataclass(frozen=True)
 class Milliseconds:
-    """A request about a picture, to its last token: what `sinkprune.contract.costs.predict` says, for many plans."""
+    """A request about a picture, to its last token: `sinkprune.contract.costs.model.predict` for many plans."""
 
     costs: Costs
     layers: tuple[int, ...]

@@ -22,14 +22,14 @@ from sinkprune.calibration.scheduling.spaces import Looked, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.costs import Prediction, predict
+from sinkprune.contract.costs.model import Prediction, predict
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.report import Spread
+from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import Schedule, schedule
-from sinkprune.runtime.cost_measuring import rounds
-from sinkprune.runtime.pictures import see
+from sinkprune.runtime.deadline.cost_measuring import rounds
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import new_request
+from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.request import new_request
 
 SECONDS = 5.0
 """For about how long the costs are measured, and the budget that was found."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sinkprune.contract.budgets import Budget
-from sinkprune.contract.costs import Costs
-from sinkprune.contract.report import Spread
+from sinkprune.contract.costs.model import Costs
+from sinkprune.contract.reports.report import Spread
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.held_files import HeldFile
+from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.files.manifest_file import FileSpec, sha256
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
-from sinkprune.contract.manifest_file import FileSpec, sha256
 from sinkprune.contract.towers import QwenTower
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods.sinkpruner import build_after

@@ -7,7 +7,7 @@ from pathlib import Path
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.engines_manifest import ANY_SHAPE, Target
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.trust import ANY, Trust
+from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.engines.gate.advice import refusal, text_refusal
 from sinkprune.engines.gate.comparing import compare_engine
 from sinkprune.engines.gate.limits import coarsest

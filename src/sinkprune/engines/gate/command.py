@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
-from sinkprune.contract.files import check_outputs
-from sinkprune.contract.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.trust import add_trust_options, trusted_bundle
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.files.trust import add_trust_options, trusted_bundle
 
 _EXAMPLES = """\
 examples:
@@ -35,8 +35,8 @@ def _check(arguments: Sequence[str] | None) -> None:
 
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.errors import EnginesError
-    from sinkprune.contract.schema import to_json
-    from sinkprune.contract.trust import Trust
+    from sinkprune.contract.files.schema import to_json
+    from sinkprune.contract.files.trust import Trust
     from sinkprune.engines.gate.advice import first_refusal
     from sinkprune.engines.gate.checking import check_engines, engines_alone
     from sinkprune.engines.gate.question import read_question

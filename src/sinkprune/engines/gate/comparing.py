@@ -18,8 +18,8 @@ from sinkprune.engines.gate.recording import REFERENCE, Call, Recording
 from sinkprune.engines.gate.report import GraphReport, output_report
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.kv_cache import cache_names
 
 Run = Callable[[dict[str, Array]], dict[str, Array]]
 _DRAWS = 16

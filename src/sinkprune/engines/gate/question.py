@@ -11,13 +11,13 @@ import numpy as np
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import PromptError
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER
-from sinkprune.contract.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
-from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.pictures import decoded, see
-from sinkprune.runtime.prompt import PromptEncoder
-from sinkprune.runtime.request import check_texts
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.request import check_texts
+from sinkprune.runtime.text.prompt import PromptEncoder
 
 NEW_TOKENS = 8
 """Tokens of each answer: a decoder's first call fills its caches, the others read them."""

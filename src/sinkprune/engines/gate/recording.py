@@ -18,21 +18,21 @@ import numpy as np
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.durable import sync_tree
 from sinkprune.contract.errors import EnginesError, NumericsError
-from sinkprune.contract.memory_need import running_need
+from sinkprune.contract.files.durable import sync_tree
 from sinkprune.contract.precision import Array
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.memory_need import running_need
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.engines.gate.question import Question
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.runtime.answer import Kept
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
+from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.kv_cache import cache_names
-from sinkprune.runtime.observer import Observer
-from sinkprune.runtime.pictures import see
 from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.steps.answer import Kept
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import see
 
 REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""

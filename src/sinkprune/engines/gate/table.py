@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from sinkprune.contract.terminal import escaped
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.engines.gate.report import GateReport, OutputReport
 from sinkprune.runtime.commands.table_console import TableConsole
 

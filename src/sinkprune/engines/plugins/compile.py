@@ -25,9 +25,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.command import run_command
+from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.files import check_writable, write_whole
+from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import ARCHIVE, INDEX
 

@@ -18,10 +18,10 @@ from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.runtime.cores import usable_cores
-from sinkprune.runtime.heap import trim_heap
-from sinkprune.runtime.onnxruntime_library import import_onnxruntime, session_options, session_path, words
-from sinkprune.runtime.processor import instructions, machine
+from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options, session_path, words
+from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.system.heap import trim_heap
+from sinkprune.runtime.system.processor import instructions, machine
 
 _PROVIDER = "CPUExecutionProvider"
 # Smaller tensors stay in the model's own file.

@@ -9,8 +9,8 @@ from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.engines.targets.openvino import OpenVinoBuilder
-from sinkprune.runtime.backends.ort_with_openvino import OF_OPENVINO
-from sinkprune.runtime.openvino_library import import_openvino
+from sinkprune.runtime.backends.openvino.library import import_openvino
+from sinkprune.runtime.backends.openvino.with_onnxruntime import OF_OPENVINO
 
 
 class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):

@@ -15,8 +15,8 @@ from sinkprune.engines.plugin_graph import custom_nodes, read_model
 from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets import Built, Job
-from sinkprune.runtime.backends.openvino import OpenVinoBackend
-from sinkprune.runtime.heap import trim_heap
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
+from sinkprune.runtime.system.heap import trim_heap
 
 
 class OpenVinoBuilder:

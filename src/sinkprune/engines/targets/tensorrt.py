@@ -15,8 +15,8 @@ from sinkprune.engines.plugin_graph import layers, read_model, realisations
 from sinkprune.engines.preflight import COPIES, Memory, OutOfMemoryError, system_memory
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
 from sinkprune.engines.targets import Built, Job
-from sinkprune.runtime.kv_cache import cache_names, fixed_room
-from sinkprune.runtime.tensorrt_library import new_error_log
+from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room
+from sinkprune.runtime.backends.tensorrt.library import new_error_log
 
 
 class TensorRTBuilder:

@@ -14,15 +14,15 @@ import onnx
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import BackendError, EnginesError, UsageError
-from sinkprune.contract.files import write_whole
+from sinkprune.contract.files.output_files import write_whole
 from sinkprune.engines.plugin_graph import custom_nodes, for_plugins, has_shape_inputs, read_model
 from sinkprune.engines.plugins import registry
 from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.targets.tensorrt import TensorRTBuilder, export_again
 from sinkprune.engines.trt10_checker import check_trt10
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.tensorrt.library import import_tensorrt
 from sinkprune.runtime.device import open_device
-from sinkprune.runtime.tensorrt_library import import_tensorrt
 
 # The first version whose parser takes RMSNormalization and RotaryEmbedding.
 _FIRST_WITH_OPSET24 = (10, 15)

@@ -13,10 +13,10 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.towers import Tower
-from sinkprune.export.config_fields import Kind, Listed, Word, or_null, read_fields
+from sinkprune.export.checkpoint.config_fields import Kind, Listed, Word, or_null, read_fields
+from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.pruning.plan import UpTo
-from sinkprune.export.text import SpecialTokens
 
 SalienceBlock = Literal["penultimate", "last"]
 """The block of a tower without a CLS token whose attention is the salience."""

@@ -11,7 +11,7 @@ from typing import Any
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export.config_fields import (
+from sinkprune.export.checkpoint.config_fields import (
     Either,
     Flag,
     Kind,
@@ -25,7 +25,7 @@ from sinkprune.export.config_fields import (
     read_fields,
 )
 from sinkprune.export.families import Family, WriteGraph
-from sinkprune.export.llama import Llama, build_head, build_segment
+from sinkprune.export.models.llama import Llama, build_head, build_segment
 
 Setting = tuple[str, Any, Sequence[Any]]
 """A setting's name, what was found, and what is supported."""

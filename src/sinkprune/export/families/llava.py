@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
-from sinkprune.export.config_fields import Either, Flag, Kind, Listed, Null, Section, Whole, Word, or_null
+from sinkprune.export.checkpoint.config_fields import Either, Flag, Kind, Listed, Null, Section, Whole, Word, or_null
+from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
     CLIP_PIXELS,
@@ -23,9 +24,8 @@ from sinkprune.export.families.llama_shaped import (
     read_language_model,
 )
 from sinkprune.export.graph import WeightedGraph
-from sinkprune.export.llama import Llama
-from sinkprune.export.text import SpecialTokens
-from sinkprune.export.vit import ACTIVATIONS, ViT, activation, build_vision
+from sinkprune.export.models.llama import Llama
+from sinkprune.export.models.vit import ACTIVATIONS, ViT, activation, build_vision
 
 # 128 x 128; published towers have 576.
 _MOST_PATCHES = 16384

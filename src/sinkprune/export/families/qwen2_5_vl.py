@@ -9,7 +9,8 @@ from typing import Any
 
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.export.config_fields import Flag, Kind, Listed, Number, Section, Whole, Word, or_null
+from sinkprune.export.checkpoint.config_fields import Flag, Kind, Listed, Number, Section, Whole, Word, or_null
+from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
     CLIP_PIXELS,
@@ -25,10 +26,9 @@ from sinkprune.export.families.llama_shaped import (
     head_dim,
     read_language_model,
 )
-from sinkprune.export.llama import Llama
+from sinkprune.export.models.llama import Llama
+from sinkprune.export.models.qwen2_5_vision import QwenVision, build_vision
 from sinkprune.export.pruning.plan import UpTo
-from sinkprune.export.qwen2_5_vision import QwenVision, build_vision
-from sinkprune.export.text import SpecialTokens
 
 _PATCHES = ("patch_size", "temporal_patch_size", "merge_size")
 # The settings of Qwen2VLImageProcessor

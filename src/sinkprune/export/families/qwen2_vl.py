@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sinkprune.export.config_fields import Kind, Number
+from sinkprune.export.checkpoint.config_fields import Kind, Number
 from sinkprune.export.families.llama_shaped import SIZE
 from sinkprune.export.families.qwen2_5_vl import VISION_FIELDS, Qwen25VL
-from sinkprune.export.qwen2_vision import Qwen2Vision
+from sinkprune.export.models.qwen2_vision import Qwen2Vision
 
 
 class Qwen2VL(Qwen25VL):

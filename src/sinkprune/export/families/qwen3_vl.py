@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Any
 
 from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.config_fields import Flag, Kind, Listed, Section, Whole, or_null
+from sinkprune.export.checkpoint.config_fields import Flag, Kind, Listed, Section, Whole, or_null
 from sinkprune.export.families.llama_shaped import (
     COUNT,
     INNER_SIZE,
@@ -20,8 +20,8 @@ from sinkprune.export.families.llama_shaped import (
     read_language_model,
 )
 from sinkprune.export.families.qwen2_5_vl import IMAGE_DEFAULTS, VISION_FIELDS, Qwen25VL
-from sinkprune.export.llama import Llama
-from sinkprune.export.qwen3_vision import Qwen3Vision
+from sinkprune.export.models.llama import Llama
+from sinkprune.export.models.qwen3_vision import Qwen3Vision
 
 _DEEPSTACK = 3
 """As many sets as the first segment of a decoder has layers: (2, 6, 15) is where the method cuts."""

@@ -7,19 +7,19 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from sinkprune.contract.command import run_command
-from sinkprune.contract.command_parser import CommandParser
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_outputs
-from sinkprune.contract.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.schema import to_json
+from sinkprune.contract.files.output_files import check_outputs
+from sinkprune.contract.files.schema import to_json
 from sinkprune.jetson.boards import read_boards
-from sinkprune.jetson.machine import read_machine
+from sinkprune.jetson.host.machine import read_machine
+from sinkprune.jetson.host.python_environment import this_environment
+from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.presets import read_presets
-from sinkprune.jetson.python_environment import this_environment
 from sinkprune.jetson.report import Asked, report_on_board, report_on_machine
-from sinkprune.jetson.system_files import SystemFiles
 from sinkprune.jetson.tables import print_report
 from sinkprune.runtime.backends.known import ON_CPU
 from sinkprune.runtime.commands import status

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.contract.ranges import WholeNumber
-from sinkprune.contract.shown import shown
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, KNOWN, Compute
 from sinkprune.runtime.backends.models import Model
@@ -128,15 +128,15 @@ def load_backend(
     if built is not None:
         built.check_backend(name)
     if KNOWN[name].target == "openvino":
-        from sinkprune.runtime.backends.openvino import OpenVinoBackend
+        from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 
         openvino = OpenVinoBackend(name, threads, compute or "fastest")
         if built is not None:
             built.check_library("openvino", openvino.versions["openvino"])
         return openvino
     if name in _PROVIDERS:
-        from sinkprune.runtime.backends.ort import OrtBackend
-        from sinkprune.runtime.backends.ort_with_openvino import OrtWithOpenVinoBackend
+        from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+        from sinkprune.runtime.backends.openvino.with_onnxruntime import OrtWithOpenVinoBackend
 
         if built is not None:
             built.check_processor(_PROVIDERS[name])
@@ -145,7 +145,7 @@ def load_backend(
         if built is not None:
             built.check_library(KNOWN[name].target, "+".join(ort.versions.values()))
         return ort
-    from sinkprune.runtime.backends.tensorrt import open_tensorrt
+    from sinkprune.runtime.backends.tensorrt.backend import open_tensorrt
 
     if built is None:
         raise UsageError(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import MOST_TOKENS, Engines, Limits, Target, read_engines
 from sinkprune.contract.errors import EnginesError, UsageError
-from sinkprune.contract.trust import ANY, Trust
+from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.processor import instructions, machine
+from sinkprune.runtime.system.processor import instructions, machine
 
 
 @dataclass(frozen=True)

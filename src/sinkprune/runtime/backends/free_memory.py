@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends.known import KNOWN
-from sinkprune.runtime.backends.openvino_devices import Gpu
+from sinkprune.runtime.backends.openvino.devices import Gpu
+from sinkprune.runtime.backends.openvino.library import import_openvino
 from sinkprune.runtime.device import open_device
-from sinkprune.runtime.openvino_library import import_openvino
 
 
 def free_bytes(backend: str) -> int:

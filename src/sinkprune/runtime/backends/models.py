@@ -14,7 +14,7 @@ import numpy as np
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import BackendError
-from sinkprune.contract.held_files import HeldFile, any_is_mapped
+from sinkprune.contract.files.held_files import HeldFile, any_is_mapped
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.onnx_file import Weight, read_onnx_file

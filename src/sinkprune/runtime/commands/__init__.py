@@ -15,23 +15,23 @@ from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
-from sinkprune.contract.command_parser import CommandParser
-from sinkprune.contract.files import Output, check_outputs, write_whole
-from sinkprune.contract.json_output import json_outputs, write_json
-from sinkprune.contract.progress_lines import ProgressLines
-from sinkprune.contract.schema import to_json
-from sinkprune.contract.terminal import escaped
-from sinkprune.contract.trust import add_trust_options, trusted_bundle
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
+from sinkprune.contract.files.schema import to_json
+from sinkprune.contract.files.trust import add_trust_options, trusted_bundle
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
-from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.fits import FITS
-from sinkprune.runtime.pictures import decoded
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.fits import FITS
+from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline, Wrap
-from sinkprune.runtime.plot import PLOT_SUFFIXES, import_matplotlib
-from sinkprune.runtime.request import check_texts
-from sinkprune.runtime.video_file import VideoFile
+from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.steps.pictures import decoded
+from sinkprune.runtime.steps.request import check_texts
 
 R = TypeVar("R")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from sinkprune.contract.errors import ImageError
-from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import Family
-from sinkprune.runtime.pictures import decoded
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.steps.pictures import decoded
 
 _MOST_BYTES = 1 << 30
 _CHANNELS = 3

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
 from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.free_memory import free_bytes
-from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.pictures import see
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.steps.pictures import see
 
 _TEMPLATE_TOKENS = 64
 """What a chat template puts around a question, generously."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.energy import IDLE_SECONDS, PartEnergy, PowerReport
 from sinkprune.contract.errors import PowerError, UsageError
+from sinkprune.contract.reports.energy import IDLE_SECONDS, PartEnergy, PowerReport
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands import status

@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.command import run_command
-from sinkprune.contract.energy import BudgetEnergy
-from sinkprune.contract.json_output import prints_json
-from sinkprune.contract.progress_lines import ProgressLines
-from sinkprune.contract.report import OF_TTFT, BudgetReport, Report, Spread
-from sinkprune.contract.terminal import escaped
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import prints_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.reports.energy import BudgetEnergy
+from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, Report, Spread
 from sinkprune.runtime.commands import (
     add_report_options,
     check_report_options,
@@ -44,11 +44,11 @@ from sinkprune.runtime.commands.scaled import warn_scaled
 from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.commands.unseen import warn_unseen
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.plot import plot_report
-from sinkprune.runtime.profile import REPEAT, WARMUP, profile
-from sinkprune.runtime.rate import at_rate
-from sinkprune.runtime.rate_plot import plot_rate
-from sinkprune.runtime.request import MAX_NEW_TOKENS
+from sinkprune.runtime.profiling.plot import plot_report
+from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, profile
+from sinkprune.runtime.profiling.rate import at_rate
+from sinkprune.runtime.profiling.rate_plot import plot_rate
+from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
 examples:

@@ -6,13 +6,13 @@ import argparse
 
 from rich.table import Table
 
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.rate_report import RateReport
-from sinkprune.contract.terminal import escaped
+from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.runtime.commands import plain
 from sinkprune.runtime.commands.power import told_power
 from sinkprune.runtime.commands.table_console import TableConsole
-from sinkprune.runtime.frame_clock import DURATION, RATE, FrameClock, frame_clock
+from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, frame_clock
 
 DURATION_SECONDS = 60.0
 FRAMES = {"--frames": "with --rate: a folder of pictures, of which each frame shows the next"}

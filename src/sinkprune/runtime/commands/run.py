@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.command import run_command
-from sinkprune.contract.costs_cache import cache_file
-from sinkprune.contract.costs_file import read_costs
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.costs.cache import cache_file
+from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files import check_outputs, write_whole
-from sinkprune.contract.json_output import json_outputs, prints_json, write_json
-from sinkprune.contract.progress_lines import ProgressLines
-from sinkprune.contract.schema import to_json
-from sinkprune.contract.terminal import escaped
-from sinkprune.runtime.answer import Answer, DeadlineReport
+from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.files.schema import to_json
 from sinkprune.runtime.commands import (
     bundle_folders,
     key_files,
@@ -34,11 +33,12 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
 from sinkprune.runtime.commands.scaled import warn_scaled
 from sinkprune.runtime.commands.unseen import warn_unseen
-from sinkprune.runtime.cores import usable_cores
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
-from sinkprune.runtime.sampling import SEED, TEMPERATURE, TOP_P
+from sinkprune.runtime.steps.answer import Answer, DeadlineReport
+from sinkprune.runtime.steps.request import DEADLINE_MS, DEFAULT_NEW_TOKENS, MAX_NEW_TOKENS
+from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.text.sampling import SEED, TEMPERATURE, TOP_P
 
 _EXAMPLES = """\
 examples:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from sinkprune.contract.terminal import escaped
-from sinkprune.runtime.clip import Picture
-from sinkprune.runtime.images import had_16_bits
+from sinkprune.contract.checks.terminal import escaped
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.media.images import had_16_bits
 
 
 def warn_scaled(files: Sequence[Path], pictures: Sequence[Picture]) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.layout import VisualLayout
-from sinkprune.contract.terminal import escaped
-from sinkprune.runtime.clip import Picture
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.pictures import see
+from sinkprune.runtime.media.clip import Picture
+from sinkprune.runtime.steps.pictures import see
 
 
 def warn_unseen(

@@ -14,7 +14,7 @@ import numpy as np
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.system_memory import available_bytes
+from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.device import Address, Device, out_of_memory
 
 # A kernel that wants more shared memory than this must say so first.

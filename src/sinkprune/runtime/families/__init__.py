@@ -15,8 +15,8 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.clip import Picture, Shown, Video
-from sinkprune.runtime.fits import Fit, check_fit
+from sinkprune.runtime.media.clip import Picture, Shown, Video
+from sinkprune.runtime.media.fits import Fit, check_fit
 
 
 class Seen(NamedTuple):

@@ -13,12 +13,12 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import ViTTower
-from sinkprune.runtime.clip import Picture, Shown, Video
 from sinkprune.runtime.families import Seen
-from sinkprune.runtime.fits import Fit, share_within
-from sinkprune.runtime.grid_boxes import grid_boxes
-from sinkprune.runtime.pixel_values import check_settings
-from sinkprune.runtime.square_processor import Size, SquareProcessor
+from sinkprune.runtime.media.clip import Picture, Shown, Video
+from sinkprune.runtime.media.fits import Fit, share_within
+from sinkprune.runtime.processors.grid_boxes import grid_boxes
+from sinkprune.runtime.processors.pixel_values import check_settings
+from sinkprune.runtime.processors.square import Size, SquareProcessor
 
 
 class Llava:

@@ -11,10 +11,10 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.llava import Llava
-from sinkprune.runtime.fits import Fit
-from sinkprune.runtime.grid_boxes import grid_boxes
-from sinkprune.runtime.llava_next_processor import Canvas, LlavaNextProcessor
-from sinkprune.runtime.square_processor import Size
+from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.processors.grid_boxes import grid_boxes
+from sinkprune.runtime.processors.llava_next import Canvas, LlavaNextProcessor
+from sinkprune.runtime.processors.square import Size
 
 
 class LlavaNext(Llava):

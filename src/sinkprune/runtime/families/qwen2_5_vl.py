@@ -11,14 +11,14 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
-from sinkprune.runtime.clip import Picture, Shown, Video, shown
 from sinkprune.runtime.families import Seen
-from sinkprune.runtime.fits import Fit
-from sinkprune.runtime.grid_boxes import grid_boxes
-from sinkprune.runtime.pixel_values import check_settings
-from sinkprune.runtime.qwen_processor import Grid, QwenProcessor
-from sinkprune.runtime.rotary import Rotary
-from sinkprune.runtime.window_index import Windows, window_index
+from sinkprune.runtime.families.rotary import Rotary
+from sinkprune.runtime.media.clip import Picture, Shown, Video, shown
+from sinkprune.runtime.media.fits import Fit
+from sinkprune.runtime.processors.grid_boxes import grid_boxes
+from sinkprune.runtime.processors.pixel_values import check_settings
+from sinkprune.runtime.processors.qwen import Grid, QwenProcessor
+from sinkprune.runtime.processors.window_index import Windows, window_index
 
 
 class Qwen25VL:

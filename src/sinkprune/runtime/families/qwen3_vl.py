@@ -9,10 +9,10 @@ import numpy as np
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import Qwen3Tower
-from sinkprune.runtime.clip import Picture, Shown, Video, sampled_to_the_end, shown
 from sinkprune.runtime.families import Seen
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-from sinkprune.runtime.qwen_processor import Grid, Qwen3Processor
+from sinkprune.runtime.media.clip import Picture, Shown, Video, sampled_to_the_end, shown
+from sinkprune.runtime.processors.qwen import Grid, Qwen3Processor
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from sinkprune.contract.rate_report import ConditionsReport
+from sinkprune.contract.reports.rate_report import ConditionsReport
 from sinkprune.runtime.power import ROOT, Reading
 from sinkprune.runtime.power.conditions import Conditions, read_conditions
 from sinkprune.runtime.power.meter import EnergyMeter

@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sinkprune.contract.energy import IDLE_SECONDS, IdlePower, PowerReport
+from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.errors import PowerError
-from sinkprune.contract.ranges import RealNumber
+from sinkprune.contract.reports.energy import IDLE_SECONDS, IdlePower, PowerReport
 from sinkprune.runtime.power import SILENT_SECONDS, Reading, Sensor
 from sinkprune.runtime.power.curve import EnergyCurve
 

@@ -7,8 +7,8 @@ import select
 import subprocess
 import time
 
-from sinkprune.contract.child_processes import find_program
 from sinkprune.contract.errors import NoSensorError, PowerError
+from sinkprune.contract.system.child_processes import find_program
 from sinkprune.runtime.power import SILENT_SECONDS, Reading
 from sinkprune.runtime.power.tegrastats_line import TOTALS, TegrastatsLine, parse_line
 

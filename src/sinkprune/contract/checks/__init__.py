@@ -1,0 +1,1 @@
+"""Checks of values that users give, and how values appear in messages."""

@@ -1,0 +1,1 @@
+"""What every command shares: its start, parser, JSON, progress and exit codes."""

@@ -1,0 +1,71 @@
+"""Lines of progress on stderr, for commands whose stderr is a file or a pipe."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import suppress
+from types import TracebackType
+
+from sinkprune.contract.checks.terminal import escaped
+
+SECONDS = 10.0
+"""How long a command is silent between two lines, and before the first."""
+
+
+class ProgressLines:
+    """Writes a line to stderr every ten seconds while its block runs: what is done, the rate, and the time left.
+
+        with ProgressLines("measuring", total=40) as lines:
+            lines.update("retain-64", advance=1)
+
+    Silent where stderr is a terminal, which shows bars. Methods may be called from any thread.
+    """
+
+    def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
+        """`what` names the work. `total` is the number of its steps, each a `unit`; None where it is unknown."""
+        self._what, self._total, self._unit, self._done = what, total, unit, 0.0
+        self._seconds = SECONDS if seconds is None else seconds
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+
+    def __enter__(self) -> ProgressLines:
+        """Begin to count the seconds."""
+        if not sys.stderr.isatty():
+            # Where the system has no thread to spare, the command needs it more than the lines do.
+            with suppress(RuntimeError):
+                threading.Thread(target=self._run, name="sinkprune progress", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Write no more lines."""
+        self._ended.set()
+
+    def update(
+        self, what: str | None = None, *, advance: float = 0, done: float | None = None, total: float | None = None
+    ) -> None:
+        """Set the name of the work, the steps that are `done` (or add `advance` to them), and their `total`."""
+        self._what = self._what if what is None else what
+        self._done = self._done + advance if done is None else done
+        self._total = self._total if total is None else total
+
+    def line(self, seconds: float) -> str:
+        """Return the line for a moment so many seconds after the start, without a line end."""
+        if not self._done:
+            return escaped(f"{self._what}: {seconds:.0f} s")
+        rate, unit = self._done / seconds, f" {self._unit}" if self._unit else ""
+        of = "" if self._total is None else f" of {self._total:.6g}"
+        told = f"{self._what}: {self._done:.6g}{of}{unit} in {seconds:.0f} s, {rate:.3g} a second"
+        if self._total is not None:
+            told += f", {max(0.0, self._total - self._done) / rate:.0f} s left"
+        return escaped(told)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._seconds):
+            # stderr may be closed by now.
+            with suppress(OSError, ValueError):
+                sys.stderr.write(self.line(time.monotonic() - self._began) + "\n")
+                sys.stderr.flush()

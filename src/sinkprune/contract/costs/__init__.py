@@ -1,0 +1,1 @@
+"""What a request costs on a machine, in memory and in files."""

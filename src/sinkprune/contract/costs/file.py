@@ -1,0 +1,67 @@
+"""Costs of a machine in a file of its own: they belong to neither a bundle nor its engines."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from sinkprune.contract.checks.arguments import check_path
+from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, Recent
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.output_files import write_whole
+from sinkprune.contract.files.schema import SchemaError, from_json, to_json
+from sinkprune.contract.files.untrusted import UnreadableError, read_json
+
+_AGAIN = "Measure them here with: sinkprune-calibrate schedule BUNDLE --costs FILE.json"
+
+
+def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
+    """Write the costs of requests, as `Pipeline.warm_up` returns them, to the JSON file `path`.
+
+    Raises `OutputError` where the file cannot be written, and `TypeError` for what is no path.
+    """
+    check_path("path", path)
+    write_whole(Path(path), (json.dumps(to_json(costs), indent=1) + "\n").encode())
+
+
+def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
+    """Return the costs in the JSON file `path`, which were measured where requests run now, `here`.
+
+        pipeline.costs = read_costs("costs.json", pipeline.place)
+
+    Raises `UsageError` for a file that is none of these, and for costs of another bundle, backend or machine, and
+    `TypeError` for what is no path.
+    """
+    check_path("path", path)
+    try:
+        data = read_json(Path(path))
+    except UnreadableError as error:
+        raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
+    version = data.get("costs_version") if isinstance(data, dict) else None
+    if version == 1 and type(version) is int:
+        # That version held neither when and under which load costs were measured, nor later requests.
+        version = COSTS_VERSION
+        data = {**data, "costs_version": version, "measured_at": None, "load": None, "recent": to_json(Recent())}
+    if type(version) is not int or version != COSTS_VERSION:
+        raise UsageError(
+            f"the costs '{path}' have the version {shown(version)}, this sinkprune reads {COSTS_VERSION}. {_AGAIN}"
+        )
+    try:
+        costs = from_json(Costs, data)
+    except SchemaError as error:
+        raise UsageError(f"the costs '{path}' are malformed at {error}. {_AGAIN}") from error
+    theirs, ours = to_json(costs.place), to_json(here)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise UsageError(
+                f"the costs '{path}' are of another place: their {name} is {shown(theirs[name])}, here it is "
+                f"{shown(value)}. {_AGAIN}"
+            )
+    if len(costs.decoders) != len(here.cut_after) + 1:
+        raise UsageError(
+            f"the costs '{path}' are of {len(costs.decoders)} decoder segments, the bundle has "
+            f"{len(here.cut_after) + 1}. {_AGAIN}"
+        )
+    return costs

@@ -1,0 +1,1 @@
+"""Files and folders: written whole or not at all, opened once, summed, signed, read without trust."""

@@ -1,0 +1,92 @@
+"""Signing a manifest, and telling whose signature it bears: Ed25519 (RFC 8032) keys in PEM files.
+
+The signature is of the manifest's bytes as they are, 64 bytes in a file of its own, so that other tools can check it:
+`openssl pkeyutl -verify -rawin -pubin -inkey KEY.pub -in bundle.json -sigfile bundle.json.sig`. Needs the package
+cryptography (extra `sign`), and no network.
+"""
+
+from __future__ import annotations
+
+import getpass
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
+
+SIGNATURE_BYTES = 64
+_KEY_BYTES = 64 << 10
+_MAKE = "Make a pair with: openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubout -out KEY.pub"
+
+Sign = Callable[[bytes], bytes]
+"""Gives the signature of what it is given."""
+
+
+def read_private_key(path: Path) -> Sign:
+    """What signs with the private key in the PEM file `path`; asks for its passphrase on the terminal if it has one.
+
+    Raises `UsageError` for what is no such key, and where the package cryptography is missing.
+    """
+    _cryptography()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    data = _read(path)
+    try:
+        password = _passphrase(path) if b"ENCRYPTED" in data else None
+        key = load_pem_private_key(data, password)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"'{path}' holds no private key that can be read: {error}. {_MAKE}") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise UsageError(f"'{path}' holds a private key that is not Ed25519. {_MAKE}")
+    return key.sign
+
+
+def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:
+    """Whether `signature` is of `data`, by the owner of the public key in the PEM file `path`.
+
+    Raises `UsageError` for what is no such key, and where the package cryptography is missing.
+    """
+    _cryptography()
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(_read(path))
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"'{path}' holds no public key that can be read: {error}. {_MAKE}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise UsageError(f"'{path}' holds a public key that is not Ed25519. {_MAKE}")
+    try:
+        key.verify(signature, data)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_bytes(path, _KEY_BYTES)
+    except UnreadableError as error:
+        raise UsageError(f"the key '{path}' {error}. {_MAKE}") from error
+
+
+def _passphrase(path: Path) -> bytes:
+    if not sys.stdin.isatty():
+        raise UsageError(f"the key '{path}' has a passphrase, and there is no terminal to ask for it on.")
+    return getpass.getpass(f"passphrase of {path}: ").encode()
+
+
+def _cryptography() -> Any:
+    try:
+        import cryptography
+    except ImportError as error:
+        raise UsageError(
+            "signatures need the package cryptography, which is not installed. Install it with: pip install "
+            "'sinkprune[sign]'"
+        ) from error
+    return cryptography

@@ -1,0 +1,1 @@
+"""The reports that commands write, field by field."""

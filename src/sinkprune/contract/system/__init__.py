@@ -1,0 +1,1 @@
+"""What the operating system reports: memory, control groups, child processes."""

@@ -1,0 +1,1 @@
+"""Checkpoints in Hugging Face format: configuration, tensors, tokenizer."""

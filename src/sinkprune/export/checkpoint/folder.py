@@ -1,0 +1,284 @@
+"""Checkpoints in Hugging Face format: configuration, tensors, tokenizer and processor files."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then returns)
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.files import untrusted
+from sinkprune.contract.files.untrusted import MissingError, UnreadableError
+from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.config_fields import Word, read_fields
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_HEADER_BYTES = 32 << 20
+"""The most a shard's header may have: a hundred times what any has."""
+_SHARDS = 1000
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+# Checkpoints saved by transformers before and after 4.52 nest the same modules differently.
+_RENAMINGS = [
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^language_model\.model\."), "language_model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+    (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+    (re.compile(r"^(embed_tokens|layers|norm)\."), r"language_model.\1."),
+]
+
+
+def locate(source: str) -> Path:
+    """The local folder of a checkpoint: `source` itself, or its download if it is a hub name."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source):
+        raise CheckpointError(
+            f"checkpoint '{source}': found no such folder. Give a local folder in Hugging Face format, a hub name "
+            "such as llava-hf/llava-1.5-7b-hf, or a preset with --random-weights."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_FILES))
+    except Exception as error:
+        # Its own kinds, the system's and those of the HTTP library below, which differs from version to version.
+        remedy = "Check the name and the network, or give a local folder."
+        if isinstance(error, GatedRepoError):
+            remedy = "Ask for access on the model's page, then log in with `hf auth login`."
+        elif isinstance(error, RepositoryNotFoundError):
+            remedy = "Check the name; for a private model log in with `hf auth login`."
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            remedy = "Free space, or have HF_HOME name a folder with room that you may write to."
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CheckpointError(
+            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason} {remedy}"
+        ) from error
+
+
+def holds(folder: Path, name: str) -> bool:
+    """Whether the checkpoint folder has something of that name, be it a link that leads nowhere."""
+    return os.path.lexists(folder / name)
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Where the file `name` of a checkpoint folder lies; the one place that follows links.
+
+    A link may lead elsewhere in the folder or, in a hub cache, from a snapshot to its blobs. Any other could have a
+    stranger's archive put files of this machine into the bundle: raises `CheckpointError`. Whether the file exists is
+    not looked at.
+    """
+    root = Path(os.path.realpath(folder))
+    # CACHE/models--OWNER--NAME/snapshots/REVISION; blobs may be links to those that all models share.
+    repository = root.parents[1] if root.parent.name == "snapshots" else None
+    blobs = [repository / "blobs", repository.parent / "blobs"] if repository else []
+    place = Path(os.path.realpath(folder / name))
+    if not any(place.is_relative_to(allowed) for allowed in (root, *blobs)):
+        raise CheckpointError(
+            f"'{folder / name}' is a link that leads out of the checkpoint folder, to '{place}'. Links are followed "
+            "within a checkpoint and within a hub cache only. Put the file itself in its place."
+        )
+    return place
+
+
+def read_text(folder: Path, name: str, limit: int) -> str:
+    """The text in the file `name` of a checkpoint folder.
+
+    Raises `CheckpointError` for what is no regular file, has more than `limit` bytes or is not UTF-8.
+    """
+    try:
+        return untrusted.read_text(file_of(folder, name), limit, follow_links=False)
+    except UnreadableError as error:
+        raise _refused(folder / name, error) from error
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in the file `name` of a checkpoint folder; raises `CheckpointError`."""
+    try:
+        data = untrusted.read_json(file_of(folder, name), follow_links=False)
+    except UnreadableError as error:
+        raise _refused(folder / name, error) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"'{folder / name}' holds {type(data).__name__}, expected a JSON object.")
+    return data
+
+
+def _refused(path: Path, error: UnreadableError) -> CheckpointError:
+    if isinstance(error, MissingError):
+        return CheckpointError(
+            f"'{path}' {error}. Give a checkpoint folder in Hugging Face format, downloaded completely."
+        )
+    return CheckpointError(f"'{path}' {error}. Download it again.")
+
+
+def config_sha256(config: Mapping[str, Any]) -> str:
+    """A fingerprint of a configuration that does not depend on key order."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+class SafetensorsWeights:
+    """The tensors of a checkpoint folder, read one at a time under their canonical names.
+
+    Opening reads every shard's header, so that a missing or truncated shard is found before any work is done.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._owners: dict[str, tuple[Any, str]] = {}
+        try:
+            self._open_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self) -> None:
+        for shard in self._shards():
+            handle = self._open(shard)
+            for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
+                if _canonical(name) in self._owners:
+                    raise CheckpointError(
+                        f"checkpoint '{self.folder}': shard '{shard}' holds tensor '{name}', which has been there "
+                        "before, under this name or another version's. Expected one of each; download it again."
+                    )
+                self._owners[_canonical(name)] = (handle, name)
+
+    def close(self) -> None:
+        """Close the shards."""
+        self._stack.close()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owners
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Array:
+        """The floats `name`; raises `CheckpointError` if they are missing or not of `shape`."""
+        return self._read(name, shape, _FLOATS, "F32, F16 or BF16. Give the unquantised checkpoint")
+
+    def integers(self, name: str, shape: Sequence[int]) -> Array:
+        """The 32-bit integers `name`; raises `CheckpointError` if they are missing or not of `shape`."""
+        return self._read(name, shape, ("I32",), "I32. Download it again, or give the unquantised checkpoint")
+
+    def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
+        if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': '{name}' was quantised, but config.json has no quantization_config "
+                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised one."
+            )
+        if name not in self._owners:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}' holds no tensor '{name}', expected one of shape {list(shape)}. "
+                "The configuration and the weights do not belong together, or a shard is missing."
+            )
+        handle, stored = self._owners[name]
+        found = handle.get_slice(stored)
+        if found.get_shape() != list(shape):
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': tensor '{stored}' has shape {found.get_shape()}, expected "
+                f"{list(shape)} by config.json. They do not belong together."
+            )
+        if found.get_dtype() not in dtypes:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': tensor '{stored}' is {found.get_dtype()}, expected {expected}."
+            )
+        array: Array = handle.get_tensor(stored)
+        return array
+
+    def _shards(self) -> list[str]:
+        if holds(self.folder, _INDEX):
+            return _shards_of(read_json(self.folder, _INDEX), f"'{self.folder / _INDEX}'")
+        if holds(self.folder, _SINGLE):
+            return [_SINGLE]
+        raise CheckpointError(
+            f"checkpoint '{self.folder}': found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert "
+            "others with transformers' save_pretrained."
+        )
+
+    def _open(self, shard: str) -> Any:
+        path = file_of(self.folder, shard)
+        try:
+            _check_header(path)
+            return self._stack.enter_context(safe_open(path, framework="np"))
+        except MissingError as error:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': shard '{shard}' is missing, though {_INDEX} names it. "
+                "Download it again."
+            ) from error
+        except UnreadableError as error:
+            raise _refused(self.folder / shard, error) from error
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"checkpoint '{self.folder}': shard '{shard}' is damaged ({error}). It has {path.stat().st_size} "
+                "bytes; download it again."
+            ) from error
+
+
+def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
+    """The shards that an index names; raises `CheckpointError` for what is no file's name within the folder."""
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise CheckpointError(
+            f"{where}: weight_map is no object of tensors and their shards, expected one. Download it again."
+        )
+    names = set(read_fields(places, dict.fromkeys(places, Word()), f"{where}: shard of ").values())
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{where} names the shard {name!r}, expected a .safetensors file within the folder. "
+                "Download it again."
+            )
+    if len(names) > _SHARDS:
+        raise CheckpointError(f"{where} names {len(names)} shards, expected at most {_SHARDS}. Download it again.")
+    return sorted(names)
+
+
+def _check_header(path: Path) -> None:
+    """Refuse what is no regular file, and a header that would take gigabytes to read; raises `UnreadableError`."""
+    with closing(untrusted.open_regular(path, follow_links=False)) as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > _HEADER_BYTES:
+        raise UnreadableError(f"has a header of {size} bytes, expected at most {_HEADER_BYTES}")
+
+
+class RandomWeights:
+    """Seeded random tensors of the right shapes: norm weights are 1, biases 0, all else normal with std 0.02.
+
+    A tensor depends on its name and shape only, so two exports of one configuration are equal.
+    """
+
+    std = 0.02
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Array:
+        """The tensor `name` of `shape`, fp32."""
+        if name.endswith("bias"):
+            return np.zeros(shape, np.float32)
+        if "norm" in name or ".ln_" in name:
+            return np.ones(shape, np.float32)
+        generator = np.random.default_rng(zlib.crc32(name.encode()))
+        return generator.standard_normal(shape, np.float32) * np.float32(self.std)
+
+
+def _canonical(name: str) -> str:
+    for pattern, replacement in _RENAMINGS:
+        name = pattern.sub(replacement, name)
+    return name

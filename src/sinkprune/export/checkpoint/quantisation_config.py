@@ -1,0 +1,120 @@
+"""What a checkpoint's config.json says of matrices that GPTQ or AWQ has quantised: `quantization_config`.
+
+Read are the fields that AutoGPTQ, GPTQModel and AutoAWQ write, and transformers understands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.precision import WeightsName
+from sinkprune.export.checkpoint.config_fields import Flag, Kind, Section, Whole, Word, or_null, read_fields
+
+# Blocks of engines are multiples of it, and so are groups that can be made of whole blocks.
+_GROUP_UNIT = 32
+_ALL_INPUTS = -1
+
+_FIELDS: dict[str, Kind] = {
+    "quant_method": Word(),
+    "bits": Whole(1, 64),
+    "group_size": or_null(Whole(_ALL_INPUTS, 1 << 20)),
+    "desc_act": or_null(Flag()),
+    "sym": or_null(Flag()),
+    "zero_point": or_null(Flag()),
+    "checkpoint_format": or_null(Word()),
+    "format": or_null(Word()),
+    "version": or_null(Word()),
+    "is_marlin_format": or_null(Flag()),
+}
+_SECTION: Kind = or_null(Section(_FIELDS))
+_PLACES: dict[str, Kind] = {
+    "quantization_config": _SECTION,
+    "text_config": or_null(Section({"quantization_config": _SECTION})),
+}
+_BITS = {"gptq": (4, 8), "awq": (4,)}
+_LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """How a checkpoint's matrices were quantised, and how their codes are packed."""
+
+    method: str
+    """`gptq` or `awq`."""
+    bits: int
+    """Of a code: 4 or 8."""
+    group_size: int | None
+    """How many inputs share a scale; None is all of them."""
+    symmetric: bool
+    """Whether every zero point is that of the middle code."""
+    reordered: bool
+    """Whether inputs may belong to groups out of order (`desc_act`)."""
+    zeros_less_one: bool
+    """Whether zero points are stored less one, as in GPTQ's first layout."""
+
+    @property
+    def form(self) -> WeightsName:
+        """The form that the matrices are repacked to."""
+        if self.bits == 8:
+            return "int8"
+        return "int4" if self.symmetric else "uint4"
+
+    def repacks(self, asked: WeightsName | None) -> bool:
+        """Whether the codes themselves are kept where the form `asked` is wanted, or none.
+
+        int8 has no zero points, and where it is asked for one scale an output.
+        """
+        if self.bits == 8 and not self.symmetric:
+            return False
+        return asked is None or (asked == self.form and (self.bits == 4 or self.group_size is None))
+
+
+def read_quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | None:
+    """What the config.json of the checkpoint `source` says; None where its matrices are floats.
+
+    Raises `CheckpointError` for what is malformed, and by name for what is not read.
+    """
+    where = f"checkpoint '{source}': config.json: "
+    known = read_fields(config, _PLACES, where)
+    found = known.get("quantization_config") or (known.get("text_config") or {}).get("quantization_config")
+    if not found:
+        return None
+    where += "quantization_config."
+    method = found.get("quant_method")
+    _expect(where, "quant_method", method, tuple(_LAYOUTS))
+    _expect(where, "bits", found.get("bits"), _BITS[method])
+    if found.get("is_marlin_format"):
+        raise _refusal(where, "is_marlin_format", "true", "false")
+    # The names it had, from the newest to the oldest; the first layouts had none.
+    name = next((key for key in ("checkpoint_format", "format", "version") if found.get(key)), None)
+    layout = found[name].lower() if name else _LAYOUTS[method][0]
+    _expect(where, name or "format", layout, _LAYOUTS[method])
+    group = found.get("group_size")
+    group = 128 if group is None else group
+    if group != _ALL_INPUTS and (group < _GROUP_UNIT or group % _GROUP_UNIT):
+        raise _refusal(where, "group_size", group, f"a multiple of {_GROUP_UNIT}, or -1 for all inputs")
+    if method == "awq" and found.get("zero_point") is False:
+        raise _refusal(where, "zero_point", "false", "true")
+    return Quantisation(
+        method=method,
+        bits=found["bits"],
+        group_size=None if group == _ALL_INPUTS else group,
+        symmetric=method == "gptq" and found.get("sym") is not False,
+        reordered=method == "gptq" and bool(found.get("desc_act")),
+        zeros_less_one=layout == "gptq",
+    )
+
+
+def _expect(where: str, name: str, found: Any, supported: tuple[Any, ...]) -> None:
+    if found not in supported:
+        raise _refusal(where, name, repr(found), " or ".join(map(str, supported)))
+
+
+def _refusal(where: str, name: str, found: Any, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where}{name} is {found}, expected {expected}; others are not read. Give the unquantised checkpoint, and "
+        "export it with --weights int4 or int8."
+    )

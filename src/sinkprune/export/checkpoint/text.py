@@ -1,0 +1,113 @@
+"""Tokenizer and chat template of a checkpoint, as the files the runtime reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, count, islice, product
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES
+from sinkprune.export.checkpoint.tokenizer import read_file, read_object, read_tokenizer
+
+_SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("", "n")]
+
+
+@dataclass(frozen=True)
+class Text:
+    """What turns a conversation into token ids."""
+
+    tokenizer_json: str
+    chat_template: str
+    stop: tuple[int, ...]
+    bos: str
+    eos: str
+
+
+def read_text(folder: Path, image_token: int, default_template: str) -> Text:
+    """Tokenizer, chat template (`default_template` where the checkpoint has none) and stop tokens of `folder`.
+
+    Raises `CheckpointError` for files that are damaged, and for a checkpoint without tokenizer.json.
+    """
+    tokenizer = read_tokenizer(folder)
+    if image_token not in tokenizer.backend.get_added_tokens_decoder():
+        raise CheckpointError(
+            f"checkpoint '{folder}': its tokenizer has no added token {image_token}, which config.json gives as the "
+            "image token. Add it to the tokenizer, or download both again."
+        )
+    template = _chat_template(folder) or default_template
+    stop = _stop_tokens(folder, tokenizer.eos_id)
+    return Text(tokenizer.backend.to_str(), template, stop, tokenizer.bos, tokenizer.eos)
+
+
+def _chat_template(folder: Path) -> str | None:
+    """The first template found where transformers looks for one."""
+    jinja = read_file(folder, "chat_template.jinja", TEMPLATE_BYTES)
+    if jinja is not None:
+        return jinja.replace("\r\n", "\n").replace("\r", "\n")
+    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        template = read_object(folder, name).get("chat_template")
+        if isinstance(template, list):
+            named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+            template = named.get("default")
+        elif isinstance(template, dict):
+            template = template.get("default")
+        if isinstance(template, str):
+            if len(template.encode()) > TEMPLATE_BYTES:
+                raise CheckpointError(
+                    f"'{folder / name}' has a chat template of {len(template.encode())} bytes, expected at most "
+                    f"{TEMPLATE_BYTES}. Shorten it."
+                )
+            return template
+    return None
+
+
+def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
+    """End-of-sequence ids: generation_config.json's, else the tokenizer's."""
+    name = "generation_config.json"
+    stop = read_object(folder, name).get("eos_token_id")
+    stop = eos if stop is None else stop
+    ids = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in ids):
+        raise CheckpointError(
+            f"'{folder / name}' has the eos_token_id {str(stop)[:100]}, expected a token id or a list of them. "
+            "Download it again."
+        )
+    return tuple(ids)
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a family, for tokenizers that are made up."""
+
+    texts: dict[int, str]
+    """By id."""
+    bos: str
+    """What the tokenizer puts before every prompt; empty if nothing."""
+    eos: str
+    """What ends an answer."""
+    unknown: str | None = None
+
+
+def small_text(vocab_size: int, specials: SpecialTokens, template: str) -> Text:
+    """A tokenizer for random weights: bytes first, then made-up syllables, so that every id reads as something."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made_up = ("Ġ" + "".join(word) for length in count(1) for word in product(_SYLLABLES, repeat=length))
+    # "na" + "na" and "nan" + "a" are one word; twice as many as needed are enough without such doubles.
+    words = iter(dict.fromkeys(islice(chain(alphabet, made_up), 2 * vocab_size)))
+    vocabulary = {}
+    for token in range(vocab_size):
+        word = specials.texts.get(token) or next(words)
+        vocabulary[word] = token
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=specials.unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if specials.bos:
+        bos = specials.bos
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in specials.texts.values()])
+    return Text(tokenizer.to_str(), template, (vocabulary[specials.eos],), specials.bos, specials.eos)

@@ -1,0 +1,1 @@
+"""The networks as graphs: vision towers and decoders."""

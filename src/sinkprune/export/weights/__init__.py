@@ -1,0 +1,1 @@
+"""The forms of weights: float, rounded, and as a checkpoint quantised them."""

@@ -1,0 +1,168 @@
+"""The tensors of a checkpoint whose matrices GPTQ or AWQ has quantised.
+
+A matrix [outputs,inputs] is stored as `qweight`, codes packed into 32-bit words; `scales` and `qzeros`, of each group
+of inputs and each output, zero points packed as well; and with GPTQ `g_idx`, each input's group. Value (o,i) is
+(code - zero) * scale. As in AutoGPTQ's and GPTQModel's QuantLinear and in AutoAWQ's WQLinear_GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.folder import SafetensorsWeights
+from sinkprune.export.checkpoint.quantisation_config import Quantisation
+
+_WORD = 32
+# Which of a word's eight columns each of its fields holds, from the lowest bits up.
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class QuantisedWeights:
+    """A checkpoint's tensors, read one at a time: quantised matrices as floats, or layer by layer as they are."""
+
+    def __init__(self, weights: SafetensorsWeights, quantisation: Quantisation) -> None:
+        self.quantisation = quantisation
+        self._weights = weights
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._weights or (isinstance(name, str) and self.quantised(name))
+
+    def close(self) -> None:
+        """Close the shards."""
+        self._weights.close()
+
+    def quantised(self, name: str) -> bool:
+        """Whether the matrix `name`, which ends in `.weight`, is stored as codes.
+
+        Raises `CheckpointError` where it is stored as floats too.
+        """
+        found = name.endswith(".weight") and f"{name.removesuffix('weight')}qweight" in self._weights
+        if found and name in self._weights:
+            raise CheckpointError(
+                f"checkpoint '{self._weights.folder}' holds '{name}' as floats and as codes (qweight), expected "
+                "one of them. Download it again."
+            )
+        return found
+
+    def tensor(self, name: str, shape: Sequence[int]) -> Array:
+        """The tensor `name` of `shape`, dequantised where it is stored as codes; raises `CheckpointError`."""
+        if not self.quantised(name):
+            return self._weights.tensor(name, shape)
+        outputs, inputs = shape
+        return self.layer(name, inputs, outputs).dequantised()
+
+    def layer(self, name: str, inputs: int, outputs: int) -> QuantisedLayer:
+        """The quantised matrix `name` [outputs,inputs]; raises `CheckpointError`."""
+        return QuantisedLayer(self._weights, self.quantisation, name, inputs, outputs)
+
+
+class QuantisedLayer:
+    """A matrix [outputs,inputs] as codes, scales and zero points, each read when it is asked for.
+
+    Its inputs are taken in such an order that the inputs of a group stand together. All raise `CheckpointError`.
+    """
+
+    def __init__(
+        self, weights: SafetensorsWeights, quantisation: Quantisation, name: str, inputs: int, outputs: int
+    ) -> None:
+        self._weights, self._quantisation = weights, quantisation
+        self._name, self._inputs, self._outputs = name.removesuffix(".weight"), inputs, outputs
+        self.group: int = quantisation.group_size or inputs
+        """How many inputs share a scale."""
+        self._fields = _WORD // quantisation.bits
+        if inputs % self.group:
+            raise self._wrong(f"has {inputs} inputs", f"a multiple of {self.group}, which share a scale")
+        for what, count in (("inputs", inputs), ("outputs", outputs)):
+            if count % self._fields:
+                raise self._wrong(f"has {count} {what}", f"a multiple of {self._fields}, which share a word")
+        self.order: Array | None = self._order()
+        """The inputs [inputs] int64 in the order that codes have them; None where it is their own."""
+
+    def codes(self) -> Array:
+        """[inputs,outputs] uint8, from 0 on, inputs in their `order`."""
+        name, fields = f"{self._name}.qweight", self._fields
+        if self._quantisation.method == "awq":
+            words = self._weights.integers(name, [self._inputs, self._outputs // fields])
+            codes = self._unpacked_columns(words)
+        else:
+            words = self._weights.integers(name, [self._inputs // fields, self._outputs])
+            codes = np.empty((self._inputs, self._outputs), np.uint8)
+            for place in range(fields):
+                codes[place::fields] = self._field(words, place)
+        return codes if self.order is None else codes[self.order]
+
+    def scales(self) -> Array:
+        """[groups,outputs] floats, as they are stored."""
+        return self._weights.tensor(f"{self._name}.scales", [self._inputs // self.group, self._outputs])
+
+    def zeros(self) -> Array:
+        """[groups,outputs] uint8: the codes that stand for zero."""
+        shape = [self._inputs // self.group, self._outputs // self._fields]
+        zeros = self._unpacked_columns(self._weights.integers(f"{self._name}.qzeros", shape))
+        most = (1 << self._quantisation.bits) - 1
+        if self._quantisation.zeros_less_one:
+            # Some engines read zero there, some the code above the last.
+            if zeros.max() == most:
+                raise self._wrong(
+                    f"stores the zero point {most}, less one", f"at most {most - 1}, which all engines read alike"
+                )
+            zeros += 1
+        middle = (most + 1) // 2
+        if self._quantisation.symmetric and (zeros != middle).any():
+            odd = int(zeros[zeros != middle][0])
+            raise self._wrong(
+                f"has the zero point {odd}", f"{middle} alone, for config.json says that it is symmetric"
+            )
+        return zeros
+
+    def dequantised(self) -> Array:
+        """[outputs,inputs] fp32, inputs in their own order; not finite where scales are infinite or too large."""
+        values = self.codes().astype(np.float32).reshape(-1, self.group, self._outputs)
+        values -= self.zeros()[:, None]
+        # `Precision.converted` rejects what is not finite.
+        with np.errstate(invalid="ignore", over="ignore"):
+            values *= self.scales()[:, None]
+        matrix = values.reshape(self._inputs, self._outputs)
+        if self.order is not None:
+            matrix = matrix[np.argsort(self.order)]
+        return np.ascontiguousarray(matrix.T)
+
+    def _order(self) -> Array | None:
+        """By `g_idx`, which may be left out where groups are in order."""
+        name = f"{self._name}.g_idx"
+        if self._quantisation.method == "awq" or not (name in self._weights or self._quantisation.reordered):
+            return None
+        groups = self._weights.integers(name, [self._inputs])
+        if (groups == np.arange(self._inputs) // self.group).all():
+            return None
+        count = self._inputs // self.group
+        if groups.min() < 0 or groups.max() >= count:
+            raise self._wrong(f"has inputs of group {groups.min()} to {groups.max()} (g_idx)", f"0 to {count - 1}")
+        sizes = np.bincount(groups, minlength=count)
+        if (sizes != self.group).any():
+            raise self._wrong(f"has groups of {sizes.min()} to {sizes.max()} inputs (g_idx)", f"{self.group} in each")
+        return np.argsort(groups, kind="stable")
+
+    def _unpacked_columns(self, words: Array) -> Array:
+        awq = self._quantisation.method == "awq"
+        values = np.empty((len(words), words.shape[1] * self._fields), np.uint8)
+        for place in range(self._fields):
+            column = _AWQ_COLUMNS[place] if awq else place
+            values[:, column :: self._fields] = self._field(words, place)
+        return values
+
+    def _field(self, words: Array, place: int) -> Array:
+        """The values that lie in the same bits of all `words`."""
+        bits = self._quantisation.bits
+        field: Array = (words.view(np.uint32) >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
+        return field
+
+    def _wrong(self, found: str, expected: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint '{self._weights.folder}': the quantised matrix '{self._name}' {found}, expected {expected}. "
+            "Download it again, or give the unquantised checkpoint."
+        )

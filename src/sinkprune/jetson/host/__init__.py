@@ -1,0 +1,1 @@
+"""This machine: its board, JetPack, Python, power mode."""

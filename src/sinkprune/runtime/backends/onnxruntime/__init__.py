@@ -1,0 +1,1 @@
+"""ONNX Runtime on a CPU or a CUDA GPU."""

@@ -1,0 +1,209 @@
+"""ONNX Runtime, on a CPU or a CUDA GPU. Tensors are OrtValues and never leave the device between graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.manifest import CacheForm, TensorSpec
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend, Decoder, Engine
+from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.kv_cache import DECODERS, CacheMemory, cache_names
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnxruntime.buffers import CpuMemory, GpuMemory
+from sinkprune.runtime.backends.onnxruntime.library import (
+    import_onnxruntime,
+    session_options,
+    session_path,
+    share_arena,
+    words,
+)
+from sinkprune.runtime.backends.row_runs import joined
+from sinkprune.runtime.system.cores import usable_cores
+from sinkprune.runtime.system.heap import trim_heap
+
+_DTYPES: dict[str, Any] = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(int64)": "int64",
+    "tensor(bool)": "bool",
+}
+_TOO_NEW = ("Unsupported model IR version", "is under development and support for this is limited")
+"""Errors of onnxruntime for a file and for an opset of a later ONNX."""
+_DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
+
+
+class OrtBackend(Backend):
+    """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
+
+    def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
+        ort = import_onnxruntime(name)
+        if provider not in ort.get_available_providers():
+            raise BackendError(
+                f"backend '{name}' needs {provider}, this onnxruntime has {', '.join(ort.get_available_providers())}."
+                " For CUDA: pip uninstall onnxruntime && pip install 'sinkprune[cuda]'."
+            )
+        share_arena(ort)
+        self._ort = ort
+        self._provider = provider
+        self._device = _DEVICES[provider]
+        self.name = name
+        self.threads = threads or usable_cores()
+        self._rounds_rows = compute == "fastest"
+        self.compute = "the graphs' types" + (", int8 where weights are" if self._rounds_rows else "")
+        self.cache = "the graphs' type"
+        self.versions = {"onnxruntime": ort.__version__}
+        self.turn: AbstractContextManager[Any] = nullcontext()
+        self._caches: CacheMemory = CpuMemory(ort) if self._device == "cpu" else GpuMemory(ort)
+
+    def load(self, model: Model) -> Engine:
+        return self._load(model, {})
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        # Bound to one buffer, or onnxruntime would copy all of it.
+        in_place = cache_names(model.spec) if form == "in-place" else {}
+        return DECODERS[form](wrap(self._load(model, in_place)), self._caches, model.spec)
+
+    def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
+        """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
+        options = session_options(self._ort)
+        options.intra_op_num_threads = self.threads
+        # Every engine has its own threads; they must not spin while another engine's work.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
+        options.add_session_config_entry("session.use_env_allocators", "1")
+        # Products with quantised weights: 4 rounds rows to int8, 1 computes in fp32.
+        level = "4" if self._rounds_rows else "1"
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", level)
+        # Shapes change from call to call: a recorded memory pattern would never fit.
+        options.enable_mem_pattern = False
+        held = self._hold_small_weights(model, options)
+        # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
+        source = model.by_path() if model.weights else nullcontext(model.onnx)
+        with source as found:
+            path_or_bytes = found if isinstance(found, bytes) else session_path(found)
+            session = self._session(model, path_or_bytes, options)
+        if self._device == "cpu" and model.weights and not model.built and model.is_mapped():
+            # A processor for which onnxruntime does not pack some matrix, and reads it in the file for good.
+            session = self._session_in_memory(model, options)
+        if self._provider not in session.get_providers():
+            raise BackendError(
+                f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
+                f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
+            )
+        if model.weights:
+            # What they were before they were packed
+            trim_heap()
+        model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
+        return _OrtEngine(model.graph, session, self._device, held, in_place)
+
+    def _session(self, model: Model, path_or_bytes: str | bytes, options: Any) -> Any:
+        try:
+            # It would try the same again, and say so on stdout.
+            return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            raise BackendError(
+                f"backend '{self.name}' cannot load '{model.file.path}': {words(error)}{self._remedy(error)}"
+            ) from error
+
+    def _session_in_memory(self, model: Model, options: Any) -> Any:
+        """A session that has copied all weights: it takes longer to load, and more memory while it does."""
+        if not hasattr(options, "add_external_initializers_from_files_in_memory"):
+            raise BackendError(
+                f"backend '{self.name}': onnxruntime {self._ort.__version__} reads the weights of "
+                f"'{model.file.path}' from their file for as long as it runs, on this processor. Install onnxruntime "
+                "1.24 or later, which can read them into memory."
+            )
+        with model.mapped_weights() as files:
+            options.add_external_initializers_from_files_in_memory(
+                list(files), list(files.values()), [len(data) for data in files.values()]
+            )
+            return self._session(model, model.onnx, options)
+
+    def _remedy(self, error: Exception) -> str:
+        """What to do about a graph that is newer than this onnxruntime. Python 3.10 has none that reads opset24."""
+        if not any(sign in str(error) for sign in _TOO_NEW):
+            return ""
+        return (
+            f". This is onnxruntime {self.versions['onnxruntime']}. Install a later one, which may need a later"
+            " Python, or export the bundle again with --dialect opset20."
+        )
+
+    def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
+        """Weights that are no matrices, in memory of our own that must live as long as the session.
+
+        On a CPU onnxruntime maps weights from their file. It packs matrices anew and lets go of the file; all else it
+        goes on reading there, and a file that is cut off would end the process.
+        """
+        small = [weight for weight in model.weights if self._device == "cpu" and not weight.multiplied]
+        values = [self._ort.OrtValue.ortvalue_from_numpy(model.weight(weight)) for weight in small]
+        options.add_external_initializers([weight.name for weight in small], values)
+        return values
+
+    def tensor(self, array: Array) -> Any:
+        return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
+
+    def numpy(self, tensor: Any) -> Array:
+        """`tensor` as a host array in memory of its own."""
+        # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
+        return np.array(tensor.numpy())
+
+    def join(self, parts: Sequence[Any], order: Array) -> Any:
+        """[1,S,d]: rows of `parts` in `order`. On a CPU one copy; on a GPU by way of the host, because onnxruntime's
+        Python copies no piece of a tensor from device to device."""
+        return self.tensor(joined([tensor.numpy() for tensor in parts], order))
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, end: float) -> float:
+        return (end - start) * 1e3
+
+
+class _OrtEngine:
+    """One session, its inputs and outputs bound to OrtValues."""
+
+    def __init__(self, graph: str, session: Any, device: str, held: list[Any], in_place: Mapping[str, str]) -> None:
+        self._graph, self._session, self._held, self._in_place = graph, session, held, in_place
+        self._device = device
+        self._inputs = [value.name for value in session.get_inputs()]
+        self._outputs = [value.name for value in session.get_outputs()]
+
+    def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """All outputs by name; they stay on the device. Raises `BackendError` where onnxruntime gives up."""
+        binding = self._session.io_binding()
+        for name in self._inputs:
+            binding.bind_ortvalue_input(name, inputs[name])
+        for name in self._outputs:
+            if name in self._in_place:
+                binding.bind_ortvalue_output(name, inputs[self._in_place[name]])
+            else:
+                binding.bind_output(name, self._device)
+        try:
+            self._session.run_with_iobinding(binding)
+        except Exception as error:
+            # onnxruntime has no common base class for its errors.
+            shapes = ", ".join(f"{name} {inputs[name].shape()}" for name in self._inputs)
+            raise BackendError(
+                f"graph '{self._graph}' failed in onnxruntime on {shapes}: {words(error)}. If memory ran out, end "
+                "other programs; if not, export the bundle again."
+            ) from error
+        return dict(zip(self._outputs, binding.get_outputs(), strict=True))
+
+
+def _specs(values: Sequence[Any]) -> list[TensorSpec]:
+    """What a session says of its inputs or outputs; a size it does not know is a text."""
+    return [
+        TensorSpec(
+            value.name,
+            _DTYPES.get(value.type, value.type),
+            tuple(size if isinstance(size, int) else str(size) for size in value.shape),
+        )
+        for value in values
+    ]

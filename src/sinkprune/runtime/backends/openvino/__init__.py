@@ -1,0 +1,1 @@
+"""OpenVINO on a CPU or a GPU of Intel."""

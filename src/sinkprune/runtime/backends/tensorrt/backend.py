@@ -1,0 +1,162 @@
+"""TensorRT and TensorRT-RTX: engines on one CUDA stream, tensors in pooled device memory, decode from CUDA graphs.
+
+Nothing here waits for the device but `numpy`: output shapes follow from input shapes, and stream order keeps memory
+safe. Never run on a GPU yet; tested with fakes of the library and the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.manifest import CacheForm
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Backend, Decoder, Engine
+from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.kv_cache import DECODERS, CacheMemory, cache_names, fixed_room
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.row_runs import row_runs
+from sinkprune.runtime.backends.tensorrt.cuda_graphs import CudaGraphs
+from sinkprune.runtime.backends.tensorrt.engine import ActivationMemory, DeviceTensor, Session, TensorRTEngine
+from sinkprune.runtime.backends.tensorrt.library import import_tensorrt, new_error_log
+from sinkprune.runtime.device import Device, open_device
+from sinkprune.runtime.device.memory_pool import MemoryPool
+from sinkprune.runtime.system.turns import Turns
+
+PLUGINS = "sinkprune.tensorrt_plugins"
+"""The entry points that register plugins: called with the library, each returns the sha256 of its kernels by name."""
+
+
+def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
+    """The backend `name` on the first GPU; raises `BackendError` and `EnginesError`."""
+    return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
+
+
+class TensorRTBackend(Backend, CacheMemory):
+    """TensorRT or TensorRT-RTX on a device, with engines that were found to fit both.
+
+    Tensors are `DeviceTensor`. All work is enqueued on the device's one stream; only `numpy` and `elapsed_ms` wait.
+    """
+
+    threads = 1
+    """CPU threads it uses: the one that enqueues."""
+
+    def __init__(self, name: str, library: Any, device: Device, built: BuiltEngines) -> None:
+        """Compare what engines.json says with `library`, its module, and `device`, before any engine is loaded.
+
+        Raises `EnginesError` if they do not fit, or memory does not suffice; `BackendError` if the library takes no
+        plugins of ours.
+        """
+        built.check_library(name, library.__version__)
+        built.check_gpu(device.name, device.compute_capability)
+        if built.engines.manifest.plugins:
+            built.check_plugins(_register_plugins(library))
+        self._check_memory(built, device)
+        self.name = name
+        self.compute, self.cache = "the graphs' types", "the graphs' type"
+        self.versions = {name: library.__version__, "gpu": device.name, "cuda_graphs": str(device.has_graphs).lower()}
+        self._device, self._built = device, built
+        self._pool = MemoryPool(device)
+        log = new_error_log(library)
+        self._session = Session(library, device, self._pool, ActivationMemory(device), CudaGraphs(device), log.errors)
+        self._runtime = library.Runtime(log)
+        self.turn = Turns()
+
+    def load(self, model: Model) -> TensorRTEngine:
+        return self._load(model, {})
+
+    def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
+        in_place = cache_names(model.spec) if form == "in-place" else {}
+        engine = wrap(self._load(model, in_place))
+        profiles = self._built.engines.manifest.engines[model.graph].optimisation_profiles
+        return DECODERS[form](engine, self, model.spec, fixed_room(model.spec, profiles))
+
+    def _load(self, model: Model, in_place: Mapping[str, str]) -> TensorRTEngine:
+        """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
+        free, _ = self._device.memory()
+        self._session.errors.clear()
+        # Mapped, not read: a file of gigabytes must not lie in the host's memory and the device's at once.
+        with model.file.mapped() as serialized:
+            engine = self._runtime.deserialize_cuda_engine(serialized)
+        if engine is None:
+            raise BackendError(
+                f"{self.name} cannot load '{model.file.path}' of {model.file.size / 1e6:.1f} MB with "
+                f"{free / 1e6:.1f} MB of GPU memory free{self._session.reason()}. If the file is damaged: "
+                f"{self._built.rebuild}"
+            )
+        spec = self._built.engines.manifest.engines[model.graph]
+        return TensorRTEngine(model.graph, engine, spec, self._session, in_place)
+
+    def tensor(self, array: Array) -> DeviceTensor:
+        array = np.ascontiguousarray(array)
+        tensor = DeviceTensor(self._pool.allocate(array.nbytes), array.shape, array.dtype)
+        self._device.copy_in(tensor.address, array)
+        return tensor
+
+    def numpy(self, tensor: DeviceTensor) -> Array:
+        """`tensor` as a host array; waits until all work enqueued before is done."""
+        array = np.empty(tensor.shape, tensor.dtype)
+        self._device.copy_out(array, tensor.address)
+        return array
+
+    def join(self, parts: Sequence[DeviceTensor], order: Array) -> DeviceTensor:
+        """[1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
+        width, dtype = parts[0].shape[-1], parts[0].dtype
+        shape, row = (1, len(order), width), width * dtype.itemsize
+        joined = DeviceTensor(self._pool.allocate(len(order) * row), shape, dtype)
+        for part, first, count, place in row_runs([prod(part.shape[:-1]) for part in parts], order):
+            self._device.copy(joined.address + place * row, parts[part].address + first * row, count * row)
+        return joined
+
+    def rows(self, tensor: DeviceTensor) -> int:
+        return tensor.shape[1]
+
+    def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceTensor:
+        return DeviceTensor(self._pool.allocate(prod(shape) * dtype.itemsize), shape, dtype)
+
+    def copy_rows(self, source: DeviceTensor, target: DeviceTensor, place: int) -> None:
+        _, heads, rows, size = source.shape
+        row, room = size * source.dtype.itemsize, target.shape[2]
+        self._device.copy_lines(
+            target.address + place * row, room * row, source.address, rows * row, rows * row, heads
+        )
+
+    def zero_rows(self, target: DeviceTensor, first: int) -> None:
+        _, heads, room, size = target.shape
+        row = size * target.dtype.itemsize
+        if first < room:
+            self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
+
+    def mark(self) -> Any:
+        # Another thread's calls may be captured, and the event with them.
+        with self.turn:
+            return self._device.record_event()
+
+    def elapsed_ms(self, start: Any, end: Any) -> float:
+        return self._device.elapsed_ms(start, end)
+
+    @staticmethod
+    def _check_memory(built: BuiltEngines, device: Device) -> None:
+        manifest = built.engines.manifest
+        weights = sum(manifest.files[spec.file].size for spec in manifest.engines.values())
+        activations = max(spec.device_memory or 0 for spec in manifest.engines.values())
+        free, total = device.memory()
+        if weights + activations > free:
+            raise EnginesError(
+                f"the engines in '{built.engines.path}' need {(weights + activations) / 1e9:.2f} GB "
+                f"({weights / 1e9:.2f} of weights and code, {activations / 1e9:.2f} of activations), {device.name} "
+                f"has {free / 1e9:.2f} of {total / 1e9:.2f} GB free. End other programs, build with a smaller "
+                "--max-prompt, or export the checkpoint in a smaller precision."
+            )
+
+
+def _register_plugins(library: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for entry in entry_points(group=PLUGINS):
+        found.update(entry.load()(library))
+    return found

@@ -1,0 +1,256 @@
+"""One TensorRT engine: an execution context for each optimisation profile, called with tensors on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.engines_manifest import EngineSpec, OptimisationProfile, Range
+from sinkprune.contract.errors import BackendError
+from sinkprune.runtime.backends.tensorrt.cuda_graphs import CudaGraphs
+from sinkprune.runtime.device import Address, Device
+from sinkprune.runtime.device.memory_pool import Block, MemoryPool
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+
+DECODE = "decode"
+"""The optimisation profile whose calls repeat, token by token and frame by frame, and are captured."""
+
+# Input shapes whose optimisation profile and output shapes are remembered; as many as there are captured calls.
+_REMEMBERED = 4096
+
+
+class DeviceTensor:
+    """A tensor in device memory; its memory returns to the pool with the last reference to it."""
+
+    __slots__ = ("_block", "dtype", "shape")
+
+    def __init__(self, block: Block, shape: Shape, dtype: np.dtype[Any]) -> None:
+        self._block, self.shape, self.dtype = block, shape, dtype
+
+    @property
+    def address(self) -> Address:
+        """The device address of the tensor's first element."""
+        return self._block.address
+
+
+class ActivationMemory:
+    """Device memory for the activations of all engines: one block, since they run one after the other on one stream.
+
+    `address` and `size` (bytes) are those of the block, which may move when it is made larger.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.address: Address = 0
+        self.size = 0
+
+    def reserve(self, size: int) -> None:
+        """Make the block hold at least `size` bytes; raises `BackendError`, which tells need and free."""
+        if size <= self.size:
+            return
+        if self.size:
+            self._device.synchronize()
+            self._device.free(self.address)
+            self.size = 0
+        self.address = self._device.allocate(size)
+        self.size = size
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all engines of a TensorRT backend share: the library, the device, its memory, and the captured graphs."""
+
+    library: Any
+    device: Device
+    pool: MemoryPool
+    activations: ActivationMemory
+    graphs: CudaGraphs
+    errors: list[str]
+    """TensorRT's messages of severity error or worse, since the list was last cleared."""
+
+    def reason(self) -> str:
+        """TensorRT's own words behind a colon, to end a sentence that lacks its full stop; "" if it said nothing."""
+        return ": " + " ".join(" ".join(self.errors).split()).rstrip(".") if self.errors else ""
+
+
+class TensorRTEngine:
+    """A loaded engine of TensorRT or TensorRT-RTX, called with device tensors by the names of its graph's inputs."""
+
+    def __init__(
+        self, graph: str, engine: Any, spec: EngineSpec, session: Session, in_place: Mapping[str, str]
+    ) -> None:
+        """`engine` is an `ICudaEngine` of the graph named `graph`, and `spec` what engines.json says of it.
+
+        `in_place` has the inputs whose memory outputs are written into, by the output's name. Raises `BackendError`
+        if the two differ, or where device memory runs out.
+        """
+        self._graph, self._session, self._in_place = graph, session, in_place
+        library = session.library
+        names = [engine.get_tensor_name(number) for number in range(engine.num_io_tensors)]
+        self._inputs = [name for name in names if engine.get_tensor_mode(name) == library.TensorIOMode.INPUT]
+        outputs = [name for name in names if name not in self._inputs]
+        self._outputs = {name: np.dtype(library.nptype(engine.get_tensor_dtype(name))) for name in outputs}
+        _check_as_listed(graph, library, engine, spec, self._inputs)
+        session.activations.reserve(engine.device_memory_size_v2)
+        self._optimisation_profiles = [
+            _OptimisationProfile(
+                name, _context(session, graph, engine, number, name), ranges, self._inputs, outputs, session
+            )
+            for number, (name, ranges) in enumerate(spec.optimisation_profiles.items())
+        ]
+        self._optimisation_profile = lru_cache(_REMEMBERED)(self._choose)
+
+    def __call__(self, inputs: Mapping[str, DeviceTensor]) -> dict[str, DeviceTensor]:
+        """All outputs by name, from all inputs by name; outputs stay on the device, and may not be computed yet.
+
+        Raises `BackendError` for shapes that no optimisation profile takes, or if TensorRT refuses.
+        """
+        tensors = [inputs[name] for name in self._inputs]
+        shapes = tuple(tensor.shape for tensor in tensors)
+        profile = self._optimisation_profile(shapes)
+        outputs = []
+        for (name, dtype), shape in zip(self._outputs.items(), profile.output_shapes(shapes), strict=True):
+            if name in self._in_place:
+                outputs.append(inputs[self._in_place[name]])
+            else:
+                outputs.append(DeviceTensor(self._session.pool.allocate(_bytes(shape, dtype)), shape, dtype))
+        addresses = tuple(tensor.address for tensor in (*tensors, *outputs))
+
+        def enqueue() -> None:
+            profile.enqueue(shapes, addresses)
+
+        if _is_captured(profile.name, self._session.device):
+            # Output shapes follow from input shapes.
+            key = (self._graph, profile.name, shapes, addresses, self._session.activations.address)
+            self._session.graphs.run(key, enqueue)
+        else:
+            enqueue()
+        return dict(zip(self._outputs, outputs, strict=True))
+
+    def _choose(self, shapes: Shapes) -> _OptimisationProfile:
+        """The one that takes these shapes; the narrower, `decode` or `image`, stands last and goes first."""
+        profile = min(reversed(self._optimisation_profiles), key=lambda profile: profile.distance(shapes))
+        if profile.distance(shapes) == 0:
+            return profile
+        name, shape, taken = profile.misfit(shapes)
+        flags = "--max-prompt or --max-new-tokens" if "hidden" in self._inputs else "--max-images"
+        raise BackendError(
+            f"graph '{self._graph}' was given '{name}' of shape {list(shape)}, its engine's optimisation profile "
+            f"'{profile.name}' takes {list(taken.min)} to {list(taken.max)}. Build engines that take it, by a larger "
+            f"{flags} of sinkprune-build."
+        )
+
+
+class _OptimisationProfile:
+    """An optimisation profile and the execution context that runs it."""
+
+    def __init__(
+        self,
+        name: str,
+        context: Any,
+        ranges: OptimisationProfile,
+        inputs: list[str],
+        outputs: list[str],
+        session: Session,
+    ) -> None:
+        self.name = name
+        self._context, self._session = context, session
+        self._inputs, self._outputs = inputs, outputs
+        self._ranges = [ranges[tensor] for tensor in inputs]
+        self.output_shapes = lru_cache(_REMEMBERED)(self._infer)
+
+    def distance(self, shapes: Shapes) -> int:
+        """How far shapes lie from what it takes; 0 where it takes them."""
+        return sum(_distance(taken, shape) for taken, shape in zip(self._ranges, shapes, strict=True))
+
+    def misfit(self, shapes: Shapes) -> tuple[str, Shape, Range]:
+        """The first input whose shape it does not take, with the shapes it takes."""
+        inputs = zip(self._inputs, shapes, self._ranges, strict=True)
+        return next((name, shape, taken) for name, shape, taken in inputs if _distance(taken, shape))
+
+    def enqueue(self, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
+        """Enqueue a call; `addresses` are those of the inputs, then of the outputs."""
+        activations = self._session.activations
+        self._session.errors.clear()
+        self._set_shapes(shapes)
+        for name, address in zip((*self._inputs, *self._outputs), addresses, strict=True):
+            self._context.set_tensor_address(name, address)
+        self._context.set_device_memory(activations.address, activations.size)
+        if not self._context.execute_async_v3(self._session.device.stream):
+            raise BackendError(f"TensorRT refused to enqueue an engine{self._session.reason()}.")
+
+    def _infer(self, shapes: Shapes) -> Shapes:
+        self._set_shapes(shapes)
+        unknown = self._context.infer_shapes()
+        if unknown:
+            raise BackendError(
+                f"TensorRT cannot tell output shapes before it runs, for want of {', '.join(unknown)}."
+            )
+        return tuple(tuple(self._context.get_tensor_shape(name)) for name in self._outputs)
+
+    def _set_shapes(self, shapes: Shapes) -> None:
+        for name, shape in zip(self._inputs, shapes, strict=True):
+            if not self._context.set_input_shape(name, shape):
+                raise BackendError(
+                    f"TensorRT does not take shape {list(shape)} for input '{name}'{self._session.reason()}."
+                )
+
+
+def _is_captured(profile: str, device: Device) -> bool:
+    return device.has_graphs and profile == DECODE
+
+
+def _context(session: Session, graph: str, engine: Any, number: int, profile: str) -> Any:
+    """An execution context without activation memory of its own, set to an optimisation profile."""
+    library, device = session.library, session.device
+    strategy: Any = library.ExecutionContextAllocationStrategy.USER_MANAGED
+    if hasattr(library, "DynamicShapesKernelSpecializationStrategy"):
+        # TensorRT-RTX would swap kernels compiled for a shape in later, behind the back of captured graphs.
+        config = engine.create_runtime_config()
+        config.set_execution_context_allocation_strategy(strategy)
+        if _is_captured(profile, device):
+            config.dynamic_shapes_kernel_specialization_strategy = (
+                library.DynamicShapesKernelSpecializationStrategy.NONE
+            )
+        strategy = config
+    context = engine.create_execution_context(strategy)
+    if context is None or not context.set_optimization_profile_async(number, device.stream):
+        free, total = device.memory()
+        raise BackendError(
+            f"no execution context for '{graph}' on {device.name}, with {free / 1e6:.1f} of {total / 1e6:.1f} MB free"
+            f"{session.reason()}."
+        )
+    return context
+
+
+def _check_as_listed(graph: str, library: Any, engine: Any, spec: EngineSpec, inputs: list[str]) -> None:
+    """The engine takes what engines.json lists, all of it in device memory."""
+    listed = [sorted(ranges) for ranges in spec.optimisation_profiles.values()]
+    if listed != [sorted(inputs)] * engine.num_optimization_profiles:
+        raise BackendError(
+            f"the engine of '{graph}' has {engine.num_optimization_profiles} optimisation profiles of the inputs "
+            f"{', '.join(inputs)}, which is not what engines.json lists. Build or copy the engines again."
+        )
+    on_host = [name for name in inputs if engine.get_tensor_location(name) != library.TensorLocation.DEVICE]
+    if on_host:
+        raise BackendError(
+            f"the engine of '{graph}' takes '{on_host[0]}' in host memory, as the size of something; tensors are in "
+            "device memory. This is a mistake of the graph: please report it."
+        )
+
+
+def _distance(taken: Range, shape: Shape) -> int:
+    """By how much the sizes of a shape fall short of a range, or exceed it."""
+    sizes = zip(taken.min, shape, taken.max, strict=True)
+    return sum(max(least - size, size - most, 0) for least, size, most in sizes)
+
+
+def _bytes(shape: Shape, dtype: np.dtype[Any]) -> int:
+    return prod(shape) * dtype.itemsize

@@ -1,0 +1,1 @@
+"""Answers in time: costs measured, budgets chosen."""

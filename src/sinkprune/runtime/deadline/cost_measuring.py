@@ -1,0 +1,156 @@
+"""Measures what requests cost on this machine: whole ones at each budget, and the decoder by itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_measured
+from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.reports.report import PARTS
+from sinkprune.runtime.backends import Backend
+from sinkprune.runtime.deadline.choices import Choice, choices, up_to
+from sinkprune.runtime.deadline.decoder_times import DecoderTimes
+from sinkprune.runtime.families import Family
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.system.processor import processor_name
+from sinkprune.runtime.text.prompt import PromptEncoder
+
+SECONDS = 2.0
+"""For about how long is measured where a request waits for it."""
+_ROUNDS = (3, 100)
+"""The fewest and the most: a large model takes longer."""
+_COUNTS = 6
+_FAR_ABOVE = 2.0
+
+_Ms = Mapping[str, float | None]
+Ask = Callable[[Request], Generator[str, None, Answer]]
+"""Answers a request."""
+
+
+class Measured(NamedTuple):
+    """Of a pipeline: what is measured."""
+
+    manifest: Manifest
+    chain: Chain
+    embedding: Embedding
+    family: Family
+    prompts: PromptEncoder
+    limits: Limits | None
+    ask: Ask
+
+
+def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS) -> Costs:
+    """The costs of requests like this one: medians of whole ones and of the decoder, in turn for about `seconds`.
+
+    Budgets that take far longer to their first token than the request's deadline are left out, the smallest aside.
+    The decoder runs on some numbers of rows between those of the smallest and those of the largest budget that is
+    measured. Raises what a request raises.
+    """
+    manifest, chain = measured.manifest, measured.chain
+    pictures = tuple(decoded(source, measured.family) for source in request.pictures)
+    layouts = [see(picture, picture, measured.family, manifest).layout for picture in pictures]
+    prompt = measured.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
+    text = prompt.text_tokens
+    plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
+    budgets = up_to(manifest, request.method, request.budget, layouts)
+    possible = choices(manifest, measured.limits, plain, budgets, text, layouts)[::-1]
+    asked = _worth_asking(measured.ask, plain, possible, request.deadline_ms or float("inf"))
+    planned = [choice.schedule for choice in possible[: len(asked)]]
+    least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
+    most = max(one.rows for one in planned)
+    counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
+    decoder, runs = DecoderTimes(chain, measured.embedding, [*counts]), [list[_Ms]() for _ in asked]
+    for counted in rounds(seconds):
+        for each, own in zip(asked, runs, strict=True):
+            answered = _answered(measured.ask, each).ms
+            if counted:
+                own.append(answered)
+        decoder.run(counted=counted)
+    found = [{part: median(ms[part] or 0.0 for ms in own) for part in PARTS} for own in runs]
+
+    points: dict[str, list[tuple[float, float]]] = {"sanitizer": [], "projector": [], "select": []}
+    segments, number, rest = decoder.segments, len(pictures), []
+    for one, ms in zip(planned, found, strict=True):
+        points["sanitizer"].append((one.rows / number, ms["sanitizer"] / number))
+        points["projector"].append((one.rows / number, ms["projector"] / number))
+        if one.plan is not None and one.plan.cuts:
+            rows = text + sum(map(one.reaching, one.plan.cuts)) / len(one.plan.cuts)
+            points["select"].append((rows, ms["select"] / len(one.plan.cuts)))
+        alone = sum(
+            curve.ms(text + one.reaching(layers.start))
+            for layers, curve in zip(manifest.segments, segments, strict=True)
+        )
+        rest.append(ms["rest"] + ms["prefill"] - ms["select"] - alone)
+    tokens = sum(layout.all_tokens for layout in layouts) / number
+    tower = median(ms["preprocess"] + ms["vision"] for ms in found) / number
+    return Costs(
+        costs_version=COSTS_VERSION,
+        place=place_of(manifest, chain.backend),
+        tower=fit_measured([(tokens, tower)]),
+        sanitizer=fit_measured(points["sanitizer"]),
+        projector=fit_measured(points["projector"]),
+        decoders=segments,
+        select=fit_measured(points["select"]),
+        rest=max(0.0, median(rest)),
+        token=decoder.token,
+    )
+
+
+def rounds(seconds: float) -> Iterator[bool]:
+    """Rounds of something to be measured, for about as many `seconds`; false for the first, which does not count: an
+    engine's first run is not like the others."""
+    yield False
+    began = time.perf_counter()
+    for number in range(1, _ROUNDS[1] + 1):
+        yield True
+        if number >= _ROUNDS[0] and time.perf_counter() - began >= seconds:
+            return
+
+
+def place_of(manifest: Manifest, backend: Backend) -> Place:
+    """What costs of this bundle on this backend hold for."""
+    return Place(
+        config_sha256=manifest.checkpoint.config_sha256,
+        cut_after=manifest.cut_after,
+        precision=manifest.precision,
+        weights=manifest.weights.name,
+        backend=backend.name,
+        compute=backend.compute,
+        threads=backend.threads,
+        machine=processor_name(),
+    )
+
+
+def _worth_asking(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms: float) -> list[Request]:
+    """The request at the smallest of the `possible` budgets, and at the others below the first that takes far longer
+    than `most_ms`."""
+    asked: list[Request] = []
+    for choice in possible:
+        request = replace(plain, budget=choice.budget)
+        # An engine's first run is not like the others.
+        _answered(ask, request)
+        if asked and (_answered(ask, request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
+            break
+        asked.append(request)
+    return asked
+
+
+def _answered(ask: Ask, request: Request) -> Answer:
+    pieces = ask(request)
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as done:
+            answer: Answer = done.value
+            return answer

@@ -1,0 +1,1 @@
+"""Pictures and videos: files, cameras' arrays and clips to RGB frames."""

@@ -1,0 +1,154 @@
+"""Clips: frames in a list or a video file, and which of them a model is shown."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.checks.shown import shown as value_shown
+from sinkprune.contract.errors import VideoError
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.media.images import to_rgb
+
+MOST_SHOWN_PIXELS = 1 << 27
+"""The most pixels the frames of a clip may have that a model is shown, together: 16 frames of 3840x2160."""
+
+
+class ClipSize(NamedTuple):
+    """What a family must know of a clip to tell how many tokens it has and where they stand."""
+
+    width: int
+    height: int
+    frames: int
+    """How many frames the model is shown."""
+    fps: float
+    """How many of the shown frames a second has."""
+
+
+class Video(Protocol):
+    """A source of frames: a `Clip` in memory, or a `VideoFile`."""
+
+    @property
+    def count(self) -> int:
+        """How many frames the video has."""
+
+    @property
+    def fps(self) -> float:
+        """How many frames a second of the video has."""
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image]:
+        """The frames at `indices`, ascending, as RGB images; raises `VideoError`."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Frames, `fps` of them a second; raises `VideoError` for what is neither. An iterator is read at once."""
+
+    frames: Sequence[Image.Image | Array]
+    fps: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.frames, Iterable) or isinstance(self.frames, (str, bytes)):
+            raise VideoError(
+                f"a clip's frames are a {type(self.frames).__name__}, expected images. Give a list of them."
+            )
+        # Python has whole numbers that are larger than any float.
+        too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
+        if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
+            raise VideoError(
+                f"a clip has {value_shown(self.fps)} frames a second, expected a number, as in Clip(frames, fps=10)."
+            )
+        object.__setattr__(self, "frames", [*self.frames])
+
+    @property
+    def count(self) -> int:
+        """How many frames the clip has."""
+        return len(self.frames)
+
+    def read(self, indices: Sequence[int]) -> list[Image.Image]:
+        """The frames at `indices` as RGB images; raises `ImageError`."""
+        return collected(to_rgb(self.frames[index]) for index in indices)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The frames of a clip that a model is shown, of one size."""
+
+    frames: list[Image.Image]
+    size: ClipSize
+    seconds: tuple[float, ...] = ()
+    """When each of them comes in the video, from its first frame on."""
+
+
+Picture = Image.Image | Shown
+"""What a model sees: an RGB image, or the frames of a clip."""
+
+
+def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
+    """All of `frames`; raises `VideoError` as soon as they have more than `MOST_SHOWN_PIXELS`."""
+    taken: list[Image.Image] = []
+    pixels = 0
+    for frame in frames:
+        pixels += frame.width * frame.height
+        if pixels > MOST_SHOWN_PIXELS:
+            raise VideoError(
+                f"the frames shown of the video have more than {MOST_SHOWN_PIXELS} pixels together; the first "
+                f"{len(taken) + 1} have {pixels}. Scale it down, or export with a smaller --max-frames."
+            )
+        taken.append(frame)
+    return taken
+
+
+Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
+"""Which of so many frames, at so many a second, are shown by a processor's settings, so many together to a token."""
+
+
+def shown(video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling | None = None) -> Shown:
+    """The frames of `video` by a processor's settings, so many `together` to a token; raises `VideoError`.
+
+    `sampling` is `sampled` unless given.
+    """
+    if video.count < 1:
+        raise VideoError("the video has no frames. Give one with a picture in it.")
+    if not (math.isfinite(video.fps) and video.fps > 0):
+        raise VideoError(f"the video has {video.fps} frames a second, expected a positive number.")
+    indices = (sampling or sampled)(video.count, video.fps, settings, together)
+    frames = video.read(indices)
+    sizes = {frame.size for frame in frames}
+    if len(sizes) > 1:
+        raise VideoError(f"the frames have different sizes, {sorted(sizes)}; expected one. Scale them to one size.")
+    (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
+    seconds = tuple(index / video.fps for index in indices)
+    return Shown(frames, ClipSize(width, height, len(indices), fps), seconds)
+
+
+def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Which of `count` frames are shown: evenly spaced, `settings["fps"]` a second within the limits on their number.
+
+    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are,
+    and never more than `settings["max_frames"]`.
+    """
+    most = math.floor(min(settings["max_frames"], count) / together) * together
+    wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
+    number = math.floor(wanted / together) * together
+    if number == 0:
+        return list(range(min(count, settings["max_frames"])))
+    # One more would come where the step's rounding lets it, and lie behind the last frame.
+    steps = np.arange(number) * (count / number)
+    return [int(step) for step in steps.astype(np.float32)]
+
+
+def sampled_to_the_end(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Which of `count` frames are shown: evenly spaced from the first to the last, as many as by `settings`.
+
+    Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
+    """
+    wanted = min(max(int(count / fps * settings["fps"]), settings["min_frames"]), settings["max_frames"], count)
+    return [int(index) for index in np.linspace(0, count - 1, wanted).round()]

@@ -1,0 +1,199 @@
+"""Image files to RGB images, as transformers' image processors take them."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.media.metered_file import MeteredFile
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""What an image file may be. Pillow knows more: some start other programs, others fail in ways of their own."""
+MOST_PIXELS = 1 << 26
+"""The most pixels an image file may have: 8192x8192. It takes less than 1 GB to decode."""
+MOST_WEBP_PIXELS = 3 << 24
+"""The most pixels a WebP file may have: 8192x6144. Its decoder holds each of them four times."""
+MOST_BYTES = 257 << 20
+"""The most bytes an image file may have: those of `MOST_PIXELS` of 32 bits, and 1 MiB more."""
+MOST_TILES = 1 << 16
+"""The most strips or tiles of a TIFF: libtiff decodes all of them in one call, which nothing interrupts."""
+
+# Pillow decodes JPEG files in blocks. In small ones a file cannot ask for much work between two checks of the time.
+_JPEG_BLOCK = 1 << 12
+_GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
+# Greyscale of 16 bits, by Pillow's mode. A 16-bit PGM, and before Pillow 10.3 a PNG, is of mode "I", as 32 bits are.
+_MODES_OF_16_BITS = ("I;16", "I;16B", "I;16L", "I;16N")
+_FORMATS_OF_16_BITS = ("PPM", "PNG")
+_HAD_16_BITS = "sinkprune_had_16_bits"
+# TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
+_ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
+# Pixels of a picture that are converted at a time.
+_STRIP = 1 << 20
+
+
+def read_image(path: str | os.PathLike[str]) -> Image.Image:
+    """The RGB image in a file, turned as its EXIF data says. Greyscale of 16 bits is divided by 257, to 8 bits.
+
+    Raises `ImageError` for what is no regular file, none of `FORMATS`, damaged, of 32 bits a channel, or larger than
+    `MOST_PIXELS`, and where decoding reads or takes more than a `MeteredFile` allows.
+    """
+    try:
+        file = open_regular(path)
+    except MissingError as error:
+        raise ImageError(f"image '{path}': found no such file. {_GIVE}") from error
+    except UnreadableError as error:
+        raise ImageError(f"image '{path}' {error}. {_GIVE}") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise ImageError(f"image '{path}' is empty (0 bytes). Give a complete image file.")
+        if size > MOST_BYTES:
+            raise ImageError(
+                f"image '{path}' is too large: it has {size} bytes, expected at most {MOST_BYTES}. Scale it down."
+            )
+        try:
+            return _decoded(cast(BinaryIO, MeteredFile(file, size)))
+        except UnidentifiedImageError as error:
+            raise ImageError(f"'{path}' is not an image Pillow can read ({size} bytes). {_GIVE}") from error
+        except ImageError as error:
+            raise ImageError(f"'{path}': {error}") from error
+
+
+def to_rgb(image: Image.Image | Array) -> Image.Image:
+    """An RGB image from a Pillow image or a [height,width,3] uint8 array; raises `ImageError`."""
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
+            raise ImageError(
+                f"found an array {image.dtype}{list(image.shape)}, expected uint8 [height,width,3]. Give a grey "
+                "or RGBA one as a Pillow image, with Image.fromarray(array)."
+            )
+        _check_size(image.shape[1], image.shape[0])
+        return Image.fromarray(image)
+    if not isinstance(image, Image.Image):
+        raise ImageError(
+            f"the image is a {type(image).__name__}, expected a Pillow image, a uint8 [height,width,3] array or the "
+            "name of a file."
+        )
+    _check_size(*image.size)
+    with _damage_as_error():
+        turned = ImageOps.exif_transpose(image)
+        return (
+            turned if turned.mode == "RGB" and not _has_alpha(turned) else _opaque(_with_8_bits(turned, image.format))
+        )
+
+
+def had_16_bits(image: Image.Image) -> bool:
+    """Whether the values of an image that `read_image` or `to_rgb` returned were divided by 257, to 8 bits."""
+    return _HAD_16_BITS in image.info
+
+
+def _decoded(file: BinaryIO) -> Image.Image:
+    """The image in an open file; raises `ImageError`, and `UnidentifiedImageError` for none of our formats."""
+    with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
+        _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
+        if image.format == "TIFF":
+            _check_tiles(image)
+        if image.format == "JPEG":
+            image.decodermaxblock = _JPEG_BLOCK
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        # A WebP's pixels stand there once more.
+        image.fp = None
+        return _opaque(_with_8_bits(image, image.format))
+
+
+def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
+    if width * height > most:
+        raise ImageError(
+            f"the image is too large: it has {width}x{height} pixels, expected at most {most} in all. "
+            "Scale it down first."
+        )
+
+
+def _check_tiles(image: Image.Image) -> None:
+    """Refuse a TIFF whose tiles, most of them outside the picture, have more pixels than a picture may have."""
+    tags = cast(Any, image).tag_v2
+    width = int(tags.get(_TILE_WIDTH, image.width))
+    height = int(tags.get(_TILE_LENGTH, min(image.height, tags.get(_ROWS_PER_STRIP, image.height))))
+    if width < 1 or height < 1:
+        raise ImageError(f"the image has tiles of {width}x{height} pixels. Give a complete image file.")
+    across, down = -(-image.width // width), -(-image.height // height)
+    if across * down > MOST_TILES:
+        raise ImageError(
+            f"the image has {across * down} tiles, expected at most {MOST_TILES}. Save it in larger ones."
+        )
+    _check_size(across * width, down * height)
+
+
+@contextmanager
+def _damage_as_error() -> Iterator[None]:
+    """Whatever Pillow raises over bytes and pixels, as an `ImageError`."""
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of large images and of untidy EXIF data; neither is the user's concern here.
+            warnings.simplefilter("ignore")
+            yield
+    except (ImageError, UnidentifiedImageError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise ImageError(
+            f"the image is too large: it has more than {MOST_PIXELS} pixels. Scale it down first."
+        ) from error
+    except MemoryError as error:
+        raise ImageError("there is not enough memory for the image. Scale it down first.") from error
+    except Exception as error:
+        # Its readers raise what their arithmetic happens to stumble over: struct.error, IndexError, KeyError ...
+        reason = str(error) or type(error).__name__
+        raise ImageError(
+            f"the image is damaged or truncated: {reason.rstrip('.')}. Give a complete image file."
+        ) from error
+
+
+def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
+    """`image`, which came from a file of that format, with 16-bit greyscale divided by 257.
+
+    Kept, because Pillow itself makes all values above 255 white.
+    """
+    of_16_bits = image.mode in _MODES_OF_16_BITS or (image.mode == "I" and from_format in _FORMATS_OF_16_BITS)
+    if not of_16_bits:
+        if image.mode in ("I", "F"):
+            raise ImageError(
+                f"the image has 32 bits a channel (mode {image.mode}), expected 8 or 16. Scale its values to 8 bits."
+            )
+        return image
+    grey = Image.new("L", image.size)
+    # Conversions keep it.
+    grey.info[_HAD_16_BITS] = True
+    transparent, rows = image.info.get("transparency"), max(1, _STRIP // max(1, image.width))
+    for top in range(0, image.height, rows):
+        strip = np.array(image.crop((0, top, image.width, min(top + rows, image.height))), np.uint32)
+        if transparent is not None:
+            strip[strip == transparent] = 65535
+        grey.paste(Image.fromarray(((strip + 128) // 257).astype(np.uint8)), (0, top))
+    return grey
+
+
+def _has_alpha(image: Image.Image) -> bool:
+    return "A" in image.getbands() or image.info.get("transparency") is not None
+
+
+def _opaque(image: Image.Image) -> Image.Image:
+    """A copy in RGB: transparency over white, as the image processors of transformers show it to a model."""
+    if not _has_alpha(image):
+        return image.convert("RGB")
+    opaque, rows = Image.new("RGB", image.size), max(1, _STRIP // max(1, image.width))
+    # Strip by strip, because three more copies of a large picture are gigabytes.
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        opaque.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return opaque

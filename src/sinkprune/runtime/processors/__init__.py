@@ -1,0 +1,1 @@
+"""transformers' image processors, on Pillow and numpy alone."""

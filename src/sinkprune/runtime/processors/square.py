@@ -1,0 +1,107 @@
+"""CLIPImageProcessor and LlavaImageProcessor of transformers, on Pillow and numpy alone, number for number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.media.fits import Fit, fitted_settings
+from sinkprune.runtime.processors.image_settings import SquareSettings, check_image_settings
+from sinkprune.runtime.processors.pixel_values import pixel_values
+
+# An image this large after resizing is a panorama whose crop shows next to nothing of it.
+_MAX_RESIZED_PIXELS = 100_000_000
+
+Size = tuple[int, int]
+"""Width and height in pixels, as Pillow orders them."""
+
+
+class SquareProcessor:
+    """Resizes, pads and crops images to one size, by the `settings` of preprocessor_config.json."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Raises `SchemaError` for settings that are malformed."""
+        check_image_settings(SquareSettings, settings)
+        self._settings = settings
+
+    def __call__(self, image: Image.Image) -> Array:
+        """[3,height,width] fp32 of an RGB image; raises `ImageError` for one without pixels or too long a shape."""
+        settings = self._settings
+        if 0 in image.size:
+            raise ImageError(f"the image has {image.width}x{image.height} pixels, expected at least 1x1.")
+        if settings["do_pad"]:
+            image = self._padded(image)
+        if settings["do_resize"]:
+            image = image.resize(self._resized_size(image.size), Image.Resampling(settings["resample"]))
+        pixels = np.asarray(image)
+        if settings["do_center_crop"]:
+            pixels = self._cropped(pixels)
+        return np.ascontiguousarray(pixel_values(pixels, settings).transpose(2, 0, 1))
+
+    def fitted(self, fit: Fit, side: int) -> SquareProcessor:
+        """A processor with these settings that brings pictures to squares of `side` pixels by `fit`."""
+        return SquareProcessor(fitted_settings(self._settings, fit, side))
+
+    def source_box(self, size: Size) -> tuple[float, float, float, float]:
+        """Where the processed square lies in an image of `size`: left, top, right, bottom in its pixels."""
+        width, height = size
+        shift_x = shift_y = 0.0
+        if self._settings["do_pad"]:
+            side = max(size)
+            shift_x, shift_y = (side - width) // 2, (side - height) // 2
+            width = height = side
+        resized = self._resized_size((width, height)) if self._settings["do_resize"] else (width, height)
+        left, top, right, bottom = 0.0, 0.0, float(resized[0]), float(resized[1])
+        if self._settings["do_center_crop"]:
+            crop = self._settings["crop_size"]
+            left, top = (resized[0] - crop["width"]) // 2, (resized[1] - crop["height"]) // 2
+            right, bottom = left + crop["width"], top + crop["height"]
+        # Multiplied first: the edges of the picture are then exact.
+        left, right = (edge * width / resized[0] - shift_x for edge in (left, right))
+        top, bottom = (edge * height / resized[1] - shift_y for edge in (top, bottom))
+        return left, top, right, bottom
+
+    def _padded(self, image: Image.Image) -> Image.Image:
+        side = max(image.size)
+        if side**2 > _MAX_RESIZED_PIXELS:
+            raise ImageError(
+                f"the image has {image.width}x{image.height} pixels; padded to a square as the model wants it, it "
+                f"would have {side}x{side}. Scale it to at most {int(_MAX_RESIZED_PIXELS**0.5)} pixels a side."
+            )
+        background = tuple(int(value * 255) for value in self._settings["image_mean"])
+        square = Image.new("RGB", (side, side), background)
+        square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+        return square
+
+    def _resized_size(self, size: Size) -> Size:
+        wanted = self._settings["size"]
+        if "shortest_edge" not in wanted:
+            return wanted["width"], wanted["height"]
+        width, height = size
+        edge = wanted["shortest_edge"]
+        short, long = min(size), max(size)
+        resized_long = int(edge * long / short)
+        if edge * resized_long > _MAX_RESIZED_PIXELS:
+            raise ImageError(
+                f"the image has {width}x{height} pixels; with its short side at {edge} as the model wants it, the "
+                f"long side would have {resized_long}. Crop it to an aspect ratio below "
+                f"{_MAX_RESIZED_PIXELS // edge**2}:1."
+            )
+        return (edge, resized_long) if width <= height else (resized_long, edge)
+
+    def _cropped(self, pixels: Array) -> Array:
+        """The central crop; an image smaller than it is padded with zeros."""
+        crop = self._settings["crop_size"]
+        height, width = crop["height"], crop["width"]
+        padded = np.zeros((max(height, pixels.shape[0]), max(width, pixels.shape[1]), 3), pixels.dtype)
+        top = -(-(padded.shape[0] - pixels.shape[0]) // 2)
+        left = -(-(padded.shape[1] - pixels.shape[1]) // 2)
+        padded[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels
+        top += (pixels.shape[0] - height) // 2
+        left += (pixels.shape[1] - width) // 2
+        return padded[max(0, top) : max(0, top) + height, max(0, left) : max(0, left) + width]

@@ -1,0 +1,1 @@
+"""Measures budgets: times, memory, joules, and requests at a camera's rate."""

@@ -1,0 +1,82 @@
+"""Joules of a budget's requests and of their parts, from when they ran and what a sensor told meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sinkprune.contract.reports.energy import SAMPLED_ENOUGH, BudgetEnergy, IdlePower, PartEnergy
+from sinkprune.contract.reports.report import OF_TTFT, PARTS
+from sinkprune.runtime.power.curve import EnergyCurve
+from sinkprune.runtime.profiling.stage_spans import Span, StageSpans
+
+
+class _Use(NamedTuple):
+    """What was used in some stretches of one request's time."""
+
+    seconds: float
+    joules: float
+    sampled_seconds: float
+
+
+def budget_energy(requests: Sequence[StageSpans], curve: EnergyCurve, idle: IdlePower) -> BudgetEnergy | None:
+    """The means of `requests`; None where no reading tells of any. One that ran while none came is left out."""
+    uses = [found for request in requests if (found := _uses(request, curve)) is not None]
+    if not uses:
+        return None
+    seconds, joules = (sum(use["latency"][place] for use in uses) for place in (0, 1))
+    return BudgetEnergy(
+        runs=len(uses),
+        left_out=len(requests) - len(uses),
+        watts=joules / seconds,
+        joules={part: _part([use.get(part) for use in uses], idle) for part in PARTS},
+    )
+
+
+def _uses(request: StageSpans, curve: EnergyCurve) -> Mapping[str, _Use] | None:
+    """What each part of a request used; None where the readings do not tell."""
+    (first,) = request.parts["ttft"]
+    assert request.end is not None
+    whole = _use([Span(first.start, request.end)], curve)
+    if whole is None:
+        return None
+    uses = {"latency": whole}
+    for part, spans in request.parts.items():
+        # Within the whole, of which all is known.
+        use = _use(spans, curve) if part in PARTS else None
+        if use is not None:
+            uses[part] = use
+    told, ttft = [uses[part] for part in OF_TTFT if part in uses], uses["ttft"]
+    rest = ttft.seconds - sum(use.seconds for use in told), ttft.joules - sum(use.joules for use in told)
+    # Many short stretches: none holds two readings.
+    uses["rest"] = _Use(*rest, sampled_seconds=0.0)
+    later = _use([Span(first.end, request.end)], curve)
+    if request.tokens > 1 and later is not None:
+        uses["per_token"] = _Use(*(value / (request.tokens - 1) for value in later))
+    return uses
+
+
+def _use(spans: Sequence[Span], curve: EnergyCurve) -> _Use | None:
+    joules = [curve.joules(*span) for span in spans]
+    known = [value for value in joules if value is not None]
+    if len(known) < len(spans):
+        return None
+    seconds = sum(span.end - span.start for span in spans)
+    return _Use(seconds, sum(known), sum(curve.sampled_seconds(*span) for span in spans))
+
+
+def _part(uses: Sequence[_Use | None], idle: IdlePower) -> PartEnergy | None:
+    """The means of one part; None where it took no time in some run."""
+    known = [use for use in uses if use is not None and use.seconds > 0]
+    if len(known) < len(uses):
+        return None
+    net = [use.joules - idle.watts * use.seconds for use in known]
+    sampled = sum(use.sampled_seconds for use in known) / sum(use.seconds for use in known)
+    return PartEnergy(
+        joules=statistics.fmean(net),
+        joules_with_idle=statistics.fmean(use.joules for use in known),
+        deviation=statistics.stdev(net) if len(net) > 1 else None,
+        sampled=sampled,
+        estimated=sampled < SAMPLED_ENOUGH,
+    )

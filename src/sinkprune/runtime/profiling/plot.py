@@ -1,0 +1,97 @@
+"""The profile as a picture: where the time of each budget goes."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.reports.report import BudgetReport, Report
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+# Okabe-Ito, told apart by everyone; the order is the order of the work.
+_PARTS = {
+    "preprocess": "#999999",
+    "vision": "#56B4E9",
+    "sanitizer": "#D55E00",
+    "projector": "#0072B2",
+    "prefill": "#009E73",
+    "select": "#E69F00",
+    "rest": "#000000",
+    "decode": "#F0E442",
+}
+
+
+def import_matplotlib() -> Any:
+    """matplotlib's Figure class, drawing without a screen; raises `UsageError` if it is not installed.
+
+    Its list of fonts would lie in the home directory, which may be read-only and is not ours: it goes to a folder
+    that this process removes at its end, unless MPLCONFIGDIR names another or matplotlib was imported before.
+    """
+    if "matplotlib" not in sys.modules and "MPLCONFIGDIR" not in os.environ:
+        folder = os.environ["MPLCONFIGDIR"] = tempfile.mkdtemp(prefix="matplotlib-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        # It warns where its list of fonts takes more than five seconds.
+        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "--plot needs matplotlib, which is not installed. Install it with: pip install 'sinkprune[plot]'"
+        ) from error
+    return Figure
+
+
+def plot_report(report: Report, suffix: str) -> bytes:
+    """One stacked bar a budget, from preprocessing to the last token, as the bytes of a picture file."""
+    figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(report.budgets)), layout="constrained")
+    axes = figure.add_subplot()
+    names = list(report.budgets)
+    left = [0.0] * len(names)
+    for part, colour in _PARTS.items():
+        widths = [_width(report.budgets[name], part, report.new_tokens) for name in names]
+        axes.barh(names, widths, left=left, color=colour, label=part, edgecolor="white", linewidth=0.4)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, name in enumerate(names):
+        budget = report.budgets[name]
+        # Medians of parts need not add up to the median of the whole.
+        ttft, latency = budget.ms["ttft"], budget.ms["latency"]
+        label = f"  {latency.median if latency else left[row]:.0f} ms" + (
+            f", TTFT {ttft.median:.0f} ms ({budget.speedup.ttft:.2f}x)" if ttft else ""
+        )
+        axes.text(left[row], row, label, va="center", fontsize=9)
+    axes.set_xlim(0, max(left) * 1.28)
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds (medians of each part)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        f"{report.model}, {report.precision}, {report.backend}, {report.threads} threads\n"
+        f"{report.machine}; {report.prompt_tokens} text + {report.new_tokens} new tokens",
+        fontsize=10,
+    )
+    figure.legend(ncols=len(_PARTS), fontsize=8, loc="outside lower center", frameon=False)
+    return figure_bytes(figure, suffix)
+
+
+def figure_bytes(figure: Any, suffix: str) -> bytes:
+    """The bytes of a picture file of a matplotlib figure, of the kind that `suffix` names, e.g. ".png"."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
+    return buffer.getvalue()
+
+
+def _width(budget: BudgetReport, part: str, new_tokens: int) -> float:
+    """The bar's piece for `part`; `prefill` without the selects inside it, `decode` for all later tokens."""
+    if part == "decode":
+        per_token = budget.ms["per_token"]
+        return per_token.median * (new_tokens - 1) if per_token else 0.0
+    spread, select = budget.ms[part], budget.ms["select"]
+    width = spread.median if spread else 0.0
+    return width - (select.median if select else 0.0) if part == "prefill" else width

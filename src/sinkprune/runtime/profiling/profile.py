@@ -1,0 +1,203 @@
+"""Measures every budget against the unpruned engines, in turn, so that a drifting machine favours none."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.flops import decode_bytes, prefill_flops
+from sinkprune.contract.reports.energy import BudgetEnergy
+from sinkprune.contract.reports.report import (
+    PARTS,
+    BudgetReport,
+    Efficiency,
+    Measured,
+    PrefillAndTtft,
+    Report,
+    Spread,
+)
+from sinkprune.runtime.pipeline import Pipeline
+from sinkprune.runtime.power.meter import EnergyMeter
+from sinkprune.runtime.profiling.energy import budget_energy
+from sinkprune.runtime.profiling.peak_memory import PeakMemory, PeaksOfStages
+from sinkprune.runtime.profiling.stage_spans import StageSpans
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.pictures import PictureLike
+from sinkprune.runtime.system.processor import processor_name
+
+# Answers are kept until the report is made.
+REPEAT = WholeNumber("--repeat", 1, 100_000)
+WARMUP = WholeNumber("--warmup", 0, 100_000)
+
+
+def profile(
+    pipeline: Pipeline,
+    image: PictureLike | Sequence[PictureLike],
+    prompt: str | Sequence[str],
+    budgets: Sequence[str],
+    *,
+    method: str = "sinkpruner",
+    new_tokens: int = 16,
+    repeat: int = 5,
+    warmup: int = 1,
+    meter: EnergyMeter | None = None,
+    on_run: Callable[[str], None] = lambda budget: None,
+) -> Report:
+    """Run every budget `repeat` times, one after the other in each round, after `warmup` rounds that do not count.
+
+    The unpruned engines are always among them. Every answer is exactly `new_tokens` long: stop tokens are ignored.
+    `meter` tells the joules of every run; where its sensor dies meanwhile, later runs have none, and the report says
+    why. `on_run` is told of each run before it starts. Raises `UsageError`, and what `Pipeline.generate` raises.
+    """
+    repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
+    names = list(dict.fromkeys([UNPRUNED, *budgets]))
+    answers: dict[str, list[Answer]] = {name: [] for name in names}
+    memory, stages = {name: PeakMemory() for name in names}, {name: PeaksOfStages() for name in names}
+    spans: dict[str, list[StageSpans]] = {name: [] for name in names}
+    first: Answer | None = None
+    for turn in range(-warmup, repeat):
+        # Each round starts with another budget: being first after a pause is no budget's privilege.
+        shift = turn % len(names)
+        for name in [*names[shift:], *names[:shift]]:
+            on_run(name)
+            watcher = stages[name] if meter is None else StageSpans(pipeline.backend, also=stages[name])
+            with memory[name].watch():
+                answer = pipeline.generate(
+                    image,
+                    prompt,
+                    budget=name,
+                    method=method,
+                    max_new_tokens=new_tokens,
+                    min_new_tokens=new_tokens,
+                    observer=watcher,
+                )
+            stages[name].watching = False
+            first = first or answer
+            if turn >= 0:
+                answers[name].append(answer)
+                if isinstance(watcher, StageSpans):
+                    spans[name].append(watcher)
+    baseline = _measured(answers[UNPRUNED])
+    flops = {name: _flops(pipeline, runs[0]) for name, runs in answers.items()}
+    energies: dict[str, BudgetEnergy | None] = dict.fromkeys(names)
+    if meter is not None:
+        curve = meter.curve()
+        energies = {name: budget_energy(runs, curve, meter.idle) for name, runs in spans.items()}
+    measured = described(pipeline, method, answers[UNPRUNED][0].prompt_tokens, new_tokens, meter)
+    return Report(
+        **vars(measured),
+        repeat=repeat,
+        first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
+        budgets={
+            name: _budget_report(
+                pipeline,
+                answers[name],
+                flops[name],
+                flops[UNPRUNED],
+                baseline,
+                memory[name],
+                stages[name],
+                energies[name],
+            )
+            for name in names
+        },
+    )
+
+
+def described(
+    pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
+) -> Measured:
+    """The head of a report about `pipeline`, with what `meter` measured so far."""
+    manifest = pipeline.bundle.manifest
+    return Measured(
+        model=model_name(manifest.checkpoint.source),
+        backend=pipeline.backend.name,
+        precision=manifest.precision,
+        weights=manifest.weights,
+        compute=pipeline.backend.compute,
+        cache=pipeline.backend.cache,
+        method=method,
+        machine=processor_name(),
+        threads=pipeline.backend.threads,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        load_ms=pipeline.load_ms,
+        versions={
+            "sinkprune": version("sinkprune"),
+            "python": platform.python_version(),
+            **pipeline.backend.versions,
+        },
+        power=None if meter is None else meter.report(),
+    )
+
+
+def model_name(source: str) -> str:
+    """A hub or preset name as it is, a local path without the folders it lies in."""
+    return Path(source).name if Path(source).is_absolute() else source
+
+
+def _measured(runs: Sequence[Answer]) -> dict[str, Spread | None]:
+    spreads: dict[str, Spread | None] = {}
+    for part in PARTS:
+        values = [run.ms[part] for run in runs]
+        known = [value for value in values if value is not None]
+        spreads[part] = Spread.of(known) if known else None
+    return spreads
+
+
+def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
+    model = pipeline.bundle.manifest.language_model
+    tokens = [visual + answer.prompt_tokens for visual in answer.tokens_per_layer]
+    decoder = prefill_flops(model, tokens)
+    encoder = sum(kept.layout.tower_flops + kept.layout.projector_flops * kept.index.size for kept in answer.images)
+    return PrefillAndTtft(decoder, decoder + encoder)
+
+
+def _budget_report(
+    pipeline: Pipeline,
+    runs: Sequence[Answer],
+    flops: PrefillAndTtft,
+    base_flops: PrefillAndTtft,
+    baseline: dict[str, Spread | None],
+    memory: PeakMemory,
+    stages: PeaksOfStages,
+    energy: BudgetEnergy | None,
+) -> BudgetReport:
+    answer, ms = runs[0], _measured(runs)
+    flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
+    speedup = PrefillAndTtft(*(_ratio(baseline[part], ms[part]) for part in ("prefill", "ttft")))
+    per_token = ms["per_token"]
+    manifest = pipeline.bundle.manifest
+    step_bytes = decode_bytes(manifest, answer.kv_bytes)
+    return BudgetReport(
+        visual_tokens=answer.visual_tokens,
+        kept_after_sanitizer=answer.tokens_per_layer[0],
+        tokens_per_layer=tuple(answer.tokens_per_layer),
+        mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
+        ms=ms,
+        flops=flops,
+        flops_speedup=flops_speedup,
+        speedup=speedup,
+        efficiency=Efficiency(speedup.prefill / flops_speedup.prefill),
+        kv_bytes=answer.kv_bytes,
+        # Watching a stage starts the whole's peak anew.
+        peak_rss_bytes=None if memory.bytes is None else max(memory.bytes, *stages.bytes.values()),
+        stage_peak_rss_bytes=stages.bytes,
+        decode_tokens_per_s=1e3 / per_token.median if per_token else None,
+        decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
+        energy=energy,
+    )
+
+
+def _sum(load: float | None, ttft: float | None) -> float | None:
+    return None if load is None or ttft is None else load + ttft
+
+
+def _ratio(slow: Spread | None, fast: Spread | None) -> float:
+    if slow is None or fast is None:
+        raise ValueError("prefill and ttft are measured in every run")
+    return slow.median / fast.median

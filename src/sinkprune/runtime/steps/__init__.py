@@ -1,0 +1,1 @@
+"""The steps of a request, from pictures and texts to tokens."""

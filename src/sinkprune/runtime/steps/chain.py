@@ -1,0 +1,64 @@
+"""The loaded engines of a bundle, and what the steps of every request need of them.
+
+The baseline and every budget run the same weight engines; a plan only adds its weightless engines in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import DTYPES
+from sinkprune.runtime.backends import Backend, Decoder, Engine, Tensor
+from sinkprune.runtime.families.rotary import Rotary
+
+
+class Chain:
+    """The engines of one bundle on one backend, with their names in the graph contract."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        backend: Backend,
+        load: Callable[[str], Engine],
+        load_decoder: Callable[[str], Decoder],
+    ) -> None:
+        """Loads the weight engines; `load` and `load_decoder` give that of a graph by the graph's name."""
+        self.backend, self._load = backend, load
+        self.model = model = manifest.language_model
+        self.dtype: np.dtype[Any] = DTYPES[manifest.precision]
+        self.segments = manifest.segments
+        self.several_images = manifest.max_images > 1
+        self.rotary = Rotary(model.rope_theta, model.head_dim, self.dtype, model.rope_sections)
+        self._plan_engines: dict[str, Engine] = {}
+        self._loading = Lock()
+        self.vision = load("vision")
+        self.projector = load(manifest.projector) if manifest.projector else None
+        self.decoders = [load_decoder(f"decoder_{segment}") for segment in range(len(self.segments))]
+        self.head = load("head")
+        self._deepstack = manifest.deepstack_width
+        self.beside_token = self.beside_text(1)
+
+    def beside_text(self, rows: int) -> dict[str, Tensor]:
+        """What `decoder_0` is given of so many text rows beside the inputs of all segments, by name."""
+        if not self._deepstack:
+            return {}
+        return {"deepstack": self.backend.tensor(np.zeros((1, rows, self._deepstack), self.dtype))}
+
+    def plan_engine(self, graph: str) -> Engine:
+        """A weightless engine of a plan, loaded when first used."""
+        with self._loading:
+            if graph not in self._plan_engines:
+                self._plan_engines[graph] = self._load(graph)
+            return self._plan_engines[graph]
+
+    def load_plan(self, plan: Plan | None) -> None:
+        """Load what `plan` needs: loading an engine is no part of a request's time."""
+        with self.backend.turn:
+            for graph in plan.graphs if plan else ():
+                self.plan_engine(graph)

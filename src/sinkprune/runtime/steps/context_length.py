@@ -1,0 +1,103 @@
+"""Whether a request fits the model's context and the engines it runs on; refusals say what would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sinkprune.contract.engines_manifest import MOST_TOKENS, Limits
+from sinkprune.contract.errors import PromptError
+from sinkprune.contract.layout import VisualLayout
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.media.clip import Clip, Shown
+from sinkprune.runtime.media.video_file import VideoFile
+from sinkprune.runtime.steps.pictures import PictureLike
+from sinkprune.runtime.steps.request import Request
+
+
+class Length(NamedTuple):
+    """How long a request is, in tokens, and how long it may be."""
+
+    text: int
+    visual: int
+    new: int
+    limit: int
+    """How many positions the model has."""
+
+
+def check_number(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
+    """Refuse more pictures than the bundle, or engines of it, are made for; raises `PromptError`."""
+    most = limits.images if limits else manifest.max_images
+    if not 1 <= pictures <= most:
+        raise PromptError(
+            f"the prompt has {pictures} images, expected 1 to {most}. More must be asked for beforehand: "
+            "sinkprune-export --max-images, and sinkprune-build --max-images where engines are built."
+        )
+
+
+def check_length(
+    manifest: Manifest,
+    limits: Limits | None,
+    request: Request,
+    text: int,
+    visual: int,
+    layouts: Sequence[VisualLayout],
+) -> None:
+    """Refuse a request with so many `text` tokens and `visual` rows; raises `PromptError`.
+
+    `limits` are those of engines; None for graphs, which have none. The pictures' `layouts` tell what would fit.
+    """
+    if limits is not None:
+        lengths = (
+            ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
+            ("new tokens", request.max_new_tokens, limits.new_tokens, "--max-new-tokens"),
+        )
+        for what, asked, most, _ in lengths:
+            if asked > most:
+                flags = [f"{flag} {max(own, built)}" for _, own, built, flag in lengths if built < MOST_TOKENS]
+                raise PromptError(
+                    f"{asked} {what} are more than the {most} the engines were built for. Ask for less, or build "
+                    f"them again with sinkprune-build {' '.join(flags)} --force."
+                )
+    length = Length(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
+    if sum(length[:3]) > length.limit:
+        budgets = manifest.plans[request.method]
+        kept = {name: schedule(manifest, request.method, name, layouts).rows for name in budgets}
+        raise too_long(length, kept, _fewer_tokens(manifest, request.pictures))
+
+
+def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
+    """How pictures would have fewer tokens."""
+    if any(isinstance(picture, (Clip, VideoFile, Shown)) for picture in pictures):
+        return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
+    fewer = "fewer images" if len(pictures) > 1 else ""
+    if manifest.any_resolution:
+        given = f"{fewer} or smaller ones" if fewer else "a smaller image"
+        return f"Give {given}, or export again with a smaller --max-pixels."
+    return f"Give {fewer}." if fewer else "Ask for fewer new tokens."
+
+
+def too_long(length: Length, kept: Mapping[str, int], fewer_tokens: str) -> PromptError:
+    """`kept` are the visual tokens each budget of the bundle would leave, `fewer_tokens` how pictures have fewer."""
+    text, visual, new, limit = length
+    room = limit - text - new
+    fit = {tokens: name for name, tokens in kept.items() if tokens <= room}
+    if room > 0 and kept and not fit:
+        least = min(kept, key=kept.__getitem__)
+        advice = (
+            f"No budget of this bundle fits: '{least}' keeps fewest, {kept[least]} visual tokens, and there is room "
+            f"for {room}. {fewer_tokens}"
+        )
+        if kept[least] - room < text:
+            advice += " Or shorten the prompt."
+    else:
+        left = limit - text - visual
+        way_out = f" or ask for at most {left} new tokens" if left > 0 else ""
+        advice = f"Shorten the prompt{way_out}."
+        if fit:
+            advice += f" Budget '{fit[max(fit)]}' keeps {max(fit)} visual tokens, which would fit."
+    return PromptError(
+        f"the prompt is too long: {text} text tokens, {visual} visual tokens and up to {new} new tokens exceed the "
+        f"model's {limit} positions. {advice}"
+    )

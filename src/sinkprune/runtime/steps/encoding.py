@@ -1,0 +1,109 @@
+"""The first steps on the device: a picture's pixels to tokens, and those that are kept to embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from sinkprune.contract.errors import NumericsError
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.chain import Chain
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A picture as the LLM receives it: G' groups of N' tokens were sanitised apart, n0 of each kept."""
+
+    embeddings: Tensor
+    """[G',n0,d] float on the device, in the decoder's width."""
+    device_norms: Tensor
+    """[G,N] fp32 on the device, as the tower gave them: some selects take them."""
+    kept_index: Array
+    """[G',n0] int64: the token each row stands for, of its group."""
+    norms: Array
+    """[G',N'] fp32: the norm of each token in the vision tower."""
+    salience: Array
+    """[G',N'] fp32: the attention each token receives in the vision tower."""
+    deepstack: Tensor | None = None
+    """[G',n0,E] float on the device: what the decoder's first layers add to each row, where the model has that."""
+
+    @property
+    def source_tokens(self) -> Array:
+        """[G'*n0] int64: the token each row stands for, counted through all groups."""
+        groups, tokens = self.norms.shape
+        source: Array = (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
+        return source
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What the vision tower gives of a picture of G groups of N tokens."""
+
+    tokens: Tensor
+    """[G,N,D] float on the device."""
+    device_norms: Tensor
+    """[G,N] fp32 on the device."""
+    device_salience: Tensor
+    norms: Array
+    """[G,N] fp32 on the host."""
+    salience: Array
+    deepstack: Tensor | None = None
+    """[G,N,E] float on the device: what the decoder's first layers add to each token, where the model has that."""
+
+
+def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
+    """The vision tower on the `inputs` of the graph `vision`; waits for it.
+
+    Raises `NumericsError` if tokens, norms or salience are not finite, before anything is chosen by them.
+    """
+    backend = chain.backend
+    with clock.measure("vision"):
+        features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
+    tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
+    # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
+    host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
+    tower = Tower(tokens, norms, salience, host_norms, host_salience, features.get("deepstack"))
+    _check_finite("norms or salience", tower.norms, tower.salience)
+    if chain.projector is None:
+        # Elsewhere norms are the tokens' own; here layers follow that may still overflow.
+        _check_finite("tokens", backend.numpy(tokens))
+    return tower
+
+
+def encode(chain: Chain, plan: Plan | None, tower: Tower, clock: Stopwatch) -> Encoded:
+    """The plan's sanitizer, and the projector where there is one, on what the `tower` gave."""
+    backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
+    if plan is not None and plan.sanitizer is not None:
+        sanitizer = chain.plan_engine(plan.sanitizer)
+        with clock.measure("sanitizer"):
+            given = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+            sanitized = sanitizer(given if deepstack is None else {**given, "deepstack": deepstack})
+        tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
+    if deepstack is not None:
+        _check_finite("features beside its tokens", backend.numpy(deepstack))
+    if chain.projector is not None:
+        with clock.measure("projector"):
+            tokens = chain.projector({"tokens": tokens})["embeddings"]
+    if sanitized is None:
+        kept_index = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
+    else:
+        kept_index = backend.numpy(sanitized["kept_index"])
+    # Frames that were sanitised as one are one group from here on.
+    groups = len(kept_index)
+    norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
+    return Encoded(tokens, tower.device_norms, kept_index, norms, salience, deepstack)
+
+
+def _check_finite(what: str, *arrays: Array) -> None:
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise NumericsError(
+            f"the vision tower gave {what} that are not finite, so no token can be chosen by them. If the bundle is "
+            "fp16, its values may exceed that type; export it with --precision fp32. openvino-gpu computes in fp16 "
+            "unless --compute is fp32. If neither is so, the checkpoint's weights or its image processor's settings "
+            "are damaged."
+        )

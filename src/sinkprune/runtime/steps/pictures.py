@@ -1,0 +1,95 @@
+"""What a request may show a model: images and clips, in files or in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import DTYPES, Array
+from sinkprune.runtime.families import Family, Seen
+from sinkprune.runtime.media.clip import Clip, Picture, Shown
+from sinkprune.runtime.media.images import read_image, to_rgb
+from sinkprune.runtime.media.video_file import VideoFile
+
+PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
+"""A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or what `decoded`
+made of one. Greyscale of 16 bits is divided by 257."""
+
+
+ORDERS = ("rgb", "bgr")
+"""The orders that an array's channels may have; OpenCV's is `bgr`."""
+
+
+def decoded(source: PictureLike, family: Family) -> Picture:
+    """An RGB image, or the frames of a clip that a model of `family` is shown; raises `ImageError`."""
+    if isinstance(source, Shown):
+        return source
+    if isinstance(source, (Clip, VideoFile)):
+        return family.shown(source)
+    return read_image(source) if isinstance(source, (str, os.PathLike)) else to_rgb(source)
+
+
+def check_order(order: object) -> str:
+    """The order of an array's channels; raises `UsageError` for what is neither "rgb" nor "bgr"."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise UsageError(f"order is {shown(order)}, expected 'rgb' or 'bgr', the order of an array's channels.")
+    return order
+
+
+def in_rgb(array: Array, order: str) -> Array:
+    """A view of the array [height,width,3], whose channels are in `order`, with channels in the order RGB."""
+    return array[..., ::-1] if order == "bgr" else array
+
+
+def with_order(source: PictureLike, order: str) -> PictureLike:
+    """`source` with channels in RGB, where it is an array or a clip of arrays whose channels are in `order`."""
+    if isinstance(source, np.ndarray) and source.ndim == 3:
+        return in_rgb(source, order)
+    if isinstance(source, Clip) and order != "rgb":
+        arrays = (isinstance(frame, np.ndarray) and frame.ndim == 3 for frame in source.frames)
+        return Clip(
+            [in_rgb(frame, order) if array else frame for frame, array in zip(source.frames, arrays, strict=True)],  # type: ignore[arg-type]
+            source.fps,
+        )
+    return source
+
+
+def see(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> Seen:
+    """`picture`, which came from `source`, as the tower takes it, floats in the bundle's precision.
+
+    Raises `ImageError` for what the family refuses, and for more tokens than the bundle's graphs take.
+    """
+    with _naming(source):
+        inputs, layout = family.see(picture)
+        most = manifest.most_visual_tokens
+        if layout.tokens > most:
+            raise ImageError(
+                f"the image has {picture.size[0]}x{picture.size[1]} pixels, which make {layout.tokens} visual "
+                f"tokens; this bundle's graphs take up to {most}. Scale it down, or export again with a larger "
+                "--max-pixels."
+            )
+    dtype = DTYPES[manifest.precision]
+    return Seen(
+        {
+            name: array.astype(dtype, copy=False) if np.issubdtype(array.dtype, np.floating) else array
+            for name, array in inputs.items()
+        },
+        layout,
+    )
+
+
+@contextmanager
+def _naming(source: PictureLike) -> Iterator[None]:
+    """Put the file's name before what is said of an image from a file."""
+    try:
+        yield
+    except ImageError as error:
+        if isinstance(source, (str, os.PathLike)):
+            raise ImageError(f"'{source}': {error}") from error
+        raise

@@ -1,0 +1,1 @@
+"""This machine as the runtime uses it: cores, heap, processor, locks."""

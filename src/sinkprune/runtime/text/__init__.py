@@ -1,0 +1,1 @@
+"""Chat templates, prompts, sampling and the text of answers."""

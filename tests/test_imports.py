@@ -1,0 +1,97 @@
+"""What imports load, and where the package lies. `make lint` checks which folder may import which."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+
+import sinkprune
+from repository import ROOT
+from sinkprune import entry_points, runtime
+from sinkprune.command import VERBS
+from sinkprune.contract import errors
+
+SOURCE = ROOT / "src" / "sinkprune"
+HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}
+ENGINE_LIBRARIES = {"onnxruntime", "openvino", "tensorrt", "tensorrt_rtx", "cuda", "pycuda"}
+_ALL_MODULES = """
+import sys, pkgutil, importlib
+for folder in sys.argv[1:]:
+    package = importlib.import_module(f"sinkprune.{folder}")
+    for module in pkgutil.walk_packages(package.__path__, f"sinkprune.{folder}."):
+        if not module.name.endswith((".kernels", ".lmms_eval_model")):
+            importlib.import_module(module.name)
+print(*{name.split(".")[0] for name in sys.modules})
+"""
+"""Imports all modules of some folders, but those for Triton and for lmms-eval, and prints what is loaded then."""
+
+
+def test_the_folders_at_the_top_are_links_to_the_package() -> None:
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    links = {path.name: path.readlink() for path in ROOT.iterdir() if path.is_symlink()}
+    assert links == {name: Path("src", "sinkprune", name) for name in packages}
+
+
+@pytest.mark.parametrize(
+    ("folders", "unwanted"),
+    [
+        (("contract",), HEAVY | ENGINE_LIBRARIES | {"PIL", "tokenizers", "safetensors", "jinja2", "rich"}),
+        (("runtime", "jetson"), HEAVY | ENGINE_LIBRARIES),
+        (("engines", "calibration"), ENGINE_LIBRARIES | {"torch", "transformers"}),
+    ],
+)
+def test_modules_import_large_libraries_when_they_are_called(folders: tuple[str, ...], unwanted: set[str]) -> None:
+    program = [sys.executable, "-c", _ALL_MODULES, *folders]
+    loaded = subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()
+    assert {"sinkprune", "numpy"} <= set(loaded)
+    assert not unwanted & set(loaded)
+
+
+def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
+    # Until they are under way, Ctrl-C would end in a traceback.
+    program = (
+        "import sys; before = set(sys.modules); import sinkprune.entry_points; print(*set(sys.modules) - before)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    assert {name for name in loaded if name.startswith("sinkprune")} == {
+        *("sinkprune", "sinkprune.contract", "sinkprune.contract.errors", "sinkprune.contract.command_line"),
+        *(
+            "sinkprune.contract.command_line.command",
+            "sinkprune.contract.checks",
+            "sinkprune.contract.checks.terminal",
+        ),
+        "sinkprune.entry_points",
+    }
+    assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "sinkprune"}
+
+
+def test_every_command_starts_there() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert set(scripts) == {"sinkprune", *(f"sinkprune-{verb}" for verb in VERBS)}
+    for name, place in scripts.items():
+        assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
+        assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))
+
+
+def test_the_public_names_are_loaded_when_they_are_used(tmp_path: Path) -> None:
+    program = "import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert not {name.split(".")[0] for name in result.stdout.split()} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})
+
+
+def test_every_exception_and_every_name_of_the_face_can_be_imported() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.SinkpruneError)
+    }
+    assert kinds < set(sinkprune.__all__)
+    assert all(getattr(sinkprune, name).__name__ == name for name in sinkprune.__all__)
+    assert all(sinkprune.UsageError is kind for kind in (errors.UsageError, runtime.UsageError))
+    with pytest.raises(AttributeError, match="no attribute 'Pipelin'"):
+        sinkprune.Pipelin  # type: ignore[attr-defined]  # noqa: B018
