@@ -49,7 +49,9 @@ def test_joules_are_told_for_every_part(
         assert energy["joules"]["latency"]["joules"] == pytest.approx(0, abs=1e-6)
         gross = {part: use["joules_with_idle"] for part, use in energy["joules"].items() if use}
         assert gross["latency"] == pytest.approx(watts * ms["latency"] / 1e3, rel=0.3)
-        assert gross["per_token"] == pytest.approx(watts * ms["per_token"] / 1e3, rel=0.5)
+        # On a busy machine, waiting between tokens is longer than any of them.
+        assert gross["per_token"] >= 0.9 * watts * ms["per_token"] / 1e3
+        assert math.isclose(gross["ttft"] + (report["new_tokens"] - 1) * gross["per_token"], gross["latency"])
         assert math.isclose(sum(gross.get(part, 0.0) for part in OF_TTFT), gross["ttft"])
         assert (energy["joules"]["select"] is None) == (name == "none")
         assert energy["joules"]["preprocess"]["estimated"]
