@@ -1,5 +1,7 @@
 """Files and bundles that printed commands name are there when a reader pastes them, in the order of the pages.
 
+Modules that pages name are in the repository.
+
 A reader has what `make demo` leaves in `demo-output`, what the README's commands made, and then what the page's own
 commands made before.
 """
@@ -120,3 +122,12 @@ def test_the_demo_writes_the_files_and_its_bundle_takes_as_many_images() -> None
     readme = (ROOT / "README.md").read_text()
     example = readme[readme.index("## A worked example") :]
     assert example.index("cd demo-output") < example.index("kitchen.jpg --prompt")
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "docs/architecture.svg"], ids=lambda page: page.name
+)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    found = [f"/{path}" for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    for name in re.findall(r"(?<![\w/.*>-])([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)\b", page.read_text(encoding="utf-8")):
+        assert any(path.endswith(f"/{name}") for path in found), f"{page.name} names {name}, which is nowhere"

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-ENGINES = ("sinkprune", "transformers", "openvino_genai", "llama_cpp", "onnxruntime_genai")
+ENGINES = ("sinkprune", "transformers", "openvino_genai", "llama_cpp")
 """The modules of this package that hold an engine: `<name>_engine`."""
 
 

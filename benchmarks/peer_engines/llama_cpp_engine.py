@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from peer_engines import gguf_clip_tower, gguf_qwen3_tower
 from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
-from peer_engines.gguf_decoder import write_decoder
-from peer_engines.gguf_files import matrix_bytes, quantise
+from peer_engines.gguf import clip_tower, qwen3_tower
+from peer_engines.gguf.decoder import write_decoder
+from peer_engines.gguf.files import matrix_bytes, quantise
 from sinkprune.export.checkpoint.folder import read_json
 
 # Bits a weight, and the number of llama.cpp's `llama_ftype`; None is what is written first.
 _FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}
-_TOWERS: dict[str, Any] = {"llava": gguf_clip_tower, "qwen3_vl": gguf_qwen3_tower}
+_TOWERS: dict[str, Any] = {"llava": clip_tower, "qwen3_vl": qwen3_tower}
 """The modules that write towers, by `model_type`."""
 _TOWER, _DECODER = "tower-BF16.gguf", "BF16.gguf"
 _ROWS = 256
@@ -35,7 +35,7 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
     need("llama_cpp", "llama-cpp-python")
     need("gguf", "gguf")
     if config["model_type"] not in _TOWERS:
-        raise NotRunError(f"only {' and '.join(_TOWERS)} are written as GGUF here (gguf_*_tower.py)")
+        raise NotRunError(f"only {' and '.join(_TOWERS)} are written as GGUF here (gguf/*_tower.py)")
     return [Form("llama_cpp", name, bits) for name, (bits, _) in _FORMS.items()]
 
 

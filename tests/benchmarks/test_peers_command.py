@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ OURS = "sinkprune ort-cpu fp32"
 
 @pytest.mark.slow
 def test_it_measures_what_is_here_and_tells_of_what_is_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
     (tmp_path / "tiny.json").write_text(json.dumps(LLAVA))
     report, picture = tmp_path / "peers.json", tmp_path / "peers.png"
     given = ["--folder", str(tmp_path), "--model", str(tmp_path / "tiny.json"), "--reference", OURS]
-    given += ["--only", "onnxruntime-genai,nobody", "--repeat", "2", "--new-tokens", "3", "--threads", "1"]
+    given += ["--only", "llama-cpp,nobody", "--repeat", "2", "--new-tokens", "3", "--threads", "1"]
     assert peers.main([*given, "--json", str(report), "--plot", str(picture)]) == 0
     content = json.loads(report.read_text())
     rows = {row["way"]: row for row in content["rows"]}
@@ -33,9 +35,9 @@ def test_it_measures_what_is_here_and_tells_of_what_is_not(
         assert row["peak_rss_bytes"] > 10_000_000 and row["ms"]["ttft"]["median"] > row["ms"]["prefill"]["median"] > 0
     assert rows["none"]["ttft_over_reference"] == 1 and rows["none"]["first_token_as_most"] == 1
     assert len(content["read_gb_per_s"]) == 3
-    assert list(content["not_run"]) == ["onnxruntime-genai"]
+    assert list(content["not_run"]) == ["llama-cpp"]
     shown = capsys.readouterr().out
-    assert "not run: onnxruntime-genai: " in shown and f"{OURS}, retain-64" in shown
+    assert "not run: llama-cpp: " in shown and f"{OURS}, retain-64" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

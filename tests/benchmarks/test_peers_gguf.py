@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from peer_engines import gguf_clip_tower, gguf_qwen3_tower
 from peer_engines.checkpoint import make_checkpoint
-from peer_engines.gguf_decoder import write_decoder
-from peer_engines.gguf_files import matrix_bytes
+from peer_engines.gguf import clip_tower, qwen3_tower
+from peer_engines.gguf.decoder import write_decoder
+from peer_engines.gguf.files import matrix_bytes
 from peer_shapes import LLAVA, QWEN3
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
@@ -149,7 +149,7 @@ def test_llavas_queries_and_keys_are_turned_as_neighbours(checkpoints: dict[str,
 def test_qwen3s_tower_has_a_patch_embedding_for_each_frame_and_mergers_at_their_blocks(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    tower = Written(checkpoints["qwen3"], tmp_path / "tower", gguf_qwen3_tower.write_tower)
+    tower = Written(checkpoints["qwen3"], tmp_path / "tower", qwen3_tower.write_tower)
     tower.check(QWEN3_TOWER)
     whole = tower.source("visual.patch_embed.proj.weight", (48, 3, 2, 16, 16))
     np.testing.assert_array_equal(tower.tensors["v.patch_embd.weight"], whole[:, :, 0])
@@ -161,15 +161,15 @@ def test_qwen3s_tower_has_a_patch_embedding_for_each_frame_and_mergers_at_their_
     assert len(tower.tensors) == 5 * 12 + 4 * 6 + 4
     assert tower.fields["clip.projector_type"] == "qwen3vl_merger"
     assert tower.fields["clip.vision.image_size"] == 80
-    assert gguf_qwen3_tower.visual_tokens(checkpoints["qwen3"]) == (4, 980)
+    assert qwen3_tower.visual_tokens(checkpoints["qwen3"]) == (4, 980)
 
 
 def test_llavas_tower_ends_at_the_layer_whose_states_are_taken(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    tower = Written(checkpoints["llava"], tmp_path / "tower", gguf_clip_tower.write_tower)
+    tower = Written(checkpoints["llava"], tmp_path / "tower", clip_tower.write_tower)
     tower.check(LLAVA_TOWER)
     assert {int(name.split(".")[2]) for name in tower.tensors if name.startswith("v.blk.")} == {0, 1}
     assert tower.fields["clip.vision.feature_layer"] == [2]
-    assert gguf_clip_tower.visual_tokens(checkpoints["llava"]) == (576, 576)
+    assert clip_tower.visual_tokens(checkpoints["llava"]) == (576, 576)
 
 
 def test_a_token_reads_an_embedding_table_where_it_is_the_head_too(

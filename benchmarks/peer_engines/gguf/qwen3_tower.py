@@ -6,7 +6,7 @@ from contextlib import closing
 from math import isqrt
 from pathlib import Path
 
-from peer_engines.gguf_files import MOSTLY_BF16, GgufFile
+from peer_engines.gguf.files import MOSTLY_BF16, GgufFile
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
 from sinkprune.export.models.qwen2_5_vision import EPSILON

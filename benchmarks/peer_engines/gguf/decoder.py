@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer_engines.gguf_files import MOSTLY_BF16, GgufFile, add_vocabulary
+from peer_engines.gguf.files import MOSTLY_BF16, GgufFile, add_vocabulary
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
-from peer_engines.gguf_files import MOSTLY_BF16, GgufFile
+from peer_engines.gguf.files import MOSTLY_BF16, GgufFile
 from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
 
 _BLOCK = {

@@ -1,0 +1,1 @@
+"""A checkpoint as llama.cpp's files: its decoder and its tower."""
