@@ -57,7 +57,7 @@ test-intel-gpu: .venv/.dev $(STAND_IN)/gpu/libOpenCL.so.1
 		LD_LIBRARY_PATH=$(CURDIR)/$(STAND_IN)/gpu:$(OPENCL) xargs -P 2 -I TEST $(BIN)/pytest -q -n 1 $(LONG) -m intel_gpu TEST
 
 # The stand-in needs the library that it stands in front of, and both are libOpenCL.so.1: an empty one lends another name.
-$(STAND_IN)/gpu/libOpenCL.so.1: tests/intel_gpu_stand_in.c | $(BIN)/python
+$(STAND_IN)/gpu/libOpenCL.so.1: tests/support/stand_ins/intel_gpu_stand_in.c | $(BIN)/python
 	$(BIN)/python -m venv $(STAND_IN)
 	$(STAND_IN)/bin/pip install --quiet intel-opencl-rt==2026.2.0 intel-cmplr-lib-rt==2026.2.0
 	mkdir -p $(@D)

@@ -48,7 +48,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True, scope="session")
 def quick_exports() -> None:
     """Exports infer the shapes of alike nodes once."""
-    from operator_signatures import keep_inferred_shapes, keep_signatures
+    from support.references.operator_signatures import keep_inferred_shapes, keep_signatures
 
     keep_signatures()
     keep_inferred_shapes()
@@ -80,7 +80,7 @@ def checkpoint(shared_folder: Path) -> Callable[[str], Path]:
     """The folder of a small checkpoint, by its name in one of the tables above. Tests must not write into it."""
 
     def get(name: str) -> Path:
-        from small_models import make_small_model
+        from support.models.small_models import make_small_model
 
         return make_once(shared_folder / name, partial(make_small_model, name))
 

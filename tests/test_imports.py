@@ -10,10 +10,10 @@ import pytest
 import tomllib
 
 import sinkprune
-from repository import ROOT
 from sinkprune import entry_points, runtime
 from sinkprune.command import VERBS
 from sinkprune.contract import errors
+from support.programs.repository import ROOT
 
 SOURCE = ROOT / "src" / "sinkprune"
 HEAVY = {"torch", "torchvision", "transformers", "onnx", "onnx_ir", "onnxscript"}

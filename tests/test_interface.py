@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from commands import Outcome, assert_refused, run
 from sinkprune import __version__, entry_points
 from sinkprune.calibration.commands.calibrate import VERBS as CALIBRATE
 from sinkprune.command import VERBS
 from sinkprune.contract.command_line.verbs import Verb
+from support.programs.commands import Outcome, assert_refused, run
 
 Parse = Callable[..., argparse.Namespace]
 

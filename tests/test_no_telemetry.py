@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-import without_network
-from commands import own_process
-from repository import ROOT
+from support.programs.commands import own_process
+from support.programs.repository import ROOT
+from support.stand_ins import without_network
 
 pytestmark = pytest.mark.skipif(
     platform.machine() not in without_network.SYSTEM_CALLS, reason="no numbers of this machine's system calls"

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from commands import run
-from printed_commands import ALL, OUTPUT, Block, blocks, most_images
-from repository import ROOT
 from sinkprune.demo.example_files import write_example_files
+from support.programs.commands import run
+from support.programs.printed_commands import ALL, OUTPUT, Block, blocks, most_images
+from support.programs.repository import ROOT
 
 CHECKPOINTS = {
     "llava-hf/llava-1.5-7b-hf": "gqa-112",
@@ -31,7 +31,7 @@ BUNDLES = ("llava-7b", "llava-7b-int4", "llava-int4", "llava-methods", "engines"
 """The names of bundles and engines that commands read. They are made for as many images as their export says."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
-LOAD = "its answer depends on the machine's load: see tests/runtime/test_deadline_requests.py"
+LOAD = "its answer depends on the machine's load: see tests/runtime/deadline/test_deadline_requests.py"
 NOT_RUN: dict[str, str] = {
     r"pip install": SYSTEM,
     r"make ": MINUTES,

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from printed_commands import ALL, PAGES, most_images
-from repository import ROOT
 from sinkprune.demo.example_files import write_example_files
 from sinkprune.demo.write_scenes import write_scenes
+from support.programs.printed_commands import ALL, PAGES, most_images
+from support.programs.repository import ROOT
 
 READ = ("--image", "--images", "--video", "--frames", "--check", "--data", "--task", "--sign", "--signed-by")
 COMMANDS = tuple(f"sinkprune-{name}" for name in ("run", "profile", "evaluate", "calibrate", "build", "doctor"))

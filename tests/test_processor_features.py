@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import processor_features
-from processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
+from support.stand_ins import processor_features
+from support.stand_ins.processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
 
 AVX2 = "fma avx avx2"
 AVX512 = f"{AVX2} avx512f avx512bw avx512_vnni"

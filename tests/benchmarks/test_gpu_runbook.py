@@ -16,7 +16,7 @@ import pytest
 
 import gpu_parts
 import gpu_results
-from commands import run
+from support.programs.commands import run
 
 SCRIPT = Path(gpu_parts.__file__).with_name("gpu.sh")
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"

@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from peer_engines.checkpoint import chat_text, make_checkpoint, random_picture, weight_bytes
 from peer_engines.transformers_engine import Prompt
-from peer_shapes import LLAVA, QWEN, QWEN3
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from support.models.peer_shapes import LLAVA, QWEN, QWEN3
 
 CONFIGS = {"llava": (LLAVA, 336), "qwen": (QWEN, 112), "qwen3": (QWEN3, 96)}
 

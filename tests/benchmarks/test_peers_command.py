@@ -11,7 +11,7 @@ import pytest
 import peers
 from peer_engines.engine import ENGINES, Form, NotRunError, need
 from peer_engines.process import Process
-from peer_shapes import LLAVA, QWEN3
+from support.models.peer_shapes import LLAVA, QWEN3
 
 OURS = "sinkprune ort-cpu fp32"
 

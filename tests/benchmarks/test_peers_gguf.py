@@ -17,9 +17,9 @@ from peer_engines.checkpoint import make_checkpoint
 from peer_engines.gguf import clip_tower, qwen3_tower
 from peer_engines.gguf.decoder import write_decoder
 from peer_engines.gguf.files import matrix_bytes
-from peer_shapes import LLAVA, QWEN3
 from sinkprune.contract.precision import Array
 from sinkprune.export.checkpoint.folder import SafetensorsWeights
+from support.models.peer_shapes import LLAVA, QWEN3
 
 BF16 = gguf.GGMLQuantizationType.BF16
 DECODER = {

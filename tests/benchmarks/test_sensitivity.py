@@ -11,9 +11,9 @@ from PIL import Image
 from skimage import data
 
 import sensitivity
-from commands import Outcome, assert_refused
 from sensitivity_methods.variants import SHIFTS, moved_layers
 from sinkprune.export import methods
+from support.programs.commands import Outcome, assert_refused
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from commands import assert_refused, run
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.token_features import TokenFeatures
-from slow_cases import slow_except
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow_except
 
 Bundles = Callable[..., Path]
 # Matplotlib's viridis at its ends, three quarters of it on black

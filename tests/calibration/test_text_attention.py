@@ -15,9 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from masking import Sequence, masked_forward
-from picture_prompts import reference_inputs
-from reference import largest
 from sinkprune import Pipeline
 from sinkprune.calibration.attention.text_attention import text_attention
 from sinkprune.calibration.attention.watching import Watch, observe
@@ -27,7 +24,10 @@ from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import prune_layers
 from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.backends import Backend, Engine
-from steps import QUESTION, Watched, watched
+from support.references.masking import Sequence, masked_forward
+from support.references.picture_prompts import reference_inputs
+from support.references.reference import largest
+from support.references.steps import QUESTION, Watched, watched
 
 Array = np.ndarray[Any, Any]
 # 64 tokens; five groups of 64; 56 and 120 tokens

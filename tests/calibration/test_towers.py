@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from skimage import data
 
-from commands import assert_refused, run
 from sinkprune.calibration.towers import VisionTower
-from slow_cases import slow_except
-from tower_checkpoints import KINDS, PATCHES, PLANTED, SIZE, blocks, make_tower
+from support.models.tower_checkpoints import KINDS, PATCHES, PLANTED, SIZE, blocks, make_tower
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow_except
 
 Towers = Callable[[str], Path]
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manifests import changed, manifest_data, refusal, write_data
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import MANIFEST
+from support.models.manifests import changed, manifest_data, refusal, write_data
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from manifests import changed, manifest_data, refusal, write_data
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.manifest_file import file_specs
@@ -24,6 +23,7 @@ from sinkprune.contract.manifest import (
     TOKENIZER,
     Manifest,
 )
+from support.models.manifests import changed, manifest_data, refusal, write_data
 
 
 @pytest.fixture(scope="module")

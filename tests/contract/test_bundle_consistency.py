@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from manifests import changed, manifest_data, refusal, write_data
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from support.models.manifests import changed, manifest_data, refusal, write_data
 
 
 @pytest.fixture

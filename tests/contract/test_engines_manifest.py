@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from manifests import changed
 from sinkprune.contract.engines_manifest import (
     ENGINES,
     FORMAT_VERSION,
@@ -23,6 +22,7 @@ from sinkprune.contract.engines_manifest import (
 )
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.manifest_file import file_specs
+from support.models.manifests import changed
 
 ENGINE = "engines/head.engine"
 

@@ -18,7 +18,7 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families import load_family
-from steps import layout_of
+from support.references.steps import layout_of
 
 TEXT_TOKENS = 60
 TABLE = {

@@ -10,13 +10,13 @@ from statistics import fmean
 
 import pytest
 
-from commands import run
 from sinkprune import Pipeline
 from sinkprune.calibration.evaluation.asking import ask, report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, CombinationReport, Reply
 from sinkprune.calibration.tasks import blinded, load_task
 from sinkprune.demo.write_scenes import write_scenes
 from sinkprune.export.command import main as export
+from support.programs.commands import run
 
 DEMO = Path(__file__).parents[2] / "demo"
 POCKET = DEMO / "pocket"

@@ -88,11 +88,11 @@ def hand_over(folder: Path) -> None:
     """Export the bundles into `folder`, and write the photo."""
     from skimage import data
 
-    from checkpoints import make_checkpoint
-    from qwen_checkpoints import make_qwen_checkpoint
     from sinkprune.export.bundle_writer import export_bundle
     from sinkprune.export.source import ExportRequest
-    from small_models import QWEN_SHAPES, SHAPES
+    from support.models.checkpoints import make_checkpoint
+    from support.models.qwen_checkpoints import make_qwen_checkpoint
+    from support.models.small_models import QWEN_SHAPES, SHAPES
 
     for name, options in BUNDLES:
         output, checkpoint = folder / folder_name(name, options), folder / "checkpoints" / name

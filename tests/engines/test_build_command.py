@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from commands import assert_refused, run
-from heads_of_64 import export_random
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Engines, Limits, read_engines
@@ -29,6 +27,8 @@ from sinkprune.engines.progress import TerminalProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
+from support.models.heads_of_64 import export_random
+from support.programs.commands import assert_refused, run
 
 Bundles = Callable[..., Path]
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from commands import assert_refused, run
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle, read_runnable
 from sinkprune.contract.engines_manifest import BUNDLE_FOLDER, ENGINES, read_engines
 from sinkprune.contract.errors import BundleError, EnginesError, UsageError
 from sinkprune.contract.files.manifest_file import file_specs
 from sinkprune.contract.files.trust import Trust
-from slow_cases import slow_except
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow_except
 
 NOBODY = 65534
 TARGETS = {"onnxruntime": "ort-cpu", "onnxruntime+openvino": "ort-cpu+openvino", "openvino": "openvino"}

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from commands import assert_refused, run
-from killed_commands import kill_when, left
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import EnginesManifest, Limits, read_engines
 from sinkprune.contract.errors import BundleError, EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
-from slow_cases import slow
+from support.programs.commands import assert_refused, run
+from support.programs.killed_commands import kill_when, left
+from support.programs.slow_cases import slow
 
 Bundles = Callable[..., Path]
 LIMITS = Limits(10, 10, 1)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shapes_sent import NEW_TOKENS, ShapesSent
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range
 from sinkprune.contract.errors import BundleError, UsageError
@@ -20,6 +19,7 @@ from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.pipeline import Pipeline
+from support.references.shapes_sent import NEW_TOKENS, ShapesSent
 
 LONG_PROMPT = "Which colour is the cup on the table, and what is in the picture behind it?"
 METHODS = ("sinkpruner", "sinkpruner-no-sanitizer", "fastervlm", "pyramiddrop", "sparsevlm")

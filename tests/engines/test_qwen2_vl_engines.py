@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from commands import run
-from heads_of_64 import QWEN2_CONFIG, export_random
-from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, read_engines
@@ -21,6 +18,9 @@ from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.runtime.backends.models import Model
+from support.models.heads_of_64 import QWEN2_CONFIG, export_random
+from support.programs.commands import run
+from support.references.shapes_sent import shapes_outside_optimisation_profiles
 
 BUDGETS = ("prune-77.8", "prune-80+per-frame")
 OPTIONS: dict[str, Any] = {"budgets": BUDGETS, "max_pixels": 376320, "max_frames": 8}

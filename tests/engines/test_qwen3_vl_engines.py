@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from commands import run
-from heads_of_64 import QWEN3_CONFIG, export_random, operators
-from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Limits, Range, read_engines
@@ -25,6 +22,9 @@ from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods import all_methods
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.models import Model
+from support.models.heads_of_64 import QWEN3_CONFIG, export_random, operators
+from support.programs.commands import run
+from support.references.shapes_sent import shapes_outside_optimisation_profiles
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
 OPTIONS: dict[str, Any] = {"budgets": BUDGETS[:1], "max_pixels": 491520, "max_frames": 8}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from commands import run
-from heads_of_64 import QWEN_CONFIG, export_random
-from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
 from sinkprune.export.dialects import DIALECTS
+from support.models.heads_of_64 import QWEN_CONFIG, export_random
+from support.programs.commands import run
+from support.references.shapes_sent import shapes_outside_optimisation_profiles
 
 BUDGETS = ("prune-66.7", "prune-88.9+raster+visual-keys")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from commands import run
-from heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
-from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import read_engines
 from sinkprune.export.dialects import DIALECTS
+from support.models.heads_of_64 import CONFIG, NEXT_CONFIG, QWEN_CONFIG, export_random
+from support.programs.commands import run
+from support.references.shapes_sent import shapes_outside_optimisation_profiles
 
 CONFIGS: dict[str, dict[str, Any]] = {"llava": CONFIG, "llava-next": NEXT_CONFIG, "qwen": QWEN_CONFIG}
 BUDGETS = {

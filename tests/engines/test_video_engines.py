@@ -11,11 +11,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from commands import run
-from fake_device import FakeDevice
-from fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
-from heads_of_64 import QWEN_CONFIG, export_random
-from shapes_sent import shapes_outside_optimisation_profiles
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Range, read_engines
@@ -30,6 +25,11 @@ from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from support.models.heads_of_64 import QWEN_CONFIG, export_random
+from support.programs.commands import run
+from support.references.shapes_sent import shapes_outside_optimisation_profiles
+from support.stand_ins.fake_device import FakeDevice
+from support.stand_ins.fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import Run, loaded
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.dialects.cached import Past
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
+from support.models.graphs import Run, loaded
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2}

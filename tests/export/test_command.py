@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from commands import run
 from sinkprune.contract.bundle import read_bundle
+from support.programs.commands import run
 
 
 @pytest.mark.parametrize(("said", "meant"), [("trt10", "opset20"), ("onnx24", "opset24"), ("opset20", "opset20")])

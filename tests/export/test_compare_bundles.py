@@ -10,7 +10,7 @@ import onnx
 import pytest
 
 from compare_bundles import differences, main
-from manifests import manifest_data, write_data
+from support.models.manifests import manifest_data, write_data
 
 SANITIZER = "sinkpruner/retain-64/sanitizer"
 Graph = onnx.GraphProto

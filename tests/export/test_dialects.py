@@ -15,8 +15,6 @@ import onnx_ir as ir
 import pytest
 from PIL import Image
 
-from commands import run
-from graphs import Array, Run, loaded
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.manifest import DialectName, GraphSpec, TensorSpec
@@ -26,7 +24,9 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
-from slow_cases import slow_except
+from support.models.graphs import Array, Run, loaded
+from support.programs.commands import run
+from support.programs.slow_cases import slow_except
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
 BUDGETS = ("retain-64", "retain-32+serial+raster+visual-keys+compact")

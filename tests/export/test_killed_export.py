@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from commands import run
-from killed_commands import kill_when, left
 from sinkprune.contract.bundle import read_bundle
+from support.programs.commands import run
+from support.programs.killed_commands import kill_when, left
 
 Checkpoints = Callable[[str], Path]
 

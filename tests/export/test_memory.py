@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commands import own_process
+from support.programs.commands import own_process
 
 # Run in a process of its own, whose children's peak is then the export's.
 _MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); \

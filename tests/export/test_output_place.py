@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from commands import assert_refused, own_process, run
 from sinkprune.contract.errors import BundleError
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
+from support.programs.commands import assert_refused, own_process, run
 
 Checkpoints = Callable[[str], Path]
 Bundles = Callable[..., Path]

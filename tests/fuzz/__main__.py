@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from fuzz.campaign import run_campaign
-from fuzz.sources import SOURCES, corpus, endless
+from fuzz.inputs.sources import SOURCES, corpus, endless
 from fuzz.subjects import FAMILIES, Subjects, make_families
 from fuzz.workers import Worker
 

@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuzz.cases import Case, JsonEdit
+from fuzz.inputs.cases import Case, JsonEdit
 from fuzz.subjects import Subjects
 from fuzz.trial import try_case
 from fuzz.verdict import Fault

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fuzz.cases import case_of
+from fuzz.inputs.cases import case_of
 from fuzz.subjects import Subjects, make_families
 from fuzz.trial import try_case
 from fuzz.workers import Worker

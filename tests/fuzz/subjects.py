@@ -18,15 +18,15 @@ from pathlib import Path
 from PIL import Image
 from safetensors import safe_open
 
-from checkpoints import Shape, make_checkpoint
-from commands import run
 from fuzz.child import Call
 from fuzz.verdict import MEMORY_BYTES, answer_of
 from fuzz.workers import Outcome, Worker
-from llava_next_checkpoints import NextShape, make_llava_next_checkpoint
-from quantised_checkpoints import Layout, make_quantised
-from qwen_checkpoints import QwenShape, make_qwen_checkpoint
-from video_files import write_video
+from support.models.checkpoints import Shape, make_checkpoint
+from support.models.llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from support.models.quantised_checkpoints import Layout, make_quantised
+from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
+from support.models.video_files import write_video
+from support.programs.commands import run
 
 PHOTOS = Path(__file__).parents[2] / "demo" / "photos"
 SECONDS = 10.0

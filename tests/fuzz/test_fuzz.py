@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from conftest import make_once
-from fuzz.cases import Case, case_of
-from fuzz.sources import SOURCES, corpus, endless
+from fuzz.inputs.cases import Case, case_of
+from fuzz.inputs.sources import SOURCES, corpus, endless
 from fuzz.subjects import Subjects, make_families
 from fuzz.trial import try_case
 from fuzz.workers import Worker

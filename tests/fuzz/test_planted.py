@@ -16,7 +16,7 @@ SECONDS, SECONDS_OF_A_HANG = 20.0, 2.0
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[Worker]:
-    with Worker(("fuzz.planted",)) as worker:
+    with Worker(("fuzz.inputs.planted",)) as worker:
         yield worker
 
 
@@ -31,7 +31,7 @@ def place(tmp_path: Path) -> Path:
 def called(worker: Worker, place: Path, planted: str, *arguments: str, honest: Outcome | None = None) -> Outcome:
     most = honest.address_space + (3 << 29) if honest and honest.address_space else None
     seconds = SECONDS_OF_A_HANG if planted == "hangs" else SECONDS
-    return worker(Call(f"fuzz.planted:{planted}", arguments, str(place), str(place / "home"), seconds, most))
+    return worker(Call(f"fuzz.inputs.planted:{planted}", arguments, str(place), str(place / "home"), seconds, most))
 
 
 def faults(worker: Worker, place: Path, planted: str, *arguments: str) -> list[Fault]:

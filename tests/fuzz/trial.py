@@ -8,8 +8,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fuzz.cases import Case, JsonEdit
-from fuzz.mutations import document_of, value_at
+from fuzz.inputs.cases import Case, JsonEdit
+from fuzz.inputs.mutations import document_of, value_at
 from fuzz.subjects import Subjects, call_of
 from fuzz.verdict import Fault, faults_of, files_of
 from fuzz.workers import Worker

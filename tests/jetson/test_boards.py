@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from manifests import changed
-from repository import ROOT
 from sinkprune.contract.files.schema import SchemaError
 from sinkprune.jetson.boards import UnknownBoardError, parse_boards, read_boards
+from support.models.manifests import changed
+from support.programs.repository import ROOT
 
 DATA: dict[str, Any] = json.loads((ROOT / "jetson" / "boards.json").read_text(encoding="utf-8"))
 NANO = ("boards", "orin-nano-8gb")

@@ -8,8 +8,8 @@ import shlex
 
 import pytest
 
-from repository import ROOT
 from sinkprune.jetson.boards import read_boards
+from support.programs.repository import ROOT
 
 JETSON = ROOT / "jetson"
 

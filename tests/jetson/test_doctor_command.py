@@ -13,12 +13,18 @@ from typing import Any
 
 import pytest
 
-from board_trees import PYTHON_OF_JETPACK_6, agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
-from commands import assert_refused, own_process, run
-from doctor_runs import doctor, set_python, told
 from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.commands import doctor as doctor_command
+from support.programs.commands import assert_refused, own_process, run
+from support.programs.doctor_runs import doctor, set_python, told
+from support.stand_ins.board_trees import (
+    PYTHON_OF_JETPACK_6,
+    agx_orin_jetpack_7_2,
+    changed,
+    orin_nano_jetpack_6_2,
+    workstation,
+)
 
 
 def test_this_machine() -> None:

@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from board_trees import LIBRARIES as GOOD
-from board_trees import PYTHON_OF_JETPACK_6 as PYTHON
-from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.findings import Finding, machine_findings, model_findings
@@ -20,6 +17,9 @@ from sinkprune.jetson.host.python_environment import Library, PythonEnvironment
 from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.backends.known import ON_CPU
+from support.stand_ins.board_trees import LIBRARIES as GOOD
+from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6 as PYTHON
+from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 
 PYTHON_7 = replace(PYTHON, version="3.12.3")
 BOARDS = read_boards()

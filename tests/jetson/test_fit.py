@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from doctor_runs import NANO, PICTURE, preset
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import running_need
@@ -17,6 +16,7 @@ from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, Target, fit
 from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import preset_manifest, read_presets
 from sinkprune.runtime.families import load_family
+from support.programs.doctor_runs import NANO, PICTURE, preset
 
 
 def test_a_7b_by_hand() -> None:

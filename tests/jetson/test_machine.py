@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.host.machine import Machine, read_machine
 from sinkprune.jetson.host.power_mode import Clock
 from sinkprune.jetson.host.python_environment import Library, PythonEnvironment, this_environment
 from sinkprune.jetson.host.system_files import SystemFiles
+from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 
 PYTHON = PythonEnvironment("3.10.12", "/v/bin/python", "aarch64", virtual=True, sees_system=True, libraries={})
 

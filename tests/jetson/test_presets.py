@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from preset_facts import facts_of, weight_graphs, written
-from repository import ROOT
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.files.schema import from_json, to_json
 from sinkprune.contract.manifest import Manifest
@@ -21,11 +19,13 @@ from sinkprune.export.presets import PRESETS
 from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import PresetFacts, preset_manifest, read_presets
 from sinkprune.runtime.families import load_family
-from slow_cases import each_once
+from support.models.preset_facts import facts_of, weight_graphs, written
+from support.programs.repository import ROOT
+from support.programs.slow_cases import each_once
 
 
 def test_the_file_holds_what_the_export_has() -> None:
-    # Else: python tests/preset_facts.py
+    # Else: python tests/support/models/preset_facts.py
     assert (ROOT / "jetson" / "presets.json").read_text(encoding="utf-8") == written()
     assert list(read_presets()) == list(PRESETS)
 

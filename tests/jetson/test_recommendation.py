@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from board_trees import changed, orin_nano_jetpack_6_2
-from doctor_runs import doctor, preset, set_python, told
 from sinkprune.jetson.fit import FormFit, ModelFit
 from sinkprune.jetson.recommendation import best_choice
+from support.programs.doctor_runs import doctor, preset, set_python, told
+from support.stand_ins.board_trees import changed, orin_nano_jetpack_6_2
 
 
 def chosen(model: ModelFit) -> tuple[str, str] | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
-from setup_stand_ins import SETUP, ScratchBoard, scratch_board
+from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from support.stand_ins.setup_stand_ins import SETUP, ScratchBoard, scratch_board
 
 ALL = ("--power-mode", "MAXN_SUPER", "--clocks", "--swap", "8", "--service")
 VENV = "/opt/sinkprune/venv"

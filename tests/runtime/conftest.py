@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import tokenizer
-from prompt_encoders import Pairs
+from support.models.checkpoints import tokenizer
+from support.references.prompt_encoders import Pairs
 
 
 @pytest.fixture(scope="module")

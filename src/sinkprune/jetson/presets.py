@@ -1,7 +1,7 @@
 """The models of `sinkprune-export --random-weights`, as manifests: what they will be before anything is exported.
 
-Their facts stand in `presets.json`, as the export has them: `tests/preset_facts.py` writes that file, and a test
-compares it. This room imports nothing of the export, which a board does not have.
+Their facts stand in `presets.json`, as the export has them. `tests/support/models/preset_facts.py` writes that file,
+and a test compares it. This room imports nothing of the export, which a board does not have.
 """
 
 from __future__ import annotations

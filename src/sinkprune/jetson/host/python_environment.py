@@ -23,13 +23,13 @@ except Exception as error:
     sys.exit(f"{{type(found).__name__}}: {{found}}")
 """
 _BY = {
-    "onnxruntime": "onnxruntime_library import import_onnxruntime as load; library = load('ort-cpu')",
-    "openvino": "openvino_library import import_openvino as load; library = load('openvino')",
-    "tensorrt": "tensorrt_library import import_tensorrt as load; library = load('tensorrt')",
-    "tensorrt_rtx": "tensorrt_library import import_tensorrt as load; library = load('tensorrt-rtx')",
+    "onnxruntime": "onnxruntime.library import import_onnxruntime as load; library = load('ort-cpu')",
+    "openvino": "openvino.library import import_openvino as load; library = load('openvino')",
+    "tensorrt": "tensorrt.library import import_tensorrt as load; library = load('tensorrt')",
+    "tensorrt_rtx": "tensorrt.library import import_tensorrt as load; library = load('tensorrt-rtx')",
 }
 _PROGRAMS = {
-    **{name: _IMPORT.format(f"from sinkprune.runtime.{words}") for name, words in _BY.items()},
+    **{name: _IMPORT.format(f"from sinkprune.runtime.backends.{words}") for name, words in _BY.items()},
     "cuda.bindings": _IMPORT.format("import cuda.bindings as library, cuda.bindings.driver"),
     "pycuda": _IMPORT.format("import pycuda as library, pycuda.driver; library.__version__ = library.VERSION_TEXT"),
 }

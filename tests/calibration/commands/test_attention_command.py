@@ -1,0 +1,143 @@
+"""`sinkprune-calibrate attention` from end to end on small bundles and real pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from skimage import data
+
+from sinkprune import Pipeline
+from sinkprune.calibration.attention.watching import Watch, observe
+from sinkprune.calibration.commands import attention
+from sinkprune.calibration.evaluation.report import BASELINE, Combination
+from sinkprune.calibration.tasks import load_task
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from support.programs.commands import assert_refused, run
+
+Bundles = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three questions about two photos."""
+    folder = tmp_path_factory.mktemp("questions")
+    photo = Image.fromarray(data.coffee()).resize((200, 150))
+    photo.save(folder / "a.png")
+    photo.rotate(90).save(folder / "b.png")
+    asked = [("a.png", "What is this?"), ("a.png", "Which colour is it?"), ("b.png", "What is this?")]
+    lines = [{"image": image, "question": question, "answer": "a cup"} for image, question in asked]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_without_a_limit_it_takes_some_pictures_and_says_so(
+    bundle: Bundles, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention._PICTURES == 50
+    monkeypatch.setattr(attention, "_PICTURES", 1)
+    report = tmp_path / "attention.json"
+    ask = ("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--budgets", "retain-64")
+    outcome = run(*ask, "--json", report)
+    said = "takes the 2 questions about the first 1 pictures, of 3 questions; --limit 3 takes all\n"
+    assert (outcome.code, outcome.stderr) == (0, said)
+    assert json.loads(report.read_text())["questions"] == 2
+    outcome = run(*ask, "--limit", 3, "--json")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert json.loads(outcome.stdout)["questions"] == 3
+
+
+def test_means_are_those_of_the_questions(bundle: Bundles, questions: Path, tmp_path: Path) -> None:
+    files = tmp_path / "attention.json", tmp_path / "attention.png"
+    chosen = "--data", questions, "--budgets", "retain-192,retain-64"
+    outcome = run(
+        "sinkprune-calibrate", "attention", bundle("gqa-112"), *chosen, "--json", files[0], "--plot", files[1]
+    )
+    assert (outcome.code, outcome.stderr) == (0, "")
+    report = json.loads(files[0].read_text())
+    assert (report["questions"], report["pictures"], report["outlier_per_mille"]) == (3, 2, 10)
+    (warning,) = report["warnings"]
+    assert "2 pictures" in warning and warning in outcome.stdout
+    assert {method: [*budgets] for method, budgets in report["methods"].items()} == {
+        "sinkpruner": ["retain-192", "retain-64"]
+    }
+    watch = Watch()
+    pipeline = Pipeline.load(bundle("gqa-112"), wrap=watch.wrap)
+    runs = {
+        BASELINE: report["none"],
+        Combination("sinkpruner", "retain-64"): report["methods"]["sinkpruner"]["retain-64"],
+    }
+    for pair, told in runs.items():
+        seen = [observe(pipeline, watch, item, pair) for item in load_task(str(questions))]
+        assert told["rows"] == seen[0].rows
+        assert told["sink_share"]["mean"] == pytest.approx(sum(s.sink_share for s in seen) / 3)
+        assert told["salience_alone"]["mean"] == pytest.approx(sum(s.salience_alone for s in seen) / 3)
+        assert told["layers"].keys() == {"1", "2", "4"}
+        for layer, means in told["layers"].items():
+            own = [s.layers[int(layer)] for s in seen]
+            for name in ("entropy", "entropy_of_mean", "sink_attention", "sink_share"):
+                low, high = means[name]["ci95"]
+                mean = sum(getattr(s, name) for s in own) / 3
+                assert means[name]["mean"] == pytest.approx(mean)
+                assert low <= mean + 1e-9 and mean <= high + 1e-9
+            assert means["rows"] == own[0].rows
+            assert f"{means['entropy']['mean']:.3f}" in outcome.stdout
+    assert "sinkpruner-no-outlier-removal" in outcome.stdout.splitlines()[-1]
+    with Image.open(files[1]) as plot:
+        assert plot.width > 500
+
+
+def test_methods_that_keep_outliers_are_rows_like_all(
+    checkpoint: Callable[[str], Path], questions: Path, tmp_path: Path
+) -> None:
+    methods = ("sinkpruner", "fastervlm")
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-192",), methods), tmp_path / "bundle")
+    report = tmp_path / "attention.json"
+    outcome = run("sinkprune-calibrate", "attention", tmp_path / "bundle", "--data", questions, "--json", report)
+    assert outcome.code == 0, outcome.stderr
+    assert "export with" not in outcome.stdout
+    fastervlm = json.loads(report.read_text())["methods"]["fastervlm"]["retain-192"]
+    assert fastervlm["sink_share"] == fastervlm["salience_alone"]
+    assert fastervlm["last_rows"] == fastervlm["rows"]
+
+
+def test_one_picture_has_no_intervals_and_images_of_any_size_another_remedy(
+    bundle: Bundles, questions: Path, tmp_path: Path
+) -> None:
+    report = tmp_path / "attention.json"
+    chosen = "--data", questions, "--limit", 2, "--budgets", "prune-66.7"
+    outcome = run("sinkprune-calibrate", "attention", bundle("qwen"), *chosen, "--json", report)
+    assert outcome.code == 0, outcome.stderr
+    told = json.loads(report.read_text())
+    assert told["questions"] == 2 and told["none"]["sink_share"]["ci95"] is None
+    assert "--budgets prune-66.7,prune-66.7+keep-outliers" in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--budgets", "retain-7"], "holds no budget 'retain-7'"),
+        (["--methods", "fastv"], "holds no method 'fastv'"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl"),
+        (["--json", "no/such/folder.json"], "folder.json"),
+        (["--plot", "plot.txt"], "plot.txt"),
+        (["--limit", "0"], "--limit"),
+    ],
+)
+def test_what_cannot_be_done_is_told_at_once(bundle: Bundles, questions: Path, options: list[str], said: str) -> None:
+    outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, *options)
+    if said == "--limit":
+        assert outcome.code == 2 and said in outcome.stderr
+    else:
+        assert_refused(outcome, said)
+
+
+def test_a_report_does_not_replace_the_questions(bundle: Bundles, questions: Path) -> None:
+    outcome = run("sinkprune-calibrate", "attention", bundle("gqa-112"), "--data", questions, "--json", questions)
+    assert_refused(outcome, "questions.jsonl")
+    assert questions.read_text().startswith("{")

@@ -1,0 +1,67 @@
+"""`sinkprune-calibrate` from end to end on a small bundle and real pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from skimage import data
+
+from sinkprune import Pipeline
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from support.programs.commands import assert_refused, run
+
+Bundles = Callable[..., Path]
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """Three questions about two photos."""
+    photo = Image.fromarray(data.coffee()).resize((200, 150))
+    photo.save(tmp_path / "a.png")
+    photo.rotate(90).save(tmp_path / "b.png")
+    lines = [
+        {"image": image, "question": "What is this?", "answer": "a cup"} for image in ("a.png", "a.png", "b.png")
+    ]
+    path = tmp_path / "task.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_each_picture_is_measured_once(
+    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    files = tmp_path / "norms.json", tmp_path / "norms.png"
+    outcome = run("sinkprune-calibrate", bundle("gqa-112"), "--task", task, "--json", files[0], "--plot", files[1])
+    assert (outcome.code, outcome.stderr) == (0, "")
+    report = json.loads(files[0].read_text())
+    assert (report["pictures"], report["tokens"]) == (2, 128)
+    assert report["verdict"] in outcome.stdout
+    (warning,) = report["warnings"]
+    assert "2 pictures" in warning and warning in outcome.stdout
+    norms = np.concatenate([pipeline("gqa-112").encode(task.parent / name).norms for name in ("a.png", "b.png")])
+    assert report["largest"] == pytest.approx((norms / np.median(norms, axis=1, keepdims=True)).max())
+    with Image.open(files[1]) as plot:
+        assert plot.width > 500
+
+
+def test_what_cannot_be_written_is_told_before_the_run(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    outcome = run("sinkprune-calibrate", bundle("gqa-112"), "--task", task, "--json", tmp_path / "no" / "norms.json")
+    assert_refused(outcome, "norms.json")
+
+
+def test_a_suggested_rho_can_be_exported(checkpoint: Callable[[str], Path], task: Path, tmp_path: Path) -> None:
+    # 3 of 64, where 1 % are 1
+    export_bundle(ExportRequest(str(checkpoint("gqa-112")), ("retain-192+rho-46",)), tmp_path / "bundle")
+    kept = Pipeline.load(tmp_path / "bundle").generate(
+        task.parent / "a.png", "What is this?", budget="retain-192+rho-46", max_new_tokens=1
+    )
+    index, norms = kept.kept.index[0], kept.kept.norms[0]
+    outliers = np.argsort(-norms)[:3]
+    assert index[0] == outliers[0]
+    assert not {*index[1:]} & {*outliers}

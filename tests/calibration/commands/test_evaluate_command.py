@@ -1,0 +1,188 @@
+"""`sinkprune-evaluate` from end to end on a small bundle and real pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from skimage import data
+
+from sinkprune import Pipeline
+from support.programs.commands import assert_refused, run
+
+Bundles = Callable[..., Path]
+BUDGETS = ("--budgets", "retain-64,retain-32")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory, pipeline: Callable[..., Pipeline]) -> Path:
+    """Four questions about two photos; the model's weights are random, so two answers are what it says unpruned."""
+    folder = tmp_path_factory.mktemp("task")
+    lines = []
+    for name in ("coffee", "astronaut"):
+        photo = Image.fromarray(getattr(data, name)()).resize((200, 150))
+        photo.save(folder / f"{name}.png")
+        said = pipeline("gqa-112").generate(photo, "What is this?", max_new_tokens=8).text
+        lines.append({"image": f"{name}.png", "question": "What is this?", "answer": said, "kind": "known"})
+        lines.append(
+            {"image": f"{name}.png", "question": "Is it a dog?", "answer": "no dog at all", "kind": "unknown"}
+        )
+    path = folder / "task.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_the_report_the_plot_and_the_answers(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("report.json", "plot.png", "answers.jsonl")}
+    outcome = run(
+        "sinkprune-evaluate",
+        *(bundle("gqa-112"), "--task", task, *BUDGETS, "--json", files["report.json"]),
+        *("--plot", files["plot.png"], "--answers", files["answers.jsonl"]),
+    )
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == ""
+    for words in ("sinkpruner", "retain-64", "none: 50.0", "known", "TTFT"):
+        assert words in outcome.stdout
+    report = json.loads(files["report.json"].read_text())
+    fields = {"accuracy", "ci95", "relative", "relative_ci95", "by_kind", "mean_visual_tokens", "ttft_ms"}
+    assert set(report["none"]) == fields
+    assert (report["task"], report["questions"], report["unreachable"]) == ("task.jsonl", 4, [])
+    # The photos are 4:3.
+    assert ["4 questions" in line for line in report["warnings"]] == [True, True]
+    assert "75 %" in report["warnings"][1]
+    assert "\n".join(report["warnings"]) in outcome.stdout
+    assert (report["none"]["accuracy"], report["none"]["relative"]) == (0.5, 1.0)
+    assert report["none"]["by_kind"]["known"] == {"accuracy": 1.0, "ci95": pytest.approx([0.34238, 1]), "count": 2}
+    assert report["none"]["mean_visual_tokens"] == 64
+    assert list(report["methods"]) == ["sinkpruner"]
+    assert list(report["methods"]["sinkpruner"]) == ["retain-64", "retain-32"]
+    for budget in report["methods"]["sinkpruner"].values():
+        assert set(budget) == fields
+        assert budget["relative"] == budget["accuracy"] / 0.5
+        assert budget["mean_visual_tokens"] < 20
+        assert set(budget["ttft_ms"]) == {"median", "p95"}
+        assert 0 < budget["ttft_ms"]["median"] <= budget["ttft_ms"]["p95"]
+    answers = [json.loads(line) for line in files["answers.jsonl"].read_text().splitlines()]
+    assert len(answers) == 4 * 3
+    assert set(answers[0]) == {"id", "method", "budget", "reply", "right"}
+    base = [answer["right"] for answer in answers if answer["budget"] == "none"]
+    assert base == [True, False, True, False]
+    with Image.open(files["plot.png"]) as plot:
+        assert plot.width > 1000
+    assert sorted(tmp_path.iterdir()) == sorted(files.values())
+
+
+def test_planted_outliers_reach_the_methods(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    kept = {}
+    for name, flags in (("plain", ()), ("planted", ("--plant-outliers",))):
+        report = tmp_path / f"{name}.json"
+        outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", task, *BUDGETS, *flags, "--json", report)
+        assert outcome.code == 0, outcome.stderr
+        assert ("outliers planted" in outcome.stdout) == bool(flags)
+        kept[name] = json.loads(report.read_text())
+    assert (kept["plain"]["planted_outliers"], kept["planted"]["planted_outliers"]) == (False, True)
+    # The known answers are those of the tower as it is.
+    assert kept["plain"]["none"]["by_kind"]["known"]["accuracy"] == 1
+    assert kept["planted"]["none"]["by_kind"]["known"]["accuracy"] < 1
+
+
+def test_a_fit_shows_the_whole_pictures(
+    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    arguments = (bundle("gqa-112"), "--task", task, "--budgets", "none", "--answers", tmp_path / "answers.jsonl")
+    photo = Image.open(task.parent / "coffee.png").resize((112, 112), Image.Resampling.BICUBIC)
+    expected = pipeline("gqa-112").generate(photo, "What is this?", max_new_tokens=8).text
+    for fit in (None, "stretch"):
+        flags = ("--fit", fit) if fit else ()
+        outcome = run("sinkprune-evaluate", *arguments, *flags, "--json", tmp_path / "report.json")
+        assert ("--fit stretch" in outcome.stdout) == bool(fit)
+        assert json.loads((tmp_path / "report.json").read_text())["fit"] == fit
+        first = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])["reply"]
+        assert (first == expected) == bool(fit)
+
+
+def test_blind_shows_grey_pictures_to_the_model(
+    bundle: Bundles, task: Path, tmp_path: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    arguments = (bundle("gqa-112"), "--task", task, "--budgets", "none", "--limit", 3)
+    outcome = run("sinkprune-evaluate", *arguments, "--blind", "--answers", tmp_path / "a.jsonl")
+    assert outcome.code == 0
+    assert "every picture replaced by a grey one" in outcome.stdout
+    replies = [json.loads(line)["reply"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    assert len(replies) == 3
+    grey = Image.new("RGB", (200, 150), (128, 128, 128))
+    assert replies[0] == replies[2] == pipeline("gqa-112").generate(grey, "What is this?", max_new_tokens=8).text
+    assert run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "b.jsonl").code == 0
+    seen = [json.loads(line)["reply"] for line in (tmp_path / "b.jsonl").read_text().splitlines()]
+    assert replies[0] != seen[0]
+
+
+def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    arguments = (bundle("gqa-112"), "--task", task)
+    assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "no" / "x.json"), "folder must exist")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "x.txt"), ".txt", ".json")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "x.json"), ".json", ".jsonl")
+    around = task.parent / ".." / task.parent.name
+    assert_refused(run("sinkprune-evaluate", *arguments, "--answers", around / task.name), "itself, which is read")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "itself, which is read")
+    assert_refused(run("sinkprune-calibrate", *arguments, "--plot", around / "coffee.png"), "itself, which is read")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--json", bundle("gqa-112") / "x.json"), "lies in")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_arguments_are_refused(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    small = bundle("gqa-112")
+    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--limit", 0), "--limit is 0", "from 1")
+    assert_refused(
+        run("sinkprune-evaluate", small, "--task", task, "--max-new-tokens", 0), "max new tokens is 0", "from 1"
+    )
+    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--budgets", "retain-9"), "retain-9", "retain-64")
+    assert_refused(run("sinkprune-evaluate", small, "--task", task, "--methods", "tome"), "tome", "sinkpruner")
+    assert_refused(run("sinkprune-evaluate", small, "--task", "pope"), "unknown task 'pope'", "scenes")
+    assert_refused(run("sinkprune-evaluate", tmp_path, "--task", task), "is not a bundle")
+
+
+def test_a_bad_line_is_refused_before_the_model_is_loaded(
+    bundle: Bundles, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("sinkprune.calibration.commands.evaluate.load_pipeline", load)
+    bad = task.parent / "bad.jsonl"
+    bad.write_text(task.read_text() + '{"image": "gone.png", "question": "?", "answer": "x"}\n')
+    outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
+    assert_refused(run("sinkprune-evaluate", bundle("gqa-112"), "--task", bad, *outputs), "line 5", "gone.png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_goes_wrong_on_the_way_leaves_nothing(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    long = task.parent / "long.jsonl"
+    line = {"image": "coffee.png", "question": "why " * 2000, "answer": "x", "id": "long"}
+    long.write_text(task.read_text() + json.dumps(line) + "\n")
+    outputs = ("--json", tmp_path / "x.json", "--answers", tmp_path / "x.jsonl")
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", long, "--budgets", "retain-64", *outputs)
+    assert_refused(outcome, "question 'long'", "too long")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run("sinkprune-evaluate", "--help")
+
+
+def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    """Neither rich's markup nor a terminal's escape sequences have a meaning in a stranger's words."""
+    lines = [json.loads(line) for line in task.read_text().splitlines()]
+    for line, kind in zip(lines, ("[red]x", "[/]", "\x1b[2Jy", "[link=file:///]z"), strict=True):
+        line |= {"kind": kind, "image": str(task.parent / line["image"])}
+    (tmp_path / "kinds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", tmp_path / "kinds.jsonl", "--budgets", "none")
+    assert outcome.code == 0, outcome.stderr
+    for shown in ("[red]x ", "[/] ", "\\x1b[2Jy ", "[link=file:///]z "):
+        assert shown in outcome.stdout
+    assert "\x1b" not in outcome.stdout

@@ -1,0 +1,340 @@
+"""`sinkprune-calibrate quantize` from end to end on small bundles: what it writes, tells and refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from PIL import Image
+from skimage import data
+
+from sinkprune import Pipeline
+from sinkprune.calibration.quantising.products import joined_layers
+from sinkprune.calibration.quantising.report import layer_reports
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
+from sinkprune.contract.precision import Array
+from sinkprune.export.rewriting import read_graph
+from sinkprune.export.weights.calibrated_rounding import Inputs, calibrated
+from sinkprune.export.weights.rounding import rounded
+from sinkprune.runtime.steps.observer import Observer
+from support.programs.commands import assert_refused, run
+from support.programs.killed_commands import kill_when, left
+from support.programs.slow_cases import slow_except
+
+Bundles = Callable[..., Path]
+QUESTIONS = ["What is this?", "Is there a cup on the table?"]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two questions about each of two photos."""
+    folder = tmp_path_factory.mktemp("task")
+    photo = Image.fromarray(data.coffee()).resize((200, 150))
+    photo.save(folder / "a.png")
+    photo.rotate(90).save(folder / "b.png")
+    asked = [(name, question) for name in ("a.png", "b.png") for question in QUESTIONS]
+    lines = [{"image": name, "question": question, "answer": "a cup"} for name, question in asked]
+    path = folder / "task.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def quantised(bundle: Bundles, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small bundle in int4, with the tower in int8, and its report as JSON and as a picture beside it."""
+    folder = tmp_path_factory.mktemp("quantised")
+    outcome = run(
+        "sinkprune-calibrate",
+        *("quantize", bundle("gqa-112"), "--data", task, "-o", folder / "out", "--weights", "int4"),
+        *("--block-size", "32", "--json", folder / "errors.json", "--plot", folder / "errors.png"),
+        # Random weights make much of little.
+        *("--max-error", "9"),
+    )
+    assert outcome.code == 0, outcome.stderr
+    assert "needs about" in outcome.stderr and "GB are free" in outcome.stderr
+    assert "worst 10 of" in outcome.stdout and "weights int4, vision int8" in outcome.stdout
+    assert read_bundle(folder / "out").sha256 in outcome.stdout
+    (warning,) = json.loads((folder / "errors.json").read_text())["warnings"]
+    assert "2 prompts" in warning and warning in outcome.stdout
+    return folder / "out"
+
+
+def test_all_but_the_matrices_is_as_it_was(bundle: Bundles, quantised: Path) -> None:
+    before, after = read_bundle(bundle("gqa-112")), read_bundle(quantised)
+    after.verify()
+    assert after.manifest.files.keys() == before.manifest.files.keys()
+    forms = after.manifest.weights
+    assert (forms.decoder, forms.vision, forms.block_size) == ("int4", "int8", 32)
+    assert after.manifest.graphs == before.manifest.graphs
+    plans = [graph for graph in before.manifest.graphs if "/" in graph]
+    same = [EMBEDDING, TOKENIZER, CHAT_TEMPLATE, *(before.manifest.graphs[graph].file for graph in plans)]
+    for name in same:
+        assert after.manifest.files[name] == before.manifest.files[name]
+    kept, given = (weights(found, "decoder_0") for found in (after, before))
+    assert kept.keys() > given.keys()
+    for name in given.keys() - {name.removesuffix(".scale") for name in kept if name.endswith(".scale")}:
+        np.testing.assert_array_equal(kept[name], given[name])
+
+
+def weights(bundle: Bundle, graph: str) -> dict[str, Array]:
+    """What a graph holds, by name."""
+    model = onnx.load(bundle.graph_path(graph))
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+
+
+def matrix(bundle: Bundle, graph: str, name: str) -> Array:
+    """[inputs,outputs], dequantised where it is quantised."""
+    held = weights(bundle, graph)
+    if f"{name}.scale" not in held:
+        return held[name]
+    codes, scales = held[name].astype(np.float32), held[f"{name}.scale"]
+    return codes * np.repeat(np.atleast_2d(scales), len(codes) // len(np.atleast_2d(scales)), axis=0)
+
+
+def report_of(quantised: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((quantised.parent / "errors.json").read_text())
+    return found
+
+
+def test_a_layers_error_is_that_of_its_output(
+    bundle: Bundles, quantised: Path, task: Path, pipeline: Callable[..., Pipeline]
+) -> None:
+    floats, chain = read_bundle(bundle("gqa-112")), pipeline("gqa-112").chain
+    seen = []
+    for name in ("a.png", "b.png"):
+        pixels = pipeline("gqa-112").family.see(Image.open(task.parent / name).convert("RGB")).inputs
+        tower = chain.vision({key: chain.backend.tensor(array) for key, array in pixels.items()})
+        seen.append(chain.backend.numpy(tower["tokens"]))
+    layer = next(layer for layer in report_of(quantised)["layers"] if layer["graph"] == "projector")
+    rows = np.concatenate(seen).reshape(-1, layer["inputs"])
+    exact = rows @ matrix(floats, "projector", layer["matrix"])
+    given = rows @ matrix(read_bundle(quantised), "projector", layer["matrix"])
+    assert layer["error"]["relative_l2"] == pytest.approx(
+        np.linalg.norm(given - exact) / np.linalg.norm(exact), rel=1e-3
+    )
+    cosine = np.vdot(given, exact) / (np.linalg.norm(given) * np.linalg.norm(exact))
+    assert layer["error"]["cosine"] == pytest.approx(cosine, abs=1e-5)
+
+
+def test_no_layer_is_further_off_than_to_the_nearest(quantised: Path) -> None:
+    report = report_of(quantised)
+    layers = report["layers"]
+    assert [layer["bits"] for layer in layers] == [8 if layer["graph"] == "vision" else 4 for layer in layers]
+    assert {layer["graph"] for layer in layers} == {
+        "vision",
+        "projector",
+        *(f"decoder_{s}" for s in range(4)),
+        "head",
+    }
+    for layer in layers:
+        assert 0 < layer["error"]["relative_l2"] <= layer["to_nearest"]["relative_l2"], layer["matrix"]
+    assert report["logits"]["relative_l2"] < report["to_nearest"]["relative_l2"]
+    assert report["prompts"] == 2
+    with Image.open(quantised.parent / "errors.png") as plot:
+        assert plot.width > 500
+
+
+def test_layers_that_share_a_matrix_have_a_line_each(quantised: Path) -> None:
+    lines = {
+        layer["matrix"].removeprefix("language_model.layers.0.self_attn."): layer["outputs"]
+        for layer in report_of(quantised)["layers"]
+        if layer["graph"] == "decoder_0" and "layers.0.self_attn" in layer["matrix"]
+    }
+    facts = read_bundle(quantised).manifest.language_model
+    rows, shared = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
+    widths = {"q_proj.weight": rows, "k_proj.weight": shared, "v_proj.weight": shared}
+    assert list(lines.items()) == [*widths.items(), ("o_proj.weight", facts.hidden_size)]
+
+
+def test_they_are_found_behind_a_bias_too_and_cut_matrices_are_none(bundle: Bundles) -> None:
+    root = bundle("qwen")
+    decoder, tower = (
+        joined_layers(read_graph((root / f"graphs/{graph}.onnx").read_bytes())) for graph in ("decoder_0", "vision")
+    )
+    own = "language_model.layers.0.self_attn"
+    assert [*decoder[f"{own}.qkv_proj.weight"]] == [f"{own}.{which}_proj.weight" for which in "qkv"]
+    assert tower == {}
+
+
+def test_each_of_them_has_the_error_of_its_own_outputs() -> None:
+    random = np.random.default_rng(0)
+    seen, weight = random.standard_normal((50, 32), np.float32), random.standard_normal((12, 32), np.float32)
+    # What is small in one hides behind another.
+    weight[8:10] *= 1e-3
+    found = calibrated(weight, Inputs(seen.T @ seen), 7, 32, np.dtype(np.float32))
+    parts = {"q": 8, "k": 2, "v": 2}
+    reports = layer_reports("decoder_0", parts, 4, found)
+    assert {report.matrix: (report.inputs, report.outputs) for report in reports} == {
+        part: (32, outputs) for part, outputs in parts.items()
+    }
+    nearest = rounded(weight, 7, 32, np.dtype(np.float32))
+    for report, rows in zip(reports, (slice(8), slice(8, 10), slice(10, 12)), strict=True):
+        exact = seen @ weight[rows].T
+        for told, of in ((report.error, found.rounded), (report.to_nearest, nearest)):
+            off = seen @ of.values()[rows].T
+            assert told.relative_l2 == pytest.approx(np.linalg.norm(off - exact) / np.linalg.norm(exact), rel=1e-3)
+            cosine = np.vdot(off, exact) / (np.linalg.norm(off) * np.linalg.norm(exact))
+            assert told.cosine == pytest.approx(cosine, abs=1e-5)
+
+
+class Logits(Observer):
+    """Keeps the logits that the first token is chosen by."""
+
+    def __init__(self) -> None:
+        self.kept: list[Array] = []
+
+    def chose(self, token: int, logits: Array) -> None:
+        self.kept.append(logits)
+
+
+def logits(pipeline: Pipeline, asked: Iterator[tuple[Image.Image, str]]) -> Array:
+    found = Logits()
+    for picture, question in asked:
+        pipeline.generate(picture, question, budget="none", max_new_tokens=1, observer=found)
+    return np.array(found.kept)
+
+
+@pytest.mark.parametrize("name", slow_except({"gqa-112"}, ["gqa-112", "next", "qwen"]))
+def test_the_logits_error_is_that_of_the_two_bundles(
+    name: str, bundle: Bundles, task: Path, pipeline: Callable[..., Pipeline], tmp_path: Path
+) -> None:
+    outcome = run(
+        "sinkprune-calibrate",
+        *("quantize", bundle(name), "--data", task, "-o", tmp_path / "out", "--weights", "int8", "--json"),
+        *("--max-error", "9", "--max-layer-error", "9"),
+    )
+    assert outcome.code == 0, outcome.stderr
+    # The first picture with its first question, the second with its second.
+    asked = [
+        (Image.open(task.parent / file), question)
+        for file, question in zip(("a.png", "b.png"), QUESTIONS, strict=True)
+    ]
+    exact = logits(pipeline(name), iter(asked))
+    found = logits(Pipeline.load(tmp_path / "out"), iter(asked))
+    printed = json.loads(outcome.stdout)
+    assert printed["sha256"] == read_bundle(tmp_path / "out").sha256
+    report = printed["logits"]
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    # The pipeline's engine rounds states too.
+    assert 0.3 * error < report["relative_l2"] < 1.5 * error
+    assert 0 <= report["kl"] < 1 and report["top_1"] in (0, 0.5, 1)
+
+
+def test_a_tower_may_stay_as_it_is_and_states_be_fp16(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    floats, output = bundle("gqa-112", "fp16"), tmp_path / "out"
+    tower = ("--weights", "int8", "--vision-weights", "fp16", "--pictures", "1", "--max-error", "9")
+    outcome = run("sinkprune-calibrate", "quantize", floats, "--data", task, "-o", output, *tower)
+    assert outcome.code == 0, outcome.stderr
+    before, after = read_bundle(floats).manifest, read_bundle(output).manifest
+    assert (after.weights.decoder, after.weights.vision) == ("int8", "fp16")
+    name = "graphs/weights/vision.bin"
+    assert after.files[name] == before.files[name]
+    assert after.weight_bytes("decoder_0") < 0.7 * before.weight_bytes("decoder_0")
+
+
+def test_past_a_limit_nothing_is_written(bundle: Bundles, task: Path, tmp_path: Path) -> None:
+    for option, other, what in (
+        ("--max-error", "--max-layer-error", "the logits"),
+        ("--max-layer-error", "--max-error", "a layer's output"),
+    ):
+        outcome = run(
+            "sinkprune-calibrate",
+            *("quantize", bundle("gqa-112"), "--data", task, "-o", tmp_path / "out", "--weights", "int4"),
+            *(option, "0.0001", other, "9", "--json", tmp_path / "errors.json"),
+        )
+        assert (outcome.code, outcome.stdout) == (2, "")
+        message = outcome.stderr.splitlines()[-1]
+        assert message.startswith(f"error: int4, vision int8 changes {what} by 0.")
+        assert f"expected at most 0.0001 ({option})" in message
+        assert "_proj.weight' of decoder_" in message and "--block-size" in message and "--weights int8" in message
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(".out.*.partial/new/nearest", marks=pytest.mark.slow),
+        ".out.*.partial/new/graphs/weights/head.bin",
+    ],
+)
+@pytest.mark.slow
+def test_a_kill_leaves_the_old_bundle_or_the_new(
+    moment: str, bundle: Bundles, quantised: Path, task: Path, tmp_path: Path
+) -> None:
+    output = Path(shutil.copytree(quantised, tmp_path / "out"))
+    again = ("quantize", bundle("gqa-112"), "--data", task, "-o", output, "--weights", "int8", "--force")
+    again += ("--max-error", "9")
+    kill_when(moment, tmp_path, "sinkprune-calibrate", *again)
+    found = read_bundle(output)
+    found.verify()
+    assert found.manifest.weights.decoder in ("int4", "int8")
+    assert run("sinkprune-calibrate", *again).code == 0
+    assert read_bundle(output).manifest.weights.decoder == "int8"
+    assert left(output) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "nothing.jsonl"),
+        ("", "is empty, expected one JSON object a line"),
+        ('{"image": "half.png", "question": "What?", "answer": "a cup"}\n', "line 1:"),
+        ('{"image": "gone.png", "question": "What?", "answer": "a cup"}\n', "line 1:"),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused(
+    content: str | None, said: str, bundle: Bundles, task: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "nothing.jsonl"
+    (tmp_path / "half.png").write_bytes((task.parent / "a.png").read_bytes()[:60])
+    if content is not None:
+        path.write_text(content)
+    asked = ("quantize", bundle("gqa-112"), "--data", path, "-o", tmp_path / "out", "--weights", "int4")
+    assert_refused(run("sinkprune-calibrate", *asked), said)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "said"),
+    [
+        ("int8", [], "the bundle's weights are int8, so what they were before is lost."),
+        (None, ["--vision-weights", "bf16"], "--vision-weights is bf16, expected int8 or int4, or fp32"),
+        (None, ["--vision-weights", "int3"], "--vision-weights is int3, expected"),
+        (None, ["--block-size", "64"], "--block-size is 64, but no weights are int4."),
+        (None, ["--data", "scenes"], "the test set"),
+        (None, ["--pictures", "0"], "--limit is 0, expected a whole number from 1"),
+        (None, ["--max-error", "nan"], "--max-error is nan, expected 0 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    form: str | None, options: list[str], said: str, bundle: Bundles, task: Path, tmp_path: Path
+) -> None:
+    asked = ("quantize", bundle("gqa-112", weights=form), "--data", task, "-o", tmp_path / "out", "--weights", "int8")
+    assert_refused(run("sinkprune-calibrate", *asked, *options), said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_are_checked_before_anything_slow(bundle: Bundles, quantised: Path, task: Path) -> None:
+    def asked(output: Path, *more: object) -> tuple[object, ...]:
+        return ("quantize", bundle("gqa-112"), "--data", task, "-o", output, "--weights", "int8", *more)
+
+    assert_refused(run("sinkprune-calibrate", *asked(quantised)), "is a bundle already. Add --force")
+    inside = bundle("gqa-112") / "small"
+    assert_refused(run("sinkprune-calibrate", *asked(inside)), "lies within")
+    errors = quantised / "errors.json"
+    assert_refused(run("sinkprune-calibrate", *asked(quantised, "--force", "--json", errors)), "errors.json")
+    read_bundle(quantised).verify()
+
+
+def test_without_a_verb_norms_are_measured(bundle: Bundles, task: Path) -> None:
+    bare, named = (run("sinkprune-calibrate", *verb, bundle("gqa-112"), "--task", task) for verb in ([], ["norms"]))
+    assert (bare.code, bare.stderr) == (0, "")
+    assert bare == named
+    assert "2 pictures" in bare.stdout

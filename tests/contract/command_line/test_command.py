@@ -1,0 +1,301 @@
+"""How every command starts and ends: interrupts, streams that nobody reads, too little memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+
+import pytest
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.command_line.command import INTERRUPTED, run_command
+from sinkprune.contract.errors import BackendError, UsageError
+from support.programs.commands import own_process
+
+Bundles = Callable[..., Path]
+# What Python prints where the command has not begun.
+_BEFORE_THE_COMMAND = (
+    'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\nKeyboardInterrupt\n'
+)
+# Seconds behind Python's own start, in which it answers Ctrl-C in its own way.
+_MOMENTS = [0.01, 0.02, 0.04, 0.06, 0.09, 0.12, 0.15, 0.19, 0.23, 0.3, 0.4, 0.6]
+
+
+@pytest.fixture
+def asked(bundle: Bundles, photo_file: Path) -> list[str]:
+    """`sinkprune-run` with a question, to be run in a process of its own."""
+    small, question = bundle("gqa-112"), ("--prompt", "What?", "--max-new-tokens", 2)
+    return own_process("sinkprune-run", small, "--image", photo_file, *question)
+
+
+@pytest.mark.parametrize("phase", ["create_module", "exec_module"])
+def test_an_interrupt_waits_while_a_compiled_module_is_loaded(phase: str) -> None:
+    """C++ that calls Python as it is loaded ends the process where that raises."""
+    done = []
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.05)
+        done.append("loaded")
+
+    class Loader(ExtensionFileLoader):
+        def create_module(self, spec: object) -> None:
+            interrupted()
+
+        def exec_module(self, module: object) -> None:
+            interrupted()
+
+    def body(arguments: object) -> None:
+        getattr(Loader("name", "path"), phase)(None)
+        time.sleep(5)
+        done.append("not interrupted")
+
+    assert run_command(body, None) == INTERRUPTED
+    assert done == ["loaded"]
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("sinkprune-run", signal.SIGINT),
+        pytest.param("sinkprune-run", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("sinkprune-export", signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupt_at_any_moment_is_no_traceback(
+    command: str,
+    number: signal.Signals,
+    asked: list[str],
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    export = own_process("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "bundle")
+    codes, words = [], asked if command == "sinkprune-run" else export
+    words[2] = words[2].replace("sys.exit", "sys.stdout.write('!'); sys.stdout.flush(); sys.exit")
+    for moment in _MOMENTS:
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(1) == "!"
+            time.sleep(moment)
+            process.send_signal(number)
+            _, said = process.communicate(timeout=30)
+        if said == _BEFORE_THE_COMMAND:
+            # On a busy core the interrupt is there before the program above calls the command.
+            continue
+        codes.append(process.returncode)
+        assert "Traceback" not in said, (moment, said)
+        assert process.returncode in (0, INTERRUPTED), (moment, said)
+        assert (said == "interrupted; nothing half-written was left.\n") == (process.returncode == INTERRUPTED)
+        for left in tmp_path.iterdir():
+            # An interrupt may be taken only when all is done.
+            assert left.name == "bundle"
+            read_bundle(left).verify()
+            shutil.rmtree(left)
+    # A command that is done by then tells nothing of interrupts.
+    assert codes.count(INTERRUPTED) >= 4
+
+
+def test_an_interrupt_that_a_library_makes_an_error_of_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(arguments: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt as error:
+            raise ImportError("initialization failed") from error
+
+    assert run_command(body, []) == INTERRUPTED
+    assert capsys.readouterr().err == "interrupted; nothing half-written was left.\n"
+
+
+def test_an_interrupt_that_python_drops_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+    def body(arguments: object) -> None:
+        Dying()
+        time.sleep(20)
+
+    began = time.monotonic()
+    assert run_command(body, []) == INTERRUPTED
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err == "interrupted; nothing half-written was left.\n"
+
+
+def test_what_was_ignored_stays_ignored_and_handlers_come_back() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run_command(lambda arguments: os.kill(os.getpid(), signal.SIGINT), []) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    term = signal.getsignal(signal.SIGTERM)
+    assert run_command(lambda arguments: os.kill(os.getpid(), signal.SIGTERM), []) == INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) is term
+
+
+@pytest.mark.parametrize(
+    ("streams", "codes"),
+    [
+        (">&-", (0,)),
+        ("2>&-", (0,)),
+        (">&- 2>&- <&-", (0,)),
+        (">/dev/full", (2,)),
+        ("2>/dev/full", (0,)),
+        ("| true", (0,)),
+        (">/dev/full 2>/dev/full", (2,)),
+    ],
+)
+def test_streams_that_take_nothing(streams: str, codes: tuple[int, ...], asked: list[str]) -> None:
+    done = in_shell(asked, streams)
+    assert done.returncode in codes, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "ignored" not in done.stderr
+    if streams == ">/dev/full":
+        assert done.stderr.startswith("error: the system refused: No space left on device")
+
+
+def test_a_reader_of_tables_who_goes_away_is_no_error(bundle: Callable[..., Path], photo_file: Path) -> None:
+    ask = ("--image", photo_file, "--prompt", "What?", "--repeat", 1, "--new-tokens", 1, "--budgets", "none")
+    done = in_shell(own_process("sinkprune-profile", bundle("gqa-112"), *ask), "| true")
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_was_not_flushed_is_told_too(tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(
+        "import sys\nfrom sinkprune.contract.command_line.command import run_command\n"
+        "def main(arguments):\n    return run_command(lambda given: sys.stdout.write('x') and None, arguments)\n"
+    )
+    program = (
+        f"import sys; sys.path.append({str(tmp_path)!r}); from sinkprune.contract.command_line.command import start; "
+    )
+    done = in_shell([sys.executable, "-c", program + "sys.exit(start('silent'))"], ">/dev/full")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the system refused: No space left on device")
+    assert done.stderr.count("\n") == 1
+
+
+def test_help_that_nobody_takes_is_no_error() -> None:
+    done = in_shell(own_process("sinkprune-run", "--help"), ">/dev/full")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 >&- | true"])
+def test_refusals_keep_their_exit_code_where_nobody_reads_them(streams: str, tmp_path: Path) -> None:
+    refused = own_process("sinkprune-run", tmp_path / "none", "--image", "x.png", "--prompt", "What?")
+    done = in_shell(refused, streams)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_nothing_is_printed_into_files_that_got_the_numbers_of_closed_streams(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    export = own_process(
+        "sinkprune-export", checkpoint("gqa-112"), "--budgets", "retain-64", "-o", tmp_path / "bundle"
+    )
+    assert in_shell(export, ">&- 2>&- <&-").returncode == 0
+    question = ("--image", "x.png", "--prompt", "What?")
+    # The sums hold, and the picture is what is refused.
+    asked = in_shell(own_process("sinkprune-run", tmp_path / "bundle", *question), "")
+    assert (asked.returncode, "x.png" in asked.stderr) == (2, True)
+
+
+def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]:
+    """The command with its streams as the shell makes them; the code is the command's, not that of a pipe's end."""
+    script = f'unset PYTHONUNBUFFERED; set -o pipefail; "$@" {streams}'
+    return subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, text=True, timeout=60)
+
+
+def test_too_little_address_space_is_told(asked: list[str]) -> None:
+    codes = []
+    # With a thread for each core OpenBLAS takes more, and where it gets none it ends the process itself.
+    own = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    for megabytes in (30, 180, 220, 260, 300, 400):
+
+        def limit(most: int = megabytes << 20) -> None:
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+        done = subprocess.run(asked, preexec_fn=limit, capture_output=True, text=True, timeout=60, env=own)
+        codes.append(done.returncode)
+        assert "Traceback" not in done.stderr
+        # Found beforehand, or where the system gave no more
+        # Where a thread's stack does not fit, the system says no more than that there is no thread.
+        messages = ("there is too little memory: ", "not enough memory: ", "there are too few threads: ")
+        told = any(f"error: {message}" in done.stderr for message in messages)
+        assert done.returncode == 0 or told, (megabytes, done.stderr)
+    assert codes[:2] == [2, 2]
+    assert set(codes) <= {0, 2}
+
+
+@pytest.mark.parametrize(
+    ("error", "few"),
+    [
+        (MemoryError(), "too little memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "too little memory"),
+        (ImportError("libx.so: failed to map segment from shared object"), "too little memory"),
+        (Exception("[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : std::bad_alloc"), "too little memory"),
+        (RuntimeError("can't start new thread"), "there are too few threads: can't start new thread. End"),
+        # What OpenVINO says with too small an RLIMIT_NPROC
+        (RuntimeError("Exception from core.cpp:109:\nResource temporarily unavailable"), "there are too few threads"),
+        (Exception("ThreadMain() pthread_create failed, error code: 11"), "there are too few threads"),
+    ],
+    ids=str,
+)
+def test_shortages_are_told_also_where_another_error_was_made_of_them(
+    error: Exception, few: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def plainly(arguments: object) -> None:
+        raise error
+
+    def wrapped(arguments: object) -> None:
+        raise BackendError("onnxruntime is not installed") from error
+
+    for body in (plainly, wrapped):
+        assert run_command(body, []) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("error: ") and few in said
+        assert ("--threads" in said) == ("threads" in few)
+        assert said.count("\n") == 1
+        assert "not installed" not in said
+
+
+def test_what_users_wrote_is_not_taken_for_lack_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    def body(arguments: object) -> None:
+        raise UsageError("'bad_alloc.png' is no folder")
+
+    assert run_command(body, []) == 2
+    assert capsys.readouterr().err == "error: 'bad_alloc.png' is no folder\n"
+
+
+def test_a_current_folder_that_was_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+
+    def body(arguments: object) -> None:
+        Path("output").absolute()
+
+    assert run_command(body, []) == 2
+    assert capsys.readouterr().err == (
+        "error: the current folder was removed. Change to a folder that exists, and run the command again.\n"
+    )
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    def body(arguments: object) -> None:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        run_command(body, [])

@@ -1,0 +1,108 @@
+"""Lines of progress where stderr is no terminal: what they say, when they come, and that short runs have none."""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkprune.contract.command_line import progress_lines
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.engines.progress import TerminalProgress
+from sinkprune.export.progress import shown_progress
+from support.programs.commands import run
+
+Bundles = Callable[..., Path]
+
+
+class Terminal(io.StringIO):
+    """A stderr that a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_after(wanted: str, stderr: io.StringIO) -> list[str]:
+    """The lines so far, once one has `wanted`."""
+    for _ in range(2000):
+        if wanted in stderr.getvalue():
+            return stderr.getvalue().splitlines()
+        time.sleep(0.01)
+    raise AssertionError(stderr.getvalue())
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come a hundred times a second."""
+    monkeypatch.setattr(progress_lines, "SECONDS", 0.01)
+
+
+def test_a_line_tells_what_is_done_the_rate_and_the_time_left() -> None:
+    lines = ProgressLines("measuring", 40, "answers")
+    assert lines.line(10) == "measuring: 10 s"
+    lines.update("retain-64", advance=4)
+    lines.update(advance=1)
+    assert lines.line(10) == "retain-64: 5 of 40 answers in 10 s, 0.5 a second, 70 s left"
+    lines.update(done=40)
+    assert lines.line(20).endswith("40 of 40 answers in 20 s, 2 a second, 0 s left")
+    unknown = ProgressLines("reading\x1b", unit="M weights")
+    unknown.update(advance=1234.5)
+    assert unknown.line(100) == "reading\\x1b: 1234.5 M weights in 100 s, 12.3 a second"
+
+
+def test_a_line_comes_each_time_and_none_after_the_end() -> None:
+    with redirect_stderr(io.StringIO()) as stderr:
+        with ProgressLines("waiting", seconds=0.02):
+            assert len(lines_after("waiting: 0 s\nwaiting", stderr)) >= 2
+        time.sleep(0.1)
+        written = stderr.getvalue()
+        time.sleep(0.1)
+        assert stderr.getvalue() == written
+
+
+def test_a_terminal_and_a_short_run_have_none() -> None:
+    assert progress_lines.SECONDS >= 10
+    with redirect_stderr(io.StringIO()) as stderr, ProgressLines("waiting"):
+        time.sleep(0.1)
+    with redirect_stderr(Terminal()) as terminal, ProgressLines("waiting", seconds=0.01):
+        time.sleep(0.1)
+    assert (stderr.getvalue(), terminal.getvalue()) == ("", "")
+
+
+def test_builds_and_exports_have_lines(soon: None) -> None:
+    with redirect_stderr(io.StringIO()) as stderr:
+        with TerminalProgress() as progress:
+            progress.graph("decoder_0", 2, 8)
+            lines_after("decoder_0: 2 of 8 graphs in", stderr)
+        with shown_progress() as show:
+            show("decoder_1", 2_500_000)
+            lines_after("decoder_1: 2.5 M weights in", stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("sinkprune-run", ["--image", "PHOTO", "--prompt", "What?", "--json"], "answering: "),
+        ("sinkprune-profile", ["--image", "PHOTO", "--prompt", "What?", "--repeat", "9"], r"measuring \S+: \d+ of "),
+        (
+            "sinkprune-evaluate",
+            ["--limit", "8", "--budgets", "retain-64"],
+            r"asking with .*: \d+ of .* answers in ",
+        ),
+        ("sinkprune-calibrate attention", ["--limit", "8"], r"asking: \d+ of 8 questions in "),
+        ("sinkprune-calibrate norms", [], r"looking: \d+ of \d+ pictures in "),
+    ],
+)
+def test_commands_have_lines(
+    command: str, options: list[Any], said: str, soon: None, bundle: Bundles, photo_file: Path
+) -> None:
+    given = [photo_file if option == "PHOTO" else option for option in options]
+    outcome = run(*command.split(), bundle("gqa-112"), *given)
+    assert outcome.code == 0, outcome.stderr
+    assert re.search(f"^{said}", outcome.stderr, re.MULTILINE), outcome.stderr

@@ -1,0 +1,124 @@
+"""Numbers that users give: what is one, from where to where, and what commands say of others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
+from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.errors import UsageError
+from support.programs.commands import assert_refused, run
+
+WHOLE = WholeNumber("--count", 1, 100)
+REAL = RealNumber("--share", 0.0, sys.float_info.max, "0 or a larger finite number")
+_DIGITS = "9" * 10_000
+
+
+@given(st.integers())
+def test_whole_numbers_within_the_range_are_taken_and_no_others(number: int) -> None:
+    for ask in (lambda: WHOLE.check(number), lambda: WHOLE(str(number))):
+        if 1 <= number <= 100:
+            assert ask() == number
+        else:
+            with pytest.raises(UsageError, match=r"^--count is .*, expected a whole number from 1 to 100\.$"):
+                ask()
+
+
+@given(st.floats())
+def test_finite_numbers_within_the_range_are_taken_and_no_others(number: float) -> None:
+    for ask in (lambda: REAL.check(number), lambda: REAL(repr(number))):
+        if 0 <= number <= sys.float_info.max:
+            assert ask() == number
+        else:
+            with pytest.raises(UsageError, match=r"^--share is .*, expected 0 or a larger finite number\.$"):
+                ask()
+
+
+@pytest.mark.parametrize("value", [np.int64(3), np.uint8(3), 3])
+def test_whole_numbers_come_as_pythons(value: Any) -> None:
+    assert type(WHOLE.check(value)) is int
+    assert type(REAL.check(value)) is float
+
+
+@pytest.mark.parametrize(
+    "value", [True, None, "3", 3.0, np.float32(3), b"3", [3], 3 + 0j, 10**5000], ids=lambda value: shown(value)
+)
+def test_what_is_no_whole_number(value: object) -> None:
+    with pytest.raises(UsageError, match="--count is "):
+        WHOLE.check(value)
+
+
+@given(st.text())
+def test_any_word_is_read_or_refused_on_one_line(word: str) -> None:
+    for read in (WHOLE, REAL):
+        try:
+            read(word)
+        except UsageError as error:
+            assert str(error).isprintable()
+            assert len(str(error)) < 150
+
+
+def test_long_values_are_shown_by_their_beginning() -> None:
+    assert shown("x" * 100) == "'" + "x" * 79 + "..."
+    assert shown(np.zeros((2, 2))) == "array([[0., 0.], [0., 0.]])"
+
+
+WRONG = {
+    "sinkprune-run": {
+        "--max-new-tokens": ["0", "-1", "1e3", "1" + "0" * 30, _DIGITS, "many"],
+        "--threads": ["0", "1" + "0" * 30],
+        "--seed": ["-1", "1" + "0" * 40, "1.5"],
+        "--temperature": ["nan", "inf", "-1", "1e999", "warm"],
+        "--top-p": ["0", "1.1", "nan"],
+    },
+    "sinkprune-profile": {
+        "--repeat": ["0", "1" + "0" * 30, _DIGITS],
+        "--warmup": ["-1", "1" + "0" * 30],
+        "--new-tokens": ["0", "1" + "0" * 30],
+        "--threads": ["1" + "0" * 30],
+    },
+    "sinkprune-evaluate": {
+        "--limit": ["0", "1" + "0" * 30],
+        "--max-new-tokens": ["0", "1" + "0" * 30],
+        "--threads": ["-1"],
+    },
+    "sinkprune-calibrate": {"--threads": ["0", "1" + "0" * 30]},
+    "sinkprune-build": {
+        "--sm": ["99999999", "0", _DIGITS, "86,x", "-86"],
+        "--max-prompt": ["0", "1" + "0" * 30, _DIGITS],
+        "--max-new-tokens": ["-1", "1" + "0" * 30],
+        "--max-images": ["0", "1" + "0" * 30],
+    },
+    "sinkprune-export": {
+        "--max-images": ["0", "1" + "0" * 30],
+        "--max-frames": ["-1", "1" + "0" * 30],
+        "--min-pixels": ["0", "1" + "0" * 30],
+        "--max-pixels": ["0", "1" + "0" * 30],
+    },
+}
+_CASES = [(command, option, value) for command, own in WRONG.items() for option in own for value in own[option]]
+
+
+@pytest.mark.parametrize(("command", "option", "value"), _CASES, ids=lambda word: word[:20])
+def test_options_out_of_range_are_refused_before_anything_is_opened(
+    command: str, option: str, value: str, tmp_path: Path
+) -> None:
+    # There is neither bundle nor picture, which would be told otherwise.
+    ask, output = ("--image", tmp_path / "x.png", "--prompt", "What?"), ("-o", tmp_path / "out")
+    needed: dict[str, tuple[object, ...]] = {
+        "sinkprune-run": ask,
+        "sinkprune-profile": ask,
+        "sinkprune-build": (*output, "--target", "onnxruntime"),
+        "sinkprune-export": output,
+    }
+    refused = run(command, tmp_path / "none", *needed.get(command, ()), f"{option}={value}")
+    assert_refused(refused, "expected")
+    assert option.strip("-") in refused.stderr.replace(" ", "-")
+    assert list(tmp_path.iterdir()) == []

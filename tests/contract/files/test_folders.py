@@ -1,0 +1,247 @@
+"""A folder is replaced only where it is ours, whole or not at all, and nothing of anybody else's goes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.files.folders import check_outside, check_replaceable
+from sinkprune.contract.files.system_rename import Rename, system_rename
+from support.programs.listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
+
+WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
+
+
+def replace(output: Path, version: int, **options: Any) -> None:
+    with replaced(output, **options) as root:
+        write_folder(root, version)
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """All that lies below a folder: contents of files, None for anything else."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
+    }
+
+
+def refusal(output: Path, *, force: bool = True) -> str:
+    """What a replacing is refused with, which leaves everything as it is."""
+    before = tree(output.absolute().parent)
+    with pytest.raises(BundleError) as caught, replaced(output, force=force):
+        pytest.fail("the block was entered")
+    assert tree(output.absolute().parent) == before
+    return str(caught.value)
+
+
+def test_a_new_folder_and_those_above_it_are_made(tmp_path: Path) -> None:
+    output = tmp_path / "a" / "b" / "bundle"
+    replace(output, 1, force=False)
+    assert whole_version(output) == 1
+    assert output.stat().st_mode == output.parent.stat().st_mode
+    assert list(output.parent.iterdir()) == [output]
+
+
+def test_the_folder_above_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for version in (1, 2):
+        replace(tmp_path / "link" / "bundle", version)
+        assert whole_version(tmp_path / "real" / "bundle") == version
+    assert len(list((tmp_path / "real").iterdir())) == 1
+
+
+@WAYS
+@pytest.mark.parametrize("format_version", [1, 4, 99])
+def test_ours_is_replaced_with_force(format_version: int, rename: Rename, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1, format_version=format_version)
+    (output / "bundle.json.sig").write_bytes(b"signed")
+    assert "Add --force" in refusal(output, force=False)
+    replace(output, 2, rename=rename)
+    assert whole_version(output) == 2
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@WAYS
+def test_whatever_goes_wrong_the_folder_stays_as_it_was(rename: Rename, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    with pytest.raises(ZeroDivisionError), replaced(output, rename=rename) as root:
+        write_folder(root, 2)
+        _ = 1 // 0
+    assert whole_version(output) == 1
+    with pytest.raises(ZeroDivisionError), replaced(tmp_path / "a" / "b" / "bundle", rename=rename):
+        _ = 1 // 0
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_one_missing_file_or_many_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    shutil.rmtree(output / "graphs")
+    replace(output, 2)
+    assert whole_version(output) == 2
+
+
+OURS = {"format_version": 4, "sinkprune_version": "1", "files": {}}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
+        ("[]", "is none of sinkprune's"),
+        ("{}", "is none of sinkprune's"),
+        *(
+            (json.dumps({**OURS, **change}), "is none of sinkprune's")
+            for change in (
+                {"format_version": True},
+                {"format_version": "4"},
+                {"format_version": 4.0},
+                {"sinkprune_version": 1},
+                {"sinkprune_version": None},
+                {"files": ["a"]},
+                {"files": None},
+            )
+        ),
+        *(
+            (json.dumps({**OURS, "files": dict.fromkeys(names)}), "lists ")
+            for names in (["../a"], ["/a"], ["a//b"], [""], ["a/./b"], ["a/.."], ["a/"], ["a", "a/b"], ["a/b", "a"])
+        ),
+        (json.dumps({**OURS, "files": {"/".join("a" * 40): None}}), "lists "),
+        (json.dumps({**OURS, "files": {"a\0b": None}}), "lists "),
+        (json.dumps({**OURS, "files": {"bundle.json/a": None}}), "lists "),
+    ],
+)
+def test_a_manifest_that_does_not_read_as_ours(content: str, said: str, tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    output.mkdir()
+    (output / "bundle.json").write_text(content)
+    message = refusal(output)
+    assert f"'{output}' exists and is not a bundle: its bundle.json {said}" in message
+    assert "left as it is" in message
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "link", "FIFO"])
+def test_a_manifest_that_is_no_file(kind: str, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    (output / "bundle.json").rename(tmp_path / "elsewhere")
+    manifest = output / "bundle.json"
+    if kind == "folder":
+        manifest.mkdir()
+    if kind == "link":
+        manifest.symlink_to(tmp_path / "elsewhere")
+    if kind == "FIFO":
+        os.mkfifo(manifest)
+    assert "is not a bundle" in refusal(output)
+
+
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_text("mine")
+    assert "is not a bundle" in refusal(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "graphs/notes.txt", ".hidden", "empty/", "graphs/empty/", "full/notes.txt", "\x1b[31m"]
+)
+def test_what_the_manifest_does_not_list_is_never_replaced(name: str, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    stranger = output / name
+    if name.endswith("/"):
+        stranger.mkdir()
+    else:
+        stranger.parent.mkdir(exist_ok=True)
+        stranger.write_text("mine")
+    shown = "full" if name.startswith("full") else name.rstrip("/")
+    assert f"holds what its bundle.json does not list: {shown!r}. Move it away" in refusal(output)
+
+
+@pytest.mark.parametrize("listed", ["license", "graphs/vision.onnx", "graphs"])
+@pytest.mark.parametrize("kind", ["link", "FIFO", "other"])
+def test_what_is_listed_must_be_what_the_manifest_says(kind: str, listed: str, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    place = output / listed
+    was_folder = place.is_dir()
+    place.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        place.symlink_to(tmp_path / "elsewhere")
+    elif kind == "FIFO":
+        os.mkfifo(place)
+    elif was_folder:
+        place.write_text("a file")
+    else:
+        place.mkdir()
+    assert repr(listed) in refusal(output)
+
+
+def test_three_of_many_are_named(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    for name in "edcba":
+        (output / name).write_text("mine")
+    assert "does not list: 'a', 'b', 'c' and 2 more." in refusal(output)
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "c/a", "c/b", "c/d/a", "e/a"]), unique=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(listed=NAMES, there=NAMES)
+def test_replaceable_is_what_holds_no_more_than_is_listed(
+    listed: list[str], there: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    output = tmp_path_factory.mktemp("bundle")
+    for name in there:
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        (output / name).write_text("")
+    (output / "bundle.json").write_text(json.dumps({**OURS, "files": dict.fromkeys(listed)}))
+    if set(there) <= set(listed):
+        check_replaceable(output, KIND, force=True)
+    else:
+        with pytest.raises(BundleError, match="does not list"):
+            check_replaceable(output, KIND, force=True)
+
+
+@WAYS
+def test_the_disk_holds_everything_before_it_is_there(
+    rename: Rename, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, system = write_folder(tmp_path / "bundle", 1), os.fsync
+    before: set[str] = set()
+    after: set[str] = set()
+
+    def fsync(descriptor: int) -> None:
+        path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        (before if whole_version(output) == 1 else after).add(path)
+        assert whole_version(output) == 1 or list(tmp_path.glob(".bundle.*.partial/old/bundle.json"))
+        system(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with replaced(output, rename=rename) as root:
+        write_folder(root, 2)
+        written = {str(path) for path in (root, *root.rglob("*"))}
+    assert written <= before
+    assert {str(tmp_path), str(root.parent)} <= after
+
+
+def test_what_is_read_is_not_written_into(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(source / "inner")
+    for output in (
+        source,
+        source / "out",
+        source / "a" / "b",
+        tmp_path / "link" / "out",
+        source / ".." / "source/out",
+    ):
+        with pytest.raises(BundleError, match="lies within"):
+            check_outside(output, source, KIND)
+    for output in (tmp_path / "source-2", tmp_path, source / ".." / "out"):
+        check_outside(output, source, KIND)
+    check_outside(tmp_path / "hub" / "name" / "out", tmp_path / "hub" / "name", KIND)

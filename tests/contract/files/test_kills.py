@@ -1,0 +1,59 @@
+"""Killed at any moment of a replacing, the next command finds the old folder or the new one, whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.programs.repository import ROOT
+from support.programs.slow_cases import slow
+
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where there is one: that the disk holds what was written says nothing about kills."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
+        yield Path(name)
+
+
+def outcomes(folder: Path, *arguments: object) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "support.programs.kill_replacing", folder, *arguments]
+    done = subprocess.run(
+        [*map(str, command)], cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("how", ["exchange", slow("two-renames")])
+def test_killed_at_every_call_of_the_system(how: str, folder: Path) -> None:
+    found = outcomes(folder, how, "calls", 10_000)
+    *killed, last = found
+    assert not last["killed"] and all(each["killed"] for each in killed)
+    assert len(killed) > 100
+    # First always the old, then always the new.
+    turn = [each["found"] for each in killed].index("new")
+    assert {each["found"] for each in killed[:turn]} == {"old"}
+    assert {each["found"] for each in killed[turn:]} == {"new"}
+    assert all(each["left"] == ["bundle"] for each in found)
+    # Without an exchange there are moments when only the next command can put it back.
+    assert any(not each["seen"] for each in found) == (how == "two-renames")
+
+
+@pytest.mark.parametrize("how", ["exchange", "two-renames"])
+def test_killed_at_random_moments(how: str, folder: Path) -> None:
+    found = outcomes(folder, how, "random", 100)
+    assert sum(each["killed"] for each in found) > 20
+    # The program looks at what is left after every third, and never finds what was not whole.
+    assert all(each["left"] == ["bundle"] for each in found[2::3])
+    assert {each["found"] for each in found} <= {"old", "new", "nothing"}

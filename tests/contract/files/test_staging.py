@@ -1,0 +1,252 @@
+"""Folders that are being written: those of the dead are removed, those of the living never."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.files.folders import check_replaceable, recover
+from sinkprune.contract.files.staging import new_staging, remove_dead
+from sinkprune.contract.files.system_rename import Rename, system_rename
+from support.programs.listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
+
+WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
+
+
+def dead(output: Path, *, new: int | None = None, old: int | None = None) -> Path:
+    """What a killed process left beside `output`, by the versions that lie in it."""
+    place = output.with_name(f".{output.name}.abc_1234.partial")
+    place.mkdir()
+    (place / "sinkprune.lock").touch()
+    if new is not None:
+        write_folder(place / "new", new)
+    if old is not None:
+        write_folder(place / "old", old)
+    return place
+
+
+def replace(output: Path, version: int, rename: Rename = system_rename) -> None:
+    with replaced(output, rename=rename) as root:
+        write_folder(root, version)
+
+
+@WAYS
+def test_two_that_write_at_once_both_end_well(rename: Rename, tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    for version in (1, 11):
+        with replaced(output, rename=rename) as first:
+            write_folder(first, version)
+            with replaced(output, rename=rename) as second:
+                write_folder(second, version + 1)
+                replace(output, version + 2, rename)
+                assert whole_version(first) == version
+                assert whole_version(second) == version + 1
+            assert whole_version(output) == version + 1
+        assert whole_version(output) == version
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_without_force_the_later_of_two_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(BundleError, match="Add --force"))
+        write_folder(stack.enter_context(replaced(output, force=False)), 1)
+        with replaced(output, force=False) as root:
+            write_folder(root, 2)
+    assert whole_version(output) == 2
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_process_that_lives_and_then_does_not(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from support.programs.listed_folders import replaced, write_folder\n"
+        f"with replaced(Path({str(output)!r})) as root: write_folder(root, 1); print(root, flush=1); time.sleep(60)"
+    )
+    search = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=search) as process:
+        assert process.stdout is not None
+        root = Path(process.stdout.readline().strip())
+        replace(output, 2)
+        assert whole_version(root) == 1
+        process.send_signal(signal.SIGKILL)
+    replace(output, 3)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_who_begins_is_never_taken_for_dead(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    done = Event()
+
+    def remove() -> None:
+        while not done.is_set():
+            remove_dead(output, KIND)
+
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        stack.callback(done.set)
+        removers = [pool.submit(remove) for _ in range(2)]
+        for _ in range(300):
+            staging = new_staging(output)
+            assert staging.new.is_dir()
+            staging.remove(KIND)
+            staging.release()
+    for remover in removers:
+        remover.result()
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize(
+    ("new", "old"), [(None, None), (5, None), (None, 5)], ids=["before writing", "writing", "removing"]
+)
+def test_what_the_dead_left_is_removed(new: int | None, old: int | None, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    place = dead(output, new=new, old=old)
+    check_replaceable(output, KIND, force=True)
+    recover(output, KIND)
+    assert place.exists(), "asking removes nothing"
+    replace(output, 2)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_a_half_written_folder_of_the_dead(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    place = dead(output, new=5)
+    (place / "new" / "bundle.json").write_text('{"format')
+    (place / "new" / "unlisted").mkdir()
+    (tmp_path / ".bundle._______0.partial").mkdir()
+    replace(output, 1)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_half_removed_old_folders_are_removed_wholly(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    place = dead(output, old=5)
+    shutil.rmtree(place / "old" / "graphs")
+    replace(output, 2)
+    assert list(tmp_path.iterdir()) == [output]
+    (dead(output) / "old").mkdir()
+    replace(output, 3)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".bundle.abc_1234.partial",
+        ".bundle.abcd.partial/sinkprune.lock",
+        ".other.abc_1234.partial/sinkprune.lock",
+        ".bundle.x.abc_1234.partial/sinkprune.lock",
+        ".bundle.ABC_1234.partial/sinkprune.lock",
+        "bundle.abc_1234.partial/sinkprune.lock",
+        ".bundle.abc_1234.partial/notes.txt",
+        ".bundle.abc_1234.partial/new/notes.txt",
+        ".bundle.abc_1234.old/notes.txt",
+    ],
+)
+def test_what_only_looks_like_ours_is_left(name: str, tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    replace(output, 2)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_what_was_put_into_the_folder_of_a_dead_process_is_left(tmp_path: Path) -> None:
+    output = write_folder(tmp_path / "bundle", 1)
+    place = dead(output, new=5)
+    (place / "notes.txt").write_text("mine")
+    replace(output, 2)
+    assert sorted(path.name for path in place.iterdir()) == ["notes.txt", "sinkprune.lock"]
+
+
+def test_nothing_is_removed_through_links(tmp_path: Path) -> None:
+    output, mine = write_folder(tmp_path / "bundle", 1), write_folder(tmp_path / "mine", 7)
+    place = dead(output, old=5)
+    shutil.rmtree(place / "old" / "graphs")
+    (place / "old" / "graphs").symlink_to(mine / "graphs")
+    with pytest.raises(BundleError, match="'graphs' came into"):
+        replace(output, 2)
+    assert whole_version(mine) == 7
+    (place / "old" / "graphs").unlink()
+    (place / "new").symlink_to(mine)
+    shutil.rmtree(place / "old")
+    (place / "old").symlink_to(mine)
+    replace(output, 2)
+    assert whole_version(mine) == 7
+
+
+def test_what_was_moved_away_is_put_back(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    place = dead(output, new=2, old=1)
+    recover(output, KIND)
+    assert whole_version(output) == 1
+    recover(output, KIND)
+    assert whole_version(output) == 1
+    shutil.rmtree(output)
+    recover(output, KIND)
+    assert not output.exists(), "what was never moved away"
+    shutil.rmtree(place)
+    dead(output, new=2, old=1)
+    with pytest.raises(BundleError, match="Add --force"):
+        check_replaceable(output, KIND, force=False)
+    assert whole_version(output) == 1
+
+
+def test_what_was_replaced_is_not_put_back(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    dead(output, old=1)
+    recover(output, KIND)
+    assert not output.exists()
+
+
+def test_what_is_not_ours_is_not_put_back(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    place = dead(output, new=2, old=1)
+    (place / "old" / "bundle.json").write_text("{}")
+    recover(output, KIND)
+    assert not output.exists()
+    with pytest.raises(BundleError, match="came into"):
+        replace(output, 3)
+    assert (place / "old" / "license").is_file()
+
+
+def test_what_a_living_process_moved_away_is_left_to_it(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    with replaced(output) as root:
+        write_folder(root, 2)
+        write_folder(root.with_name("old"), 1)
+        recover(output, KIND)
+        assert not output.exists()
+        write_folder(output, 3)
+        shutil.rmtree(root.with_name("old"))
+    assert whole_version(output) == 2
+
+
+def test_what_was_moved_away_is_never_lost_to_what_came_after(tmp_path: Path) -> None:
+    output = tmp_path / "bundle"
+    place = dead(output, new=2, old=1)
+    write_folder(output, 9)
+    recover(output, KIND)
+    assert whole_version(output) == 9
+    with pytest.raises(BundleError, match=r"lies in '.*old' and cannot be put back: File exists"):
+        replace(output, 10)
+    assert (whole_version(output), whole_version(place / "old")) == (9, 1)
+
+
+def test_a_reader_that_finds_nothing_is_quick(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    for path in (tmp_path / "a" / "b", Path(), Path("..", ".."), Path("/"), Path("a\0b"), tmp_path / ("a" * 300)):
+        recover(path, KIND)
+    assert time.perf_counter() - start < 1

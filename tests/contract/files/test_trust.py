@@ -1,0 +1,198 @@
+"""Which bundle is meant: its sum, its signature, and no file that nobody listed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BundleError, EnginesError, UsageError
+from sinkprune.contract.files.signature import read_private_key
+from sinkprune.contract.files.trust import Trust
+from sinkprune.contract.manifest import MANIFEST
+from support.models.manifests import manifest_data, write_data
+from support.programs.commands import assert_refused, run
+
+ASK = ("--prompt", "What is this?", "--max-new-tokens", "2")
+
+
+def write_keys(folder: Path, name: str, password: bytes | None = None) -> Path:
+    """A private key `name` and its public key `name.pub`, as openssl writes them."""
+    key = Ed25519PrivateKey.generate()
+    locked = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    public = key.public_key().public_bytes(pem, serialization.PublicFormat.SubjectPublicKeyInfo)
+    (folder / name).write_bytes(key.private_bytes(pem, pkcs8, locked))
+    (folder / f"{name}.pub").write_bytes(public)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    write_keys(folder, "ours")
+    write_keys(folder, "theirs")
+    write_keys(folder, "locked", b"secret")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def signed(checkpoint: Callable[[str], Path], keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle signed by the command; tests leave it alone."""
+    output = tmp_path_factory.mktemp("signed") / "bundle"
+    options = ("-o", output, "--budgets", "retain-64", "--sign", keys / "ours")
+    outcome = run("sinkprune-export", checkpoint("gqa-112"), *options)
+    assert outcome.code == 0, outcome.stderr
+    assert f"sha256 {hashlib.sha256((output / MANIFEST).read_bytes()).hexdigest()}\n" in outcome.stdout
+    return output
+
+
+@pytest.fixture
+def copied(signed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(signed, tmp_path / "bundle"))
+
+
+def rewritten(root: Path) -> Path:
+    """A bundle whose manifest says the same in other words."""
+    write_data(root, manifest_data(root))
+    return root
+
+
+def test_the_printed_sum_is_accepted_and_no_other(signed: Path, copied: Path, photo_file: Path) -> None:
+    digest = read_bundle(signed).sha256
+    assert run("sinkprune-run", signed, "--sha256", digest, "--image", photo_file, *ASK).code == 0
+    outcome = run("sinkprune-run", rewritten(copied), "--sha256", digest, "--image", photo_file, *ASK)
+    assert_refused(outcome, f"expected {digest}")
+    with pytest.raises(BundleError, match=f"expected {digest}"):
+        Pipeline.load(copied, sha256=digest)
+
+
+@pytest.mark.parametrize("digest", ["", "abc", "A" * 64, "g" * 64, "0" * 63, "0" * 65])
+def test_what_is_no_sum_is_refused(digest: str) -> None:
+    with pytest.raises(UsageError, match="64 hexadecimal digits"):
+        Trust(digest)
+
+
+def test_a_signature_is_checked_against_the_key(signed: Path, copied: Path, keys: Path, photo_file: Path) -> None:
+    command = ("sinkprune-run", signed, "--image", photo_file, *ASK, "--signed-by")
+    assert run(*command, keys / "ours.pub").code == 0
+    assert_refused(run(*command, keys / "theirs.pub"), "was not signed with the key that belongs to", "theirs.pub")
+    with pytest.raises(BundleError, match="was not signed"):
+        Pipeline.load(rewritten(copied), signed_by=keys / "ours.pub")
+    (copied / f"{MANIFEST}.sig").unlink()
+    with pytest.raises(BundleError, match="found no signature of the bundle to compare with"):
+        Pipeline.load(copied, signed_by=keys / "ours.pub")
+
+
+def test_openssl_checks_the_signature_too(signed: Path, keys: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    command = ["openssl", "pkeyutl", "-verify", "-rawin", "-pubin", "-inkey", keys / "ours.pub"]
+    files = ["-in", signed / MANIFEST, "-sigfile", signed / f"{MANIFEST}.sig"]
+    assert subprocess.run([*command, *files], capture_output=True, check=False).returncode == 0
+
+
+def test_what_is_no_key_is_refused(signed: Path, keys: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    curve = generate_private_key(SECP256R1())
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (tmp_path / "curve").write_bytes(curve.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+    os.mkfifo(tmp_path / "fifo")
+    for name, reason in (
+        ("text", "holds no private key"),
+        ("curve", "is not Ed25519"),
+        ("fifo", "is a FIFO"),
+        ("none", "is missing"),
+        (keys / "ours.pub", "holds no private key"),
+        (keys / "locked", "has a passphrase"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            read_private_key(tmp_path / name)
+    with pytest.raises(UsageError, match="holds no public key"):
+        read_bundle(signed, Trust(signed_by=keys / "ours"))
+
+
+def test_a_pinned_bundle_wants_pinned_engines(copied: Path, keys: Path, photo_file: Path, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    options = ("-o", engines, "--target", "onnxruntime", "--signed-by", keys / "ours.pub", "--sign", keys / "ours")
+    outcome = run("sinkprune-build", copied, *options)
+    assert outcome.code == 0, outcome.stderr
+    built = outcome.stdout.split()[-1]
+    digest = read_bundle(copied).sha256
+    command = ("sinkprune-run", copied, "--engines", engines, "--image", photo_file, *ASK)
+    assert run(*command, "--sha256", digest, "--engines-sha256", built).code == 0
+    assert run(*command, "--signed-by", keys / "ours.pub").code == 0
+    assert_refused(run(*command, "--sha256", digest), "is pinned", "--engines-sha256")
+    assert_refused(run(*command, "--engines-sha256", "0" * 64), "engines.json", f"expected {'0' * 64}")
+    (engines / "engines.json.sig").unlink()
+    with pytest.raises(EnginesError, match="found no signature of the engines to compare with"):
+        Pipeline.load(copied, engines=engines, signed_by=keys / "ours.pub")
+
+
+def test_a_pinned_bundle_has_its_sums_compared(signed: Path) -> None:
+    with pytest.raises(UsageError, match="Leave out --skip-sums"):
+        Pipeline.load(signed, sha256=read_bundle(signed).sha256, check_sums=False)
+    with pytest.raises(UsageError, match="Leave out --skip-sums"):
+        Pipeline.load(signed, engines=signed, engines_sha256="0" * 64, check_sums=False)
+
+
+def test_no_pin_is_dropped_in_silence(signed: Path, keys: Path) -> None:
+    opened, digest = read_bundle(signed), read_bundle(signed).sha256
+    for pin in ({"sha256": digest}, {"signed_by": keys / "ours.pub"}):
+        with pytest.raises(UsageError, match="was read already"):
+            Pipeline.load(opened, **pin)
+    with pytest.raises(UsageError, match="and no engines"):
+        Pipeline.load(signed, engines_sha256="0" * 64)
+    with pytest.raises(UsageError, match="64 hexadecimal digits"):
+        Pipeline.load(signed, engines_sha256="none")
+    assert Pipeline.load(read_bundle(signed, Trust(digest)), sha256=digest).bundle.trust == Trust(digest)
+
+
+def test_the_key_is_no_place_to_write_to(signed: Path, keys: Path, photo_file: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key.png"
+    shutil.copy(keys / "ours.pub", key)
+    command = ("sinkprune-run", signed, "--signed-by", key, "--image", photo_file, *ASK, "--budget", "retain-64")
+    assert_refused(run(*command, "--overlay", key), "itself, which is read")
+    assert key.read_bytes() == (keys / "ours.pub").read_bytes()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "graphs/weights/extra.bin", ".hidden", "weights/a/b/c"])
+def test_a_file_that_nobody_listed_is_refused(name: str, copied: Path) -> None:
+    (copied / name).parent.mkdir(parents=True, exist_ok=True)
+    (copied / name).touch()
+    with pytest.raises(BundleError, match=f"nobody listed the file '{name}'"):
+        read_bundle(copied)
+
+
+def test_weights_that_are_left_out_of_the_manifest_are_refused(copied: Path) -> None:
+    data = manifest_data(copied)
+    del data["files"]["graphs/weights/decoder_0.bin"]
+    write_data(copied, data)
+    with pytest.raises(BundleError, match=r"nobody listed the file 'graphs/weights/decoder_0\.bin'"):
+        read_bundle(copied)
+
+
+def test_links_in_a_bundle_are_refused_and_a_link_to_one_is_not(copied: Path, signed: Path, tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(copied)
+    assert read_bundle(tmp_path / "current").manifest == read_bundle(copied).manifest
+    for name in ("graphs/head.onnx", "graphs/weights/head.bin", MANIFEST, "weights/tokenizer.json"):
+        (copied / name).unlink()
+        (copied / name).symlink_to(signed / name)
+        with pytest.raises(BundleError, match="is a link"):
+            read_bundle(copied)
+        (copied / name).unlink()
+        shutil.copy(signed / name, copied / name)
+    shutil.move(copied / "graphs", tmp_path / "graphs")
+    (copied / "graphs").symlink_to(tmp_path / "graphs")
+    with pytest.raises(BundleError, match="nobody listed the file 'graphs'"):
+        read_bundle(copied)

@@ -1,0 +1,106 @@
+"""The memory that control groups leave this process: of every group that it is in, versions 1 and 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sinkprune.contract.system.control_groups import control_groups
+from sinkprune.contract.system.system_memory import available_bytes
+from support.stand_ins.group_trees import group_tree, real_group, version_1, version_2
+
+GIB = 1 << 30
+SLICE = "system.slice/robot-a\\x2db.service"
+
+
+def limited(most: int | str, taken: int, cached: int = 0, shared: int = 0) -> dict[str, str]:
+    """The files of a group of version 2."""
+    stat = f"anon {taken - cached}\nfile {cached}\nkernel_stack 16384\nshmem {shared}\n"
+    return {"memory.max": f"{most}\n", "memory.current": f"{taken}\n", "memory.stat": stat}
+
+
+def within(folder: str, files: dict[str, str]) -> dict[str, str]:
+    return {f"{folder}/{name}": content for name, content in files.items()}
+
+
+def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
+    assert available_bytes(group_tree(tmp_path, "", "", {})) == 60 * GIB
+    for name in ("cgroup", "mountinfo"):
+        (tmp_path / "proc/self" / name).unlink()
+    assert control_groups("memory", tmp_path) == []
+    assert available_bytes(tmp_path) == 60 * GIB
+
+
+def test_a_unit_is_limited_by_its_own_group(tmp_path: Path) -> None:
+    files = {**within(SLICE, limited(8 * GIB, 3 * GIB, GIB)), **within("system.slice", limited("max", 5 * GIB))}
+    assert available_bytes(version_2(tmp_path, f"/{SLICE}", files)) == 6 * GIB
+
+
+def test_a_unit_is_limited_by_the_slice_above_it(tmp_path: Path) -> None:
+    files = {**within(SLICE, limited(8 * GIB, GIB)), **within("system.slice", limited(9 * GIB, 7 * GIB))}
+    assert available_bytes(version_2(tmp_path, f"/{SLICE}", files)) == 2 * GIB
+
+
+def test_a_group_beside_ours_limits_nothing(tmp_path: Path) -> None:
+    files = {**within("a", limited("max", GIB)), **within("b", limited(2 * GIB, GIB))}
+    assert available_bytes(version_2(tmp_path, "/a", files)) == 60 * GIB
+
+
+def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
+    assert available_bytes(version_2(tmp_path, "/", limited(4 * GIB, GIB))) == 3 * GIB
+
+
+@pytest.mark.parametrize("own", ["/docker/abc", "/../other", "/elsewhere"])
+def test_a_group_that_is_mounted_alone_limits(own: str, tmp_path: Path) -> None:
+    assert available_bytes(version_2(tmp_path, own, limited(4 * GIB, GIB), mounted="/docker/abc")) == 3 * GIB
+
+
+def test_a_group_below_the_mounted_one_limits(tmp_path: Path) -> None:
+    files = within("robot", limited(4 * GIB, GIB))
+    mounted = "/system.slice/a\\134x2db"
+    assert available_bytes(version_2(tmp_path, "/system.slice/a\\x2db/robot", files, mounted)) == 3 * GIB
+
+
+def test_the_memory_at_which_a_group_is_slowed_down_is_a_limit(tmp_path: Path) -> None:
+    files = {**limited(8 * GIB, GIB), "memory.high": f"{2 * GIB}\n"}
+    assert available_bytes(version_2(tmp_path, "/", files)) == GIB
+
+
+def test_shared_memory_is_no_cached_file(tmp_path: Path) -> None:
+    assert available_bytes(version_2(tmp_path, "/", limited(8 * GIB, 5 * GIB, 4 * GIB, 3 * GIB))) == 4 * GIB
+
+
+@pytest.mark.parametrize("limited_group", ["", "docker/", "docker/abc/"])
+def test_every_group_of_version_1_limits(limited_group: str, tmp_path: Path) -> None:
+    files = {
+        f"{limited_group}memory.limit_in_bytes": f"{6 * GIB}\n",
+        f"{limited_group}memory.usage_in_bytes": f"{4 * GIB}\n",
+        f"{limited_group}memory.stat": f"cache 5\ntotal_cache {2 * GIB}\ntotal_shmem {GIB}\n",
+    }
+    assert available_bytes(version_1(tmp_path, "memory", "/docker/abc", files)) == 3 * GIB
+
+
+def test_a_container_of_version_1_has_its_group_mounted(tmp_path: Path) -> None:
+    files = {"memory.limit_in_bytes": f"{6 * GIB}\n", "memory.usage_in_bytes": f"{4 * GIB}\n"}
+    assert available_bytes(version_1(tmp_path, "memory", "/docker/abc", files, mounted="/docker/abc")) == 2 * GIB
+
+
+def test_more_than_the_limit_leaves_nothing(tmp_path: Path) -> None:
+    assert available_bytes(version_2(tmp_path, "/", limited(GIB, 2 * GIB))) == 0
+
+
+@pytest.mark.parametrize("content", ["", "many\n", "-1\n", "\x00\n"])
+def test_files_that_hold_no_number_limit_nothing(content: str, tmp_path: Path) -> None:
+    for name in ("memory.max", "memory.current"):
+        files = {**limited(GIB, 0), name: content}
+        assert available_bytes(version_2(tmp_path, "/", files)) == 60 * GIB
+
+
+def test_a_group_of_this_kernel_limits(tmp_path: Path) -> None:
+    with real_group("memory") as folder:
+        (folder / "memory.limit_in_bytes").write_text(str(GIB))
+        group_tree(tmp_path, f"4:memory:/{folder.name}\n", Path("/proc/self/mountinfo").read_text(), {})
+        (tmp_path / "sys/fs").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup").symlink_to("/sys/fs/cgroup")
+        assert available_bytes(tmp_path) == GIB

@@ -1,0 +1,204 @@
+"""`sinkprune-check`: what it prints, what it refuses, and TensorRT's engines on fakes of the library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import ENGINES, read_engines
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.engines.gate.advice import first_refusal
+from sinkprune.engines.gate.checking import check_engines
+from sinkprune.engines.gate.limits import rounding_of
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import record
+from sinkprune.engines.gate.report import GateReport
+from sinkprune.engines.progress import SILENT
+from sinkprune.runtime.backends.compatibility import open_engines
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow_except
+from support.stand_ins.fake_device import FakeDevice
+from support.stand_ins.fake_tensorrt import FakeTensorRT, build_fake_engines
+from support.stand_ins.gate_faults import altered, one_weight, overflowing, plant, swapped
+
+Built = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Path:
+    return bundle("gqa-112", budgets=("retain-64",))
+
+
+@pytest.fixture(scope="module")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
+    made: dict[str, Path] = {}
+
+    def get(target: str) -> Path:
+        if target not in made:
+            made[target] = tmp_path_factory.mktemp("checked") / target
+            outcome = run("sinkprune-build", source, "-o", made[target], "--target", target)
+            assert outcome.code == 0, outcome.stderr
+        return made[target]
+
+    return get
+
+
+def test_a_backend_that_other_engines_are_for(source: Path, built: Built, photo_file: Path) -> None:
+    command = ("sinkprune-check", source, built("openvino"), "--image", photo_file)
+    assert_refused(run(*command, "--backend", "ort-cpu"), "backend 'ort-cpu' takes target onnxruntime")
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        ("fp32", "fp32"),
+        ("the graphs' types", "fp32"),
+        ("bf16", "bf16"),
+        ("fp16, int8 where openvino finds it faster", "fp16"),
+        ("bf16, int8 where openvino finds it faster", "bf16"),
+    ],
+)
+def test_limits_are_those_of_what_a_backend_says_it_computes_in(compute: str, expected: str, source: Path) -> None:
+    manifest = read_bundle(source).manifest
+    assert rounding_of("head", manifest, compute) == expected
+    sanitizer = next(graph for graph in manifest.graphs if graph.endswith("sanitizer"))
+    assert rounding_of(sanitizer, manifest, compute) == "fp32"
+
+
+def test_a_tower_that_another_library_runs_has_limits_of_its_own(source: Path) -> None:
+    manifest = read_bundle(source).manifest
+    compute = "the graphs' types; vision in bf16"
+    assert {rounding_of(graph, manifest, compute) for graph in manifest.graphs if graph != "vision"} == {"fp32"}
+    assert rounding_of("vision", manifest, compute) == "bf16"
+
+
+@pytest.mark.parametrize(
+    "target", slow_except({"onnxruntime+openvino"}, ["onnxruntime", "onnxruntime+openvino", "openvino"])
+)
+def test_honest_engines(target: str, source: Path, built: Built, photo_file: Path) -> None:
+    command = (source, built(target), "--image", photo_file)
+    outcome = run("sinkprune-check", *command)
+    assert outcome.code == 0, outcome.stderr
+    assert "REFUSED" not in outcome.stdout
+    graphs = len(read_bundle(source).manifest.graphs)
+    assert outcome.stdout.count("passed") == graphs + 3
+    assert outcome.stdout.endswith(f"\npassed: {graphs} engines, 2 answers\n")
+    report = json.loads(run("sinkprune-check", *command, "--prompt", "What?", "--json").stdout)
+    assert report["passed"] is True
+    assert report["target"] == target
+    assert set(report["graphs"]["vision"]["outputs"]) == {"tokens", "norms", "salience"}
+    assert set(report["graphs"]["vision"]["outputs"]["norms"]) == {
+        *("kind", "typical", "worst", "typical_limit", "worst_limit", "ties", "passed")
+    }
+    assert [text["same_tokens"] <= text["tokens"] for text in report["texts"]] == [True, True]
+
+
+def test_engines_with_limits_are_asked_what_they_take(source: Path, photo_file: Path, tmp_path: Path) -> None:
+    engines = tmp_path / "engines"
+    build = ("sinkprune-build", source, "-o", engines, "--target", "onnxruntime", "--check", photo_file)
+    limits = ("--max-prompt", 16, "--max-new-tokens", 3)
+    long = "word " * 20
+    assert_refused(run(*build, *limits, "--check-prompt", long), "text tokens", "take 16", "--check-prompt", "--max-")
+    assert not engines.exists()
+    built = run(*build, *limits, "--check-prompt", "Why?")
+    assert (built.code, "check passed" in built.stdout) == (0, True), built.stderr
+    check = ("sinkprune-check", source, engines, "--image", photo_file, "--json")
+    report = json.loads(run(*check, "--prompt", "Why?").stdout)
+    assert [text["tokens"] for text in report["texts"]] == [3, 3]
+    assert_refused(run(*check, "--prompt", long), "text tokens", "take 16", "check --prompt")
+
+
+def test_compute_is_chosen(source: Path, built: Built, photo_file: Path) -> None:
+    command = (source, built("openvino"), "--image", photo_file, "--compute", "fp32", "--json")
+    report = json.loads(run("sinkprune-check", *command).stdout)
+    assert {graph["rounding"] for graph in report["graphs"].values()} == {"fp32"}
+    assert all(text["same_tokens"] == text["tokens"] for text in report["texts"])
+
+
+def test_a_refusal_names_graph_output_limit_and_what_to_try(
+    source: Path, built: Built, photo_file: Path, tmp_path: Path
+) -> None:
+    planted = plant(read_bundle(source), built("onnxruntime"), "vision", swapped("norms", "salience"), tmp_path)
+    outcome = run("sinkprune-check", source, planted, "--image", photo_file)
+    assert outcome.code == 2
+    assert outcome.stdout.count("REFUSED") == 1
+    assert "passed:" not in outcome.stdout
+    assert outcome.stderr.count("\n") == 1
+    for said in ("error: the engine of graph 'vision', by onnxruntime", "'norms'", "may by 0.0001", "Build again"):
+        assert said in outcome.stderr
+    report = json.loads(run("sinkprune-check", source, planted, "--image", photo_file, "--json").stdout)
+    assert report["passed"] is False
+    assert report["texts"] == []
+    assert {
+        name for name, own in report["graphs"].items() for out in own["outputs"].values() if not out["passed"]
+    } == {"vision"}
+
+
+def test_what_is_not_finite_is_null_in_json(source: Path, built: Built, photo_file: Path, tmp_path: Path) -> None:
+    fault = overflowing("logits", saturating=False)
+    planted = plant(read_bundle(source), built("onnxruntime"), "head", fault, tmp_path)
+    outcome = run("sinkprune-check", source, planted, "--image", photo_file, "--json")
+    assert outcome.code == 2
+    assert "not finite" in outcome.stderr and "65504" in outcome.stderr
+    assert json.loads(outcome.stdout)["graphs"]["head"]["outputs"]["logits"]["worst"] is None
+
+
+def test_engines_of_another_bundle(bundle: Callable[..., Path], built: Built, photo_file: Path) -> None:
+    outcome = run("sinkprune-check", bundle("gqa-112"), built("onnxruntime"), "--image", photo_file)
+    assert_refused(outcome, "were built from another bundle")
+
+
+def test_what_is_given_in_the_wrong_place(source: Path, built: Built, photo_file: Path, tmp_path: Path) -> None:
+    ask = ("--image", photo_file)
+    assert_refused(run("sinkprune-check", built("onnxruntime"), source, *ask), "is a folder of engines")
+    assert_refused(run("sinkprune-check", source, tmp_path, *ask), "is not a folder of engines")
+    assert_refused(run("sinkprune-check", source, built("onnxruntime"), "--image", tmp_path), str(tmp_path))
+    assert_refused(run("sinkprune-check", source, built("onnxruntime"), *ask, "--prompt", " "), "prompt is empty")
+    assert_refused(
+        run("sinkprune-check", source, built("onnxruntime"), *ask, "--compute", "fp32"), "are built to be fastest"
+    )
+
+
+def fakes_checked(source: Path, engines: Path, photo: Image.Image, folder: Path) -> GateReport:
+    """Fake TensorRT engines on a fake device, beside the graphs."""
+    opened = read_bundle(source)
+    question = Question([photo], "What is on the table?")
+    fakes = open_engines(engines, opened)
+    device = FakeDevice()
+    backend = TensorRTBackend("tensorrt", FakeTensorRT(device), device, fakes)
+    return check_engines(fakes, fakes, backend, question, record(opened, question, folder, SILENT))
+
+
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+def test_tensorrt_on_fakes(dialect: str, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path) -> None:
+    source = bundle("gqa-112", "fp32", ("retain-64",), dialect=dialect)
+    build_fake_engines(read_bundle(source), tmp_path / "engines")
+    report = fakes_checked(source, tmp_path / "engines", photo, tmp_path / "recording")
+    assert report.passed
+    assert report.target == "tensorrt"
+
+
+@pytest.mark.parametrize("graph", ["vision", "decoder_1", "head"])
+def test_a_fault_of_tensorrt_on_fakes(
+    graph: str, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    source = bundle("gqa-112", "fp32", ("retain-64",))
+    opened, engines = read_bundle(source), tmp_path / "engines"
+    build = build_fake_engines(opened, engines)
+    wrong = altered(Model.of_bundle(opened, graph), one_weight, tmp_path / "altered")
+    file = engines / build.manifest.engines[graph].file
+    file.write_text(json.dumps({**json.loads(file.read_text()), "onnx": str(wrong.file.path)}))
+    (engines / ENGINES.name).unlink()
+    build.change(files=file_specs(engines))
+    report = fakes_checked(source, engines, photo, tmp_path / "recording")
+    assert [name for name, own in report.graphs.items() if own.refused] == [graph]
+    told = first_refusal(report, read_engines(engines).manifest)
+    assert told is not None and f"graph '{graph}', by tensorrt" in told
+    assert ("TensorRT 10.3" in told) == (graph == "vision")

@@ -1,0 +1,185 @@
+"""`sinkprune-build --check`: what is refused is not kept, nothing is lost, and a moved bundle was compared before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from PIL import Image
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits, read_engines
+from sinkprune.contract.errors import BackendError, EnginesError, NumericsError
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.manifest import BUNDLE
+from sinkprune.contract.system import system_memory
+from sinkprune.engines import command as engines_command
+from sinkprune.engines.build import build_engines
+from sinkprune.engines.gate import recording
+from sinkprune.engines.gate.checking import PictureGate
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.progress import SILENT, BuildProgress
+from sinkprune.engines.targets import Job
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.runtime.device import open_device
+from support.programs.commands import assert_refused, run
+from support.programs.killed_commands import left
+from support.programs.slow_cases import slow, slow_except
+from support.stand_ins.gate_faults import Alter, altered, one_weight
+
+LIMITS = Limits(60, 10, 1)
+
+
+class Faulty(OnnxRuntimeBuilder):
+    """Builds the graph `wrong` of an altered copy, or breaks down at it."""
+
+    def __init__(self, wrong: str | None = None, alter: Alter | None = None, folder: Path | None = None) -> None:
+        super().__init__()
+        self.graphs, self._wrong, self._alter, self._folder = list[str](), wrong, alter, folder
+
+    def build(self, job: Job, output: Path, progress: BuildProgress) -> Any:
+        self.graphs.append(job.model.graph)
+        if job.model.graph == self._wrong:
+            if self._alter is None or self._folder is None:
+                raise EnginesError("broken down.")
+            job = Job(altered(job.model, self._alter, self._folder), job.optimisation_profiles)
+        return super().build(job, output, progress)
+
+
+@pytest.fixture
+def source(bundle: Callable[..., Path], tmp_path: Path) -> Path:
+    """A bundle of one's own."""
+    return Path(shutil.copytree(bundle("gqa-112", budgets=("retain-64",)), tmp_path / "bundle"))
+
+
+@pytest.fixture
+def gate(photo: Image.Image) -> PictureGate:
+    return PictureGate(Question([photo], "What is on the table?"))
+
+
+@pytest.mark.parametrize(
+    "target", slow_except({"onnxruntime+openvino"}, ["onnxruntime", "onnxruntime+openvino", "openvino"])
+)
+def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    outcome = run("sinkprune-build", source, "-o", output, "--target", target, "--check", photo_file, "--json")
+    assert outcome.code == 0, outcome.stderr
+    assert json.loads(outcome.stdout)["checked"] is True
+    engines = read_engines(output)
+    engines.verify()
+    assert len(engines.manifest.flags["checked"]) == 64
+    assert left(output) == []
+    text = engines_command._text(output, engines.manifest)
+    assert f"\ncheck passed: {len(engines.manifest.engines)} engines\n" in text
+    assert "check passed" not in engines_command._text(output, replace(engines.manifest, flags={}))
+
+
+@pytest.mark.parametrize("move", [slow(False), True])
+def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: PictureGate, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    wrong = Faulty("decoder_2", one_weight, tmp_path / "altered")
+    with pytest.raises(EnginesError, match=r"the engine of graph 'decoder_2', by onnxruntime .* 'hidden_out'"):
+        build_engines(read_bundle(source), output, wrong, LIMITS, gate=gate, move=move)
+    assert not output.exists()
+    whole = json.loads((tmp_path / ".out.building" / "engines" / "engines.json").read_text())["engines"]
+    assert "decoder_1" in whole and "decoder_2" not in whole
+    # Its graph is still there, and those of engines that passed are not.
+    assert (source / "graphs" / "decoder_2.onnx").exists()
+    assert (source / "graphs" / "decoder_1.onnx").exists() != move
+    honest = Faulty()
+    build_engines(read_bundle(source, whole=False), output, honest, LIMITS, gate=gate, move=move)
+    assert "decoder_2" in honest.graphs and not set(honest.graphs) & set(whole)
+    read_engines(output).verify()
+    assert source.exists() != move
+    assert left(output) == []
+
+
+def test_what_was_not_checked_is_not_taken_up(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+    with pytest.raises(EnginesError, match="broken down"):
+        build_engines(read_bundle(source), tmp_path / "out", Faulty("decoder_2"), LIMITS)
+    again = Faulty()
+    manifest = build_engines(read_bundle(source), tmp_path / "out", again, LIMITS, gate=gate)
+    assert set(again.graphs) == set(manifest.engines)
+
+
+def test_a_moved_bundle_must_have_been_recorded(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(EnginesError, match="broken down"):
+        build_engines(read_bundle(source), output, Faulty("decoder_2"), LIMITS, gate=gate, move=True)
+    shutil.rmtree(tmp_path / ".out.building" / "recording")
+    with pytest.raises(EnginesError, match="what it gave was not recorded"):
+        build_engines(read_bundle(source, whole=False), output, Faulty(), LIMITS, gate=gate, move=True)
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("picture", "said"), [("missing.jpg", "missing.jpg"), ("words.jpg", "words.jpg"), ("bundle", "bundle")]
+)
+def test_no_picture(picture: str, said: str, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "words.jpg").write_text("no picture")
+    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check", tmp_path / picture)
+    assert_refused(run("sinkprune-build", *command), said)
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()
+
+
+def test_engines_for_a_gpu_elsewhere_cannot_be_checked(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+    with suppress(BackendError):
+        open_device()
+        pytest.skip("there is a GPU")
+    with pytest.raises(BackendError):
+        gate.prepare(read_bundle(source), "tensorrt-rtx", tmp_path / "recording", SILENT)
+    assert not (tmp_path / "recording").exists()
+
+
+def test_a_prompt_that_says_nothing(source: Path, photo_file: Path, tmp_path: Path) -> None:
+    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check", photo_file)
+    assert_refused(run("sinkprune-build", *command, "--check-prompt", " "), "the prompt is empty")
+
+
+def test_a_question_and_no_picture(source: Path, tmp_path: Path) -> None:
+    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check-prompt", "What?")
+    assert_refused(run("sinkprune-build", *command), "Add --check")
+
+
+def test_too_little_memory_for_the_graphs(
+    source: Path, gate: PictureGate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "available_bytes", lambda: 1_000_000)
+    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime")
+    with pytest.raises(Exception, match=r"not enough memory: running the graphs of .* are free\. .*sinkprune-check"):
+        build_engines(read_bundle(source), tmp_path / "out", Faulty(), LIMITS, gate=gate)
+    assert system_memory.available_bytes() > 1_000_000
+    assert run("sinkprune-build", *command).code == 0
+
+
+def test_graphs_that_overflow_themselves_are_told(
+    bundle: Callable[..., Path], gate: PictureGate, tmp_path: Path
+) -> None:
+    """A head whose logits are infinite: there is nothing to compare engines with."""
+    source = Path(shutil.copytree(bundle("gqa-112", budgets=("retain-64",)), tmp_path / "bundle"))
+    head = onnx.load(source / "graphs" / "head.onnx", load_external_data=False)
+    last = next(node for node in head.graph.node if "logits" in node.output)
+    last.output[0] = "finite"
+    head.graph.initializer.append(numpy_helper.from_array(np.float32(3e38), "large"))
+    head.graph.node.extend(
+        [
+            helper.make_node("Mul", ["finite", "large"], ["larger"]),
+            helper.make_node("Mul", ["larger", "large"], ["logits"]),
+        ]
+    )
+    onnx.save(head, source / "graphs" / "head.onnx")
+    manifest = read_bundle(bundle("gqa-112", budgets=("retain-64",))).manifest
+    manifest.files.update({"graphs/head.onnx": file_specs(source)["graphs/head.onnx"]})
+    BUNDLE.write(source, manifest)
+    with pytest.raises(NumericsError, match="the ONNX graph 'head' gives values in 'logits' that are not finite"):
+        build_engines(read_bundle(source), tmp_path / "out", Faulty(), LIMITS, gate=gate)
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()

@@ -1,0 +1,164 @@
+"""What the engines say together: where texts part, both tokens must have been nearly as likely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.errors import EnginesError
+from sinkprune.engines.build import build_engines
+from sinkprune.engines.gate.checking import PictureGate
+from sinkprune.engines.gate.limits import gap_limit
+from sinkprune.engines.gate.measures import differing, errors
+from sinkprune.engines.gate.question import NEW_TOKENS, Question
+from sinkprune.engines.gate.recording import Recording, record
+from sinkprune.engines.gate.texts import compare_texts
+from sinkprune.engines.progress import SILENT
+from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
+from sinkprune.runtime.backends import Backend, Engine
+from support.stand_ins.gate_faults import negated, plant
+
+
+@pytest.fixture(scope="module")
+def source(bundle: Callable[..., Path]) -> Bundle:
+    return read_bundle(bundle("gqa-112", budgets=("retain-64",)))
+
+
+@pytest.fixture(scope="module")
+def question(photo: Image.Image) -> Question:
+    return Question([photo], "What is on the table?")
+
+
+@pytest.fixture(scope="module")
+def recording(source: Bundle, question: Question, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    return record(source, question, tmp_path_factory.mktemp("texts") / "recording", SILENT)
+
+
+def raised(token: int, by: float) -> Any:
+    """A `Wrap` that raises the logit of one token."""
+
+    def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
+        if graph != "head":
+            return engine
+
+        def louder(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            logits = backend.numpy(engine(inputs)["logits"])
+            logits[..., token] += by
+            return {"logits": backend.tensor(logits)}
+
+        return louder
+
+    return wrap
+
+
+def test_the_gap_is_that_of_the_graphs_logits(source: Bundle, question: Question, recording: Recording) -> None:
+    first = recording.logits(0)[0].astype(np.float64)
+    second = int(np.argsort(first)[-2])
+    gap = float((first.max() - first[second]) / first.std())
+    pipeline = Pipeline.load(source, wrap=raised(second, 1e3))
+    fp32, int8 = (compare_texts(pipeline, question, recording, rounding)[0] for rounding in ("fp32", "int8"))
+    assert fp32.same_tokens == 0
+    assert fp32.gap == pytest.approx(gap)
+    assert not fp32.passed
+    assert int8.passed == (gap <= 0.5)
+    assert len(recording.answers[0].token_ids) == NEW_TOKENS
+    assert fp32.kept_alike == 1
+
+
+def test_a_chain_that_keeps_other_tokens_may_say_something_else() -> None:
+    assert gap_limit("fp32", 0.99) is None
+    assert gap_limit("fp32", 1) == 1e-3
+    assert gap_limit("int8", 1) == 0.5
+
+
+def test_the_least_likely_token_is_never_passed(source: Bundle, question: Question, recording: Recording) -> None:
+    last = int(recording.logits(0)[0].argmin())
+    pipeline = Pipeline.load(source, wrap=raised(last, 1e3))
+    assert not any(text.passed for text in compare_texts(pipeline, question, recording, "int8"))
+
+
+def test_the_same_text_passes(source: Bundle, question: Question, recording: Recording) -> None:
+    texts = compare_texts(Pipeline.load(source), question, recording, "fp32")
+    assert [(text.same_tokens, text.gap, text.passed, text.found) for text in texts] == [
+        (NEW_TOKENS, 0.0, True, answer.text) for answer in recording.answers
+    ]
+
+
+def test_a_build_asks_all_engines_together(source: Bundle, question: Question, tmp_path: Path) -> None:
+    """The gate's last question is about the folder that would be put in its place."""
+    asked = list[Path]()
+
+    class Last(PictureGate):
+        def whole(self, root: Path) -> None:
+            asked.append(root)
+            super().whole(root)
+            raise EnginesError("refused together.")
+
+    with pytest.raises(EnginesError, match="refused together"):
+        build_engines(source, tmp_path / "out", OnnxRuntimeBuilder(), Limits(60, 10, 1), gate=Last(question))
+    assert len(asked) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_wrong_engines_says_something_else(
+    source: Bundle, question: Question, recording: Recording, tmp_path: Path
+) -> None:
+    build_engines(source, tmp_path / "out", OnnxRuntimeBuilder(), Limits(60, 10, 1))
+    gate = PictureGate(question)
+    gate.prepare(source, "onnxruntime", tmp_path / "recording", SILENT)
+    gate.whole(tmp_path / "out")
+    planted = plant(source, tmp_path / "out", "head", negated("logits"), tmp_path)
+    with pytest.raises(
+        EnginesError, match=r"all engines pass alone, and what they say together.* parts .* token 1 of"
+    ):
+        gate.whole(planted)
+
+
+@pytest.mark.parametrize("kind", ["rows", "values", "logits"])
+def test_rows_against_plain_numpy(kind: Any) -> None:
+    draw = np.random.default_rng(0)
+    expected = draw.standard_normal((2, 5, 7))
+    expected[0, 0] *= 1000
+    found = expected + 0.01 * draw.standard_normal(expected.shape)
+    got = errors(kind, found, expected)
+    width = 7 if kind == "rows" else 1
+    wanted = []
+    for own, other in zip(found.reshape(-1, width), expected.reshape(-1, width), strict=True):
+        length = np.sqrt((other**2).sum())
+        lengths = [np.sqrt((row**2).sum()) for row in expected.reshape(-1, width)]
+        floor = np.sqrt((expected**2).mean()) if kind == "logits" else max(length, 0.1 * np.median(lengths))
+        wanted.append(np.sqrt(((own - other) ** 2).sum()) / floor)
+    np.testing.assert_allclose(got, wanted)
+    # What a thousand times larger row would hide is seen.
+    if kind == "rows":
+        expected[1, 1, 0] += 1
+        assert errors(kind, found, expected).max() > 0.1
+
+
+def test_heads_of_a_row_are_one_row() -> None:
+    expected = np.ones((1, 2, 3, 4))
+    found = expected.copy()
+    found[0, :, 1] = 2
+    np.testing.assert_allclose(errors("rows", found, expected), [0, 1, 0])
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_infinitely_far(wrong: float) -> None:
+    found = np.ones((1, 3, 4))
+    found[0, 1, 2] = wrong
+    assert errors("rows", found, np.ones((1, 3, 4))).max() == np.inf
+    assert errors("rows", np.ones((1, 2, 4)), np.ones((1, 3, 4))).max() == np.inf
+
+
+def test_indices_are_counted() -> None:
+    assert differing(np.array([1, 2, 4]), np.array([1, 2, 3])) == [1]
+    assert differing(np.array([1, 2]), np.array([1, 2, 3])) == [3]
+    assert differing(np.array([], np.int64), np.array([], np.int64)) == [0]

@@ -1,0 +1,208 @@
+"""TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
+
+That is every method in `opset20` and SinkPruner in `opset24`, each sequence of operators once; `make test-slow` adds
+the other methods, every budget, and what SinkPruner needs in fp32. The builder
+is that of `sinkprune-build`, with its optimisation profiles; it compares each network with the contract, and refuses
+inputs that no layer reads.
+
+TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
+be refused there; that one compiles says nothing about its numbers or its speed.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from support.models.checkpoints import Shape, make_checkpoint
+from support.models.heads_of_64 import CONFIG, export_random, operators
+from support.models.quantised_checkpoints import Layout, make_quantised
+from support.programs.slow_cases import slow, slow_except
+
+if platform.machine() != "x86_64":
+    pytest.skip("tensorrt-rtx has wheels for x86-64 only", allow_module_level=True)
+
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.engines_manifest import Limits
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.progress import SILENT
+from sinkprune.engines.targets import Job
+from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends.models import Model
+
+BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+raster+visual-keys+compact")
+# Deep enough for the layers that every method prunes after.
+DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
+KINDS = [("opset24", "fp16"), ("opset20", "fp16"), ("opset20", "fp32")]
+# The kernel's name, as it stands in an engine.
+FUSED_ATTENTION = b"_gemm_mha_v2"
+COMPUTE_CAPABILITIES = (86, 89, 120)
+LIMITS = Limits(prompt_tokens=1400, new_tokens=400, images=5)
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """A bundle, and the graphs of it to compile.
+
+    A build sees nothing but a graph's file and its optimisation profiles: `distinct` differ in one or the other. Most
+    differ in numbers alone, e.g. in how many tokens they keep. `one_of_each` differ in the order of operators or in
+    the inputs that have a profile.
+    """
+
+    bundle: Bundle
+    distinct: frozenset[str]
+    one_of_each: frozenset[str]
+
+
+@pytest.fixture(scope="module")
+def graphs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Graphs]:
+    """Every method at every budget, in a dialect and a precision."""
+    made: dict[tuple[str, str], Graphs] = {}
+
+    def get(dialect: str, precision: str) -> Graphs:
+        if (dialect, precision) not in made:
+            folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
+            methods = tuple(all_methods()) if precision == "fp16" else ("sinkpruner",)
+            options = {"budgets": BUDGETS, "methods": methods, "dialect": dialect}
+            bundle = export_random(folder, DEEP, precision=precision, **options)
+            distinct: dict[object, str] = {}
+            one_of_each: dict[object, str] = {}
+            for graph, profiles in optimisation_profiles(bundle.manifest, LIMITS).items():
+                distinct.setdefault((bundle.graph_path(graph).read_bytes(), repr(profiles)), graph)
+                inputs = {name: tuple(ranges) for name, ranges in profiles.items()}
+                one_of_each.setdefault((operators(bundle, graph), repr(inputs)), graph)
+            sets = (frozenset(graphs.values()) for graphs in (distinct, one_of_each))
+            made[dialect, precision] = Graphs(bundle, *sets)
+        return made[dialect, precision]
+
+    return get
+
+
+def with_weights(bundle: Bundle) -> list[str]:
+    return [graph for graph in bundle.manifest.graphs if "/" not in graph]
+
+
+def of_method(bundle: Bundle, method: str) -> Iterator[str]:
+    for plan in bundle.manifest.plans[method].values():
+        yield from plan.graphs
+
+
+def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
+    """The engine of a graph, each node of domain `sinkprune` by its function; RTX takes no plugins."""
+    builder = TensorRTRTX(COMPUTE_CAPABILITIES)
+    job = Job(Model.of_bundle(bundle, graph), optimisation_profiles(bundle.manifest, LIMITS)[graph])
+    built = builder.build(job, folder / "engine", SILENT)
+    names = ["prefill", "decode"] if graph.startswith(("decoder_", "head")) else ["prefill"]
+    assert list(built.optimisation_profiles) == names
+    assert set(built.nodes.values()) <= {"function"}
+    assert builder.plugins == {}
+    return (folder / "engine").read_bytes()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]) -> None:
+    bundle = graphs(dialect, "fp16").bundle
+    listed = [*with_weights(bundle), *(graph for method in all_methods() for graph in of_method(bundle, method))]
+    assert sorted(listed) == sorted(bundle.manifest.graphs)
+    cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
+    # What prunes in the decoder alone cannot reach the smallest budgets.
+    assert cut_short == {"fastv", "pyramiddrop", "sinkpruner-no-sanitizer", "sparsevlm"}
+    assert all("retain-192" in plans for plans in bundle.manifest.plans.values())
+
+
+@pytest.mark.parametrize(("dialect", "precision"), slow_except({("opset24", "fp16")}, KINDS))
+def test_graphs_with_weights_compile(
+    dialect: str, precision: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    bundle = graphs(dialect, precision).bundle
+    assert {"vision", "projector", "decoder_0", "decoder_3", "head"} < set(with_weights(bundle))
+    for graph in with_weights(bundle):
+        engine = compile_graph(bundle, graph, tmp_path)
+        # TensorRT has fused kernels for attention in fp16, none for fp32.
+        has_attention = graph == "vision" or graph.startswith("decoder_")
+        assert (FUSED_ATTENTION in engine) == (has_attention and precision == "fp16"), graph
+
+
+@pytest.mark.parametrize(("dialect", "fused"), [("opset24", ["prefill", "decode"]), ("opset20", ["prefill"])])
+def test_attention_to_a_cache_is_fused(
+    dialect: str, fused: list[str], graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    bundle = graphs(dialect, "fp16").bundle
+    profiles = optimisation_profiles(bundle.manifest, LIMITS)["decoder_0"]
+    for name, profile in profiles.items():
+        job = Job(Model.of_bundle(bundle, "decoder_0"), {name: profile})
+        TensorRTRTX(COMPUTE_CAPABILITIES[:1]).build(job, tmp_path / name, SILENT)
+    assert [name for name in profiles if FUSED_ATTENTION in (tmp_path / name).read_bytes()] == fused
+
+
+UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm")
+"""Methods that have operators of their own; those of the others are among them."""
+
+
+@pytest.mark.parametrize(
+    ("dialect", "precision", "method"),
+    # TensorRT 10.3 is given all of opset20 in test_trt10_checker.py.
+    slow_except(
+        {("opset24", "fp16", "sinkpruner"), *product(["opset20"], ["fp16"], UNLIKE)},
+        [*product(DIALECTS, ["fp16"], all_methods()), ("opset20", "fp32", "sinkpruner")],
+    ),
+)
+def test_every_plan_of_a_method_compiles(
+    dialect: str, precision: str, method: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    found = graphs(dialect, precision)
+    for graph in of_method(found.bundle, method):
+        if graph in found.one_of_each:
+            compile_graph(found.bundle, graph, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_plan_compiles_at_every_budget(
+    dialect: str, graphs: Callable[[str, str], Graphs], tmp_path: Path
+) -> None:
+    found = graphs(dialect, "fp16")
+    for graph in found.distinct.difference(found.one_of_each, with_weights(found.bundle)):
+        compile_graph(found.bundle, graph, tmp_path)
+
+
+@pytest.mark.parametrize("dialect", [slow("opset24"), slow("opset20")])
+def test_a_sanitizer_of_many_rounds_compiles(dialect: str, tmp_path: Path) -> None:
+    options = {"budgets": ("retain-32+serial",), "precision": "fp16", "dialect": dialect}
+    bundle = export_random(tmp_path, **options)
+    compile_graph(bundle, "sinkpruner/retain-32+serial/sanitizer", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "weights"),
+    slow_except({("opset20", "int4")}, product(DIALECTS, ("int8", "int4"))),
+)
+def test_quantised_weights_compile(dialect: str, weights: str, tmp_path: Path) -> None:
+    options = {"precision": "fp16", "dialect": dialect, "weights": weights, "vision_weights": "int8"}
+    # Wide enough that weights, not code, are most of an engine.
+    wide = {**CONFIG["text_config"], "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    bundle = export_random(tmp_path, {**CONFIG, "text_config": wide}, budgets=("retain-64",), **options)
+    for graph in ("vision", "projector", "decoder_1", "head"):
+        engine = compile_graph(bundle, graph, tmp_path)
+        if graph == "decoder_1":
+            # Not folded into floats, which would be four or two times as large.
+            assert len(engine) < 1.8 * bundle.manifest.weight_bytes(graph)
+
+
+@pytest.mark.parametrize("layout", [Layout(desc_act=True), slow(Layout(bits=8))], ids=["4 bits, reordered", "8 bits"])
+def test_a_repacked_checkpoint_compiles(layout: Layout, tmp_path: Path) -> None:
+    made = make_quantised(make_checkpoint(tmp_path / "checkpoint", Shape(image_size=112)), tmp_path, layout)
+    export_bundle(ExportRequest(str(made.folder), budgets=("retain-64",), precision="fp16"), tmp_path / "bundle")
+    bundle = read_bundle(tmp_path / "bundle")
+    assert (bundle.manifest.weights.decoder, bundle.manifest.weights.block_size) == (f"int{layout.bits}", 32)
+    for graph in ("decoder_1", "head"):
+        compile_graph(bundle, graph, tmp_path)

@@ -1,0 +1,251 @@
+"""Files of a checkpoint folder: what is no regular file, no JSON, no shard, or leads out of it, is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.export.checkpoint.folder import SafetensorsWeights, file_of, holds, read_json
+from sinkprune.export.source import ExportRequest, open_source
+from support.programs.commands import assert_refused, run
+
+Checkpoints = Callable[[str], Path]
+
+INDEX = "model.safetensors.index.json"
+SHARD = "model.safetensors"
+
+
+@pytest.fixture
+def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    """A checkpoint to damage."""
+    return Path(shutil.copytree(checkpoint("qwen"), tmp_path / "checkpoint"))
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = Path.cwd()
+        os.chdir(path.parent)
+        try:
+            # The system takes 107 characters at most.
+            listening.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+def large(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def written(data: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(data)
+
+    return write
+
+
+ODD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "fifo": (fifo, "is a FIFO, expected a regular file"),
+    "zeros": (zeros, "is a link that leads out of the checkpoint folder, to '/dev/zero'"),
+    "folder": (a_folder, "is a folder, expected a regular file"),
+    "socket": (a_socket, "is a socket"),
+    "large": (large, "1099511627776"),
+}
+ODD_JSON: dict[str, tuple[Callable[[Path], None], str]] = {
+    **ODD,
+    "latin-1": (written(b'{"a": "\xe9"}'), "is not UTF-8"),
+    "NaN": (written(b'{"rescale_factor": NaN}'), "NaN is no number in JSON"),
+    "1e999": (written(b'{"rescale_factor": 1e999}'), "too large for a number"),
+    "deep": (written(b'{"a":' + b"[" * 100_000), "is not JSON"),
+    "list": (written(b"[]"), "holds list, expected a JSON object"),
+    "empty": (written(b""), "is not JSON"),
+}
+JSONS = ["config.json", "preprocessor_config.json", "video_preprocessor_config.json", "generation_config.json", INDEX]
+
+
+@pytest.mark.parametrize("name", JSONS)
+@pytest.mark.parametrize("kind", ODD_JSON)
+def test_json_files_that_are_none(kind: str, name: str, folder: Path) -> None:
+    make, said = ODD_JSON[kind]
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    with pytest.raises(CheckpointError) as raised:
+        open_source(ExportRequest(str(folder), max_frames=8))
+    assert f"/{name}' " in str(raised.value)
+    assert said in str(raised.value)
+
+
+def test_a_nested_processor_and_a_configuration_for_random_weights_are_read_alike(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "preprocessor_config.json").unlink()
+    fifo(folder / "processor_config.json")
+    with pytest.raises(CheckpointError, match=r"processor_config.json' is a FIFO"):
+        open_source(ExportRequest(str(folder)))
+    fifo(tmp_path / "mine.json")
+    (folder / "config.json").unlink()
+    a_folder(folder / "config.json")
+    for given, said in ((tmp_path / "mine.json", "is a FIFO"), (folder, "is a folder")):
+        with pytest.raises(CheckpointError, match=said):
+            open_source(ExportRequest(str(given), random_weights=True))
+
+
+def header(*tensors: tuple[str, dict[str, Any]]) -> bytes:
+    text = "{" + ",".join(f"{json.dumps(name)}:{json.dumps(tensor)}" for name, tensor in tensors) + "}"
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def tensor(shape: list[int], start: int, end: int, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+ODD_SHARDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    **ODD,
+    "large": (large, "is damaged"),
+    "header of 2**63 bytes": (
+        written(struct.pack("<Q", 1 << 63) + b"{}"),
+        "has a header of 9223372036854775808 bytes",
+    ),
+    "header of 90 MB": (written(struct.pack("<Q", 90_000_000)), "has a header of 90000000 bytes, expected at most"),
+    "no JSON": (written(struct.pack("<Q", 2) + b"}{"), "is damaged"),
+    "empty": (written(b""), "is damaged"),
+    "overlap": (written(header(("a", tensor([4], 0, 16)), ("b", tensor([4], 0, 16))) + bytes(16)), "is damaged"),
+    "beyond the end": (written(header(("a", tensor([4], 0, 16))) + bytes(15)), "is damaged"),
+    "2**62 values": (written(header(("a", tensor([1 << 62], 0, 16))) + bytes(16)), "is damaged"),
+    "negative shape": (written(header(("a", tensor([-4], 0, 16))) + bytes(16)), "is damaged"),
+    "twice under two names": (
+        written(
+            header(("lm_head.weight", tensor([4], 0, 16)), ("model.lm_head.weight", tensor([4], 16, 32))) + bytes(32)
+        ),
+        "holds tensor 'model.lm_head.weight', which has been there before",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_SHARDS)
+def test_shards_that_are_none(kind: str, tmp_path: Path) -> None:
+    make, said = ODD_SHARDS[kind]
+    make(tmp_path / SHARD)
+    with pytest.raises(CheckpointError) as raised:
+        SafetensorsWeights(tmp_path)
+    assert said in str(raised.value)
+    assert SHARD in str(raised.value)
+
+
+def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> None:
+    odd = [("a", tensor([0, 1 << 62], 0, 0)), ("b", tensor([16], 0, 16, "F8_E4M3")), ("c", tensor([1] * 99, 16, 20))]
+    written(header(*odd) + bytes(20))(tmp_path / SHARD)
+    weights = SafetensorsWeights(tmp_path)
+    for name, shape, said in (("a", [4], "has shape"), ("b", [16], "is F8_E4M3, expected F32"), ("c", [1], "shape")):
+        with pytest.raises(CheckpointError, match=said):
+            weights.tensor(name, shape)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ({}, "weight_map is no object"),
+        ({"weight_map": None}, "weight_map is no object"),
+        ({"weight_map": []}, "weight_map is no object"),
+        ({"weight_map": {}}, "weight_map is no object"),
+        ({"weight_map": {"a": 1}}, "shard of a is 1, expected a name"),
+        ({"weight_map": {"a": ""}}, 'shard of a is "", expected a name'),
+        ({"weight_map": {"a": "/etc/passwd"}}, "names the shard '/etc/passwd'"),
+        ({"weight_map": {"a": "../other/model.safetensors"}}, "names the shard '../other/model.safetensors'"),
+        ({"weight_map": {"a": "shards/../../model.safetensors"}}, "expected a .safetensors file within the folder"),
+        ({"weight_map": {"a": "tokenizer.json"}}, "names the shard 'tokenizer.json'"),
+        (
+            {"weight_map": {str(i): f"{i}.safetensors" for i in range(1001)}},
+            "names 1001 shards, expected at most 1000",
+        ),
+        ({"weight_map": {"a": "nul\0.safetensors"}}, "expected a name"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "shard 'gone.safetensors' is missing"),
+    ],
+)
+def test_an_index_names_shards_within_the_folder(index: Any, said: str, folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError) as raised:
+        SafetensorsWeights(folder)
+    assert said in str(raised.value)
+
+
+def test_shards_of_a_folder_below_are_read(folder: Path) -> None:
+    (folder / "shards").mkdir()
+    (folder / SHARD).rename(folder / "shards" / SHARD)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": f"shards/{SHARD}"}}))
+    weights = SafetensorsWeights(folder)
+    assert weights.tensor("lm_head.weight", [384, 64]).shape == (384, 64)
+    weights.close()
+
+
+def test_a_hub_cache_is_links_to_blobs(folder: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--someone--model"
+    snapshot, blobs, shared = repository / "snapshots" / "1a2b", repository / "blobs", tmp_path / "hub" / "blobs"
+    for made in (snapshot, blobs, shared):
+        made.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        # Every other file lies where all models of the cache share theirs.
+        path.rename((shared if number % 2 else blobs) / str(number))
+        if number % 2:
+            (blobs / str(number)).symlink_to(f"../../blobs/{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    source = open_source(ExportRequest(str(snapshot)))
+    source.weights.close()
+    link = tmp_path / "by-another-name"
+    link.symlink_to(snapshot)
+    open_source(ExportRequest(str(link))).weights.close()
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "generation_config.json", SHARD])
+def test_other_links_out_of_the_folder_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    (folder / name).rename(tmp_path / "secret")
+    for target in (str(tmp_path / "secret"), "../secret"):
+        (folder / name).symlink_to(target)
+        outcome = run("sinkprune-export", folder, "-o", tmp_path / "out")
+        assert_refused(outcome, name, "leads out of the checkpoint folder", "Put the file itself in its place")
+        (folder / name).unlink()
+    # What looks like a hub cache is none when its blobs are a link.
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    (snapshot.parents[1] / "blobs").symlink_to(tmp_path)
+    (snapshot / name).symlink_to("../../blobs/secret")
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint folder"):
+        file_of(snapshot, name)
+
+
+def test_links_within_the_folder_are_followed(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "real.json")
+    (folder / "config.json").symlink_to("real.json")
+    assert read_json(folder, "config.json")["model_type"] == "qwen2_5_vl"
+    (folder / "gone.json").symlink_to("nothing.json")
+    assert holds(folder, "gone.json")
+    with pytest.raises(CheckpointError, match=r"gone.json' is missing"):
+        read_json(folder, "gone.json")
+
+
+def test_the_configuration_that_is_given_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.json").symlink_to(folder / "config.json")
+    source = open_source(ExportRequest(str(tmp_path / "mine.json"), random_weights=True))
+    assert source.family.name == "qwen2.5-vl"

@@ -1,0 +1,125 @@
+"""Names of the hub: what keeps a checkpoint from being downloaded is told in one message; no code comes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from support.programs.commands import assert_refused, run
+from support.programs.repository import ROOT
+
+_PROGRAM = """
+import json, sys
+sys.modules["torch"] = None
+from support.programs.commands import run
+out, *names = sys.argv[1:]
+outcomes = [run("sinkprune-export", name, "-o", out) for name in names]
+print(json.dumps([[outcome.code, outcome.stderr] for outcome in outcomes]))
+"""
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+FILES = ["README.md", "config.json", "evil.py", "model.bin", "sub/evil.py"]
+ASKED: list[str] = []
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers by the name of the model's owner."""
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0]
+        owner = path.removeprefix("/api/models/").split("/")[0]
+        if path.startswith("/api/models/odd/"):
+            listed = [{"type": "file", "path": name, "size": 2, "oid": "0"} for name in FILES]
+            model = {"id": "odd/model", "sha": REVISION, "siblings": [{"rfilename": name} for name in FILES]}
+            self.answer(200, json.dumps(listed if "/tree/" in path else model))
+        elif owner == "gated":
+            self.answer(403, "{}", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted."})
+        elif owner == "none":
+            self.answer(404, "{}", {"X-Error-Code": "RepoNotFound"})
+        elif owner == "garbage":
+            self.answer(200, "<html>")
+        else:
+            ASKED.append(path)
+            self.answer(404, "{}", {"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_GET
+
+    def answer(self, status: int, body: str, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body.encode())
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def exported(tmp_path: Path, names: list[str], **environment: str) -> list[tuple[int, str]]:
+    """Exit code and message of an export of each name, with the hub client's settings of `environment`."""
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"), "")
+    search = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
+    told = {**os.environ, **proxies, "PYTHONPATH": search, "HF_HOME": str(tmp_path / "hf"), **environment}
+    told["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "out"), *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=told)
+    assert done.returncode == 0, done.stderr
+    return [(code, message) for code, message in json.loads(done.stdout)]
+
+
+def test_what_the_hub_refuses_is_told_in_one_message(tmp_path: Path) -> None:
+    expected = {
+        "none/model": "Check the name; for a private model log in",
+        "gated/model": "Ask for access on the model's page",
+        "garbage/model": "Check the name and the network",
+        "odd/model": "could not be downloaded",
+        "a..b/model": "Check the name",
+    }
+    with hub() as address:
+        outcomes = exported(tmp_path, [*expected], HF_ENDPOINT=address)
+    for (name, said), (code, message) in zip(expected.items(), outcomes, strict=True):
+        assert code == 2
+        assert message.startswith(f"error: checkpoint '{name}' is no local folder and could not be downloaded: ")
+        assert said in message
+        assert message.count("\n") == 1
+    assert not [path for path in ASKED if path.endswith((".py", ".bin", ".md"))], ASKED
+    assert [path for path in ASKED if path.endswith("config.json")]
+
+
+def test_without_a_network(tmp_path: Path) -> None:
+    for environment in ({"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}):
+        [(code, message)] = exported(tmp_path, ["someone/model"], **environment)
+        assert code == 2
+        assert "could not be downloaded" in message
+        assert "the network, or give a local folder" in message
+        assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "../a", "a/b?c", "a b/c", "a/\x1b[31m", "https://example.com/a", "/a/b"])
+def test_what_is_no_name_is_never_asked_for(name: str, tmp_path: Path) -> None:
+    assert_refused(run("sinkprune-export", name, "-o", tmp_path / "out"), "found no such folder")
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "a\0b"])
+def test_a_name_that_is_not_utf8(name: str, tmp_path: Path) -> None:
+    assert_refused(run("sinkprune-export", name, "-o", tmp_path / "out"), "is not UTF-8", "Rename it")

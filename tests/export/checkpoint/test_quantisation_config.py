@@ -1,0 +1,99 @@
+"""quantization_config: what is read of it, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.precision import WeightsName
+from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
+from support.models.quantised_checkpoints import Layout
+
+GPTQ, AWQ = Layout(group_size=128).config, Layout("awq", group_size=128).config
+# As auto_gptq 0.4 wrote them
+OLDEST = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+
+
+def read(quantisation: object) -> Quantisation | None:
+    return read_quantisation("given", {"quantization_config": quantisation})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (OLDEST, Quantisation("gptq", 4, 128, symmetric=True, reordered=False, zeros_less_one=True)),
+        ({**GPTQ, "desc_act": True, "sym": False}, Quantisation("gptq", 4, 128, False, True, True)),
+        ({**GPTQ, "checkpoint_format": "gptq_v2"}, Quantisation("gptq", 4, 128, True, False, False)),
+        (
+            {**GPTQ, "format": "gptq", "checkpoint_format": "GPTQ_V2"},
+            Quantisation("gptq", 4, 128, True, False, False),
+        ),
+        ({**GPTQ, "format": "gptq_v2"}, Quantisation("gptq", 4, 128, True, False, False)),
+        ({**GPTQ, "bits": 8, "group_size": -1}, Quantisation("gptq", 8, None, True, False, True)),
+        (AWQ, Quantisation("awq", 4, 128, False, False, False)),
+        ({**AWQ, "version": "GEMM", "sym": True, "desc_act": True}, Quantisation("awq", 4, 128, False, False, False)),
+        (None, None),
+        ({}, None),
+    ],
+)
+def test_what_libraries_write_is_read(config: object, expected: Quantisation | None) -> None:
+    assert read(config) == expected
+
+
+def test_a_decoder_may_have_its_own() -> None:
+    assert read_quantisation("given", {"text_config": {"quantization_config": AWQ}}) == read(AWQ)
+    assert read_quantisation("given", {"text_config": None}) is None
+    assert read_quantisation("given", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, expected 4 or 8"),
+        ({**GPTQ, "bits": 2}, "quantization_config.bits is 2, expected 4 or 8"),
+        ({**AWQ, "bits": 8}, "quantization_config.bits is 8, expected 4;"),
+        ({**GPTQ, "bits": "4"}, 'quantization_config.bits is "4", expected a whole number'),
+        ({"quant_method": "gptq"}, "quantization_config.bits is None, expected 4 or 8"),
+        ({"bits": 4}, "quantization_config.quant_method is None, expected gptq or awq"),
+        ({"quant_method": "compressed-tensors"}, "quant_method is 'compressed-tensors', expected gptq or awq"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, "quant_method is 'bitsandbytes', expected gptq or awq"),
+        ({"quant_method": ["awq"]}, r"quantization_config.quant_method is \[\"awq\"\], expected a name"),
+        ({**AWQ, "version": "gemv"}, "quantization_config.version is 'gemv', expected gemm"),
+        ({**AWQ, "version": "gemv_fast"}, "quantization_config.version is 'gemv_fast', expected gemm"),
+        ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', expected gptq or gptq_v2"),
+        ({**GPTQ, "is_marlin_format": True}, "is_marlin_format is true, expected false"),
+        ({**AWQ, "zero_point": False}, "zero_point is false, expected true"),
+        ({**GPTQ, "group_size": 16}, "group_size is 16, expected a multiple of 32, or -1"),
+        ({**GPTQ, "group_size": 0}, "group_size is 0, expected a multiple of 32"),
+        ({**GPTQ, "group_size": 48}, "group_size is 48, expected a multiple of 32"),
+        ({**GPTQ, "group_size": -2}, "group_size is -2, expected a whole number from -1"),
+        ({**GPTQ, "group_size": 10**30}, "group_size is 10+, expected a whole number from -1 to 1048576"),
+        ({**GPTQ, "sym": "yes"}, 'sym is "yes", expected true or false'),
+        ([4], r"quantization_config is \[4\], expected an object or null"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(config: Any, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        read(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "form", "kept_for"),
+    [
+        (GPTQ, "int4", [None, "int4"]),
+        ({**GPTQ, "sym": False}, "uint4", [None, "uint4"]),
+        (AWQ, "uint4", [None, "uint4"]),
+        ({**GPTQ, "bits": 8}, "int8", [None]),
+        ({**GPTQ, "bits": 8, "group_size": -1}, "int8", [None, "int8"]),
+        ({**GPTQ, "bits": 8, "sym": False}, "int8", []),
+    ],
+)
+def test_codes_are_kept_where_a_form_holds_them(
+    config: object, form: WeightsName, kept_for: list[WeightsName | None]
+) -> None:
+    found = read(config)
+    assert found is not None and found.form == form
+    asked: list[WeightsName | None] = [None, "fp32", "fp16", "bf16", "int8", "int4", "uint4"]
+    assert [name for name in asked if found.repacks(name)] == kept_for

@@ -1,0 +1,226 @@
+"""A checkpoint's tokenizer is what transformers makes of its files, and none of them can run code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.export.checkpoint.text import read_text
+from sinkprune.export.checkpoint.tokenizer import read_tokenizer
+from support.models.qwen_checkpoints import qwen_tokenizer
+from support.references.prompt_encoders import byte_level, llama, metaspace, stripping
+
+TEXTS = [
+    "What is in <image> the picture?",
+    "<s>[INST] hi [/INST]</s><pad> x",
+    "  a  b\n<|im_start|>user\n<|endoftext|>",
+    "<image><extra>foo<more> bar </s> é 🙂",
+]
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    """An added token, as tokenizer_config.json writes it."""
+    plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": True}
+    return {"content": content, **plain, **flags}
+
+
+LISTED = {"0": token("<unk>"), "1": token("<s>"), "2": token("</s>"), "380": token("<image>"), "381": token("<pad>")}
+MORE = {**LISTED, "382": token("<extra>"), "383": token("<more>", special=False, normalized=True)}
+CONFIGS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "named only": NAMED,
+    "fast": {"tokenizer_class": "PreTrainedTokenizerFast", **NAMED},
+    "llama": {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token": True, **NAMED},
+    "llama, eos added": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": True, **NAMED},
+    "listed": {"tokenizer_class": "LlamaTokenizer", "added_tokens_decoder": LISTED, **NAMED},
+    "more are listed": {"tokenizer_class": "LlamaTokenizerFast", "added_tokens_decoder": MORE, **NAMED},
+    "other flags": {"added_tokens_decoder": {**LISTED, "380": token("<image>", lstrip=True)}, **NAMED},
+    "named, not special": {"added_tokens_decoder": {**LISTED, "1": token("<s>", special=False)}, **NAMED},
+    "tokens as objects": {**NAMED, "bos_token": {"__type": "AddedToken", "content": "<s>", "normalized": True}},
+    "new roles": {**NAMED, "pad_token": "<new>", "mask_token": "<extra>", "image_token": "<image>"},
+    "additional": {"added_tokens_decoder": LISTED, "additional_special_tokens": ["<extra>", "<more>"], **NAMED},
+    "extra by name": {"extra_special_tokens": {"x_token": "<extra>", "image_token": "<image>"}, **NAMED},
+    "extra": {"extra_special_tokens": ["<extra>", "<image>"], "y_token": "<more>", **NAMED},
+}
+
+
+def written(folder: Path, backend: Tokenizer, kind: str, config: object, **others: object) -> Path:
+    """A checkpoint's tokenizer files in `folder`; `others` by their names without .json."""
+    backend.save(str(folder / "tokenizer.json"))
+    files = {"config": {"model_type": kind, "transformers_version": "4.40.0"}, "tokenizer_config": config, **others}
+    for name, content in files.items():
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def assert_equal_to_transformers(folder: Path) -> None:
+    ours, theirs = read_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours.backend.no_truncation()
+    ours.backend.no_padding()
+    for text in TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.backend.encode(text).ids == ids
+        assert ours.backend.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    assert (ours.bos, ours.eos) == (theirs.bos_token or "", theirs.eos_token or "")
+    assert ours.eos_id == theirs.eos_token_id
+    added = ours.backend.get_added_tokens_decoder()
+    assert {number: repr(one) for number, one in added.items()} == {
+        number: repr(one) for number, one in theirs.added_tokens_decoder.items()
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", ["llava", "llava_next"])
+def test_llavas_tokenizers_are_those_of_transformers(kind: str, config: str, tmp_path: Path) -> None:
+    assert_equal_to_transformers(written(tmp_path, llama(), kind, CONFIGS[config]))
+
+
+@pytest.mark.parametrize("backend", [metaspace, byte_level, stripping])
+@pytest.mark.parametrize("config", ["fast", "more are listed"])
+def test_tokenizers_of_every_kind_are_those_of_transformers(backend: Any, config: str, tmp_path: Path) -> None:
+    assert_equal_to_transformers(written(tmp_path, backend(), "llava_next", CONFIGS[config]))
+
+
+def test_special_tokens_may_lie_in_files_of_their_own(tmp_path: Path) -> None:
+    special = {"bos_token": token("<s>"), "eos_token": "</s>", "additional_special_tokens": ["<extra>"]}
+    added = {"<image>": 380, "<extra>": 382, "<more>": 383}
+    assert_equal_to_transformers(
+        written(tmp_path, llama(), "llava", {}, special_tokens_map=special, added_tokens=added)
+    )
+
+
+def test_truncation_and_padding_of_the_file_are_not_the_prompts(tmp_path: Path) -> None:
+    backend = llama()
+    backend.enable_truncation(5)
+    backend.enable_padding(length=40)
+    assert_equal_to_transformers(written(tmp_path, backend, "llava", CONFIGS["llama"]))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", None])
+@pytest.mark.parametrize("lists", [True, False])
+def test_qwens_tokenizers_are_those_of_transformers(kind: str, name: str | None, lists: bool, tmp_path: Path) -> None:
+    backend = qwen_tokenizer().backend_tokenizer
+    backend.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(QWEN), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, False, False)])
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    backend.decoder = decoders.ByteLevel()
+    added = backend.get_added_tokens_decoder().items()
+    listed = {str(number): token(one.content, special=one.special) for number, one in added}
+    config = {
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "unk_token": None,
+        "bos_token": None,
+        "add_bos_token": False,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        **({"tokenizer_class": name} if name else {}),
+        **({"added_tokens_decoder": listed} if lists else {}),
+    }
+    assert_equal_to_transformers(written(tmp_path, backend, kind, config))
+
+
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+Path(%r).touch()
+class Evil:
+    pass
+"""
+
+
+def test_code_in_the_folder_is_never_run_and_nobody_is_asked(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    ran = tmp_path / "ran"
+    evil = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
+    written(folder, llama(), "llava", {**NAMED, **evil, "tokenizer_class": "EvilTokenizer"})
+    other = {"model_type": "evil", "tokenizer_class": "EvilTokenizer", **evil}
+    (folder / "config.other.json").write_text(json.dumps(other), encoding="utf-8")
+    outer = {**other, "model_type": "llava", "configuration_files": ["config.other.json"]}
+    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
+    (folder / "evil.py").write_text(EVIL % str(ran), encoding="utf-8")
+    program = (
+        "import sys; from pathlib import Path; from sinkprune.export.checkpoint.text import read_text; "
+        "print(read_text(Path(sys.argv[1]), 380, 'x').bos); print('transformers' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], input="y\n" * 99, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout == "<s>\nFalse\n", result.stderr
+    assert result.stderr == ""
+    assert not ran.exists()
+    assert not (folder / "ran").exists()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return written(tmp_path, llama(), "llava", NAMED)
+
+
+def test_a_checkpoint_without_tokenizer_json_is_told_how_to_make_it(folder: Path) -> None:
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*tokenizer\.model.*save_pretrained"):
+        read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("tokenizer.json", b"\xff", "not UTF-8"),
+        ("tokenizer.json", b"[" * 5000, "not JSON|nested"),
+        ("tokenizer.json", b"{}", "model that is no object"),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4294967295}}}', "ids that are not between"),
+        ("tokenizer_config.json", b"[]", "expected a JSON object"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": []}', "added_tokens_decoder is malformed"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "y"}}}', "id of a token is malformed"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": 5}}}', "added token is malformed"),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": "a", "lstrip": 5}}}', "malformed"),
+        ("tokenizer_config.json", b'{"bos_token": 5}', "bos_token is malformed"),
+        ("tokenizer_config.json", b'{"extra_special_tokens": 5}', "extra_special_tokens is malformed"),
+        ("special_tokens_map.json", b"5", "expected a JSON object"),
+        ("added_tokens.json", b'{"x": -1}', "id of a token is malformed"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id x"),
+        ("generation_config.json", b'{"eos_token_id": [1, -2]}', "expected a token id"),
+        ("chat_template.jinja", b"{{ x }}\xff", "not UTF-8"),
+        ("chat_template.jinja", b" " * 300_000, "300000 bytes"),
+    ],
+)
+def test_what_is_damaged_is_refused_by_its_name(file: str, content: bytes, said: str, folder: Path) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_text(folder, 380, "default")
+    assert str(folder / file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("one", "one"),
+        ([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "one"}], "one"),
+        ({"rag": "no", "default": "one"}, "one"),
+        ([{"name": "rag", "template": "no"}, 5], "by default"),
+        (5, "by default"),
+        (None, "by default"),
+    ],
+)
+def test_of_several_templates_the_default_is_taken(template: object, expected: str, folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps({**NAMED, "chat_template": template}), encoding="utf-8")
+    assert read_text(folder, 380, "by default").chat_template == expected
+    (folder / "chat_template.jinja").write_bytes(b"a\r\nb")
+    assert read_text(folder, 380, "by default").chat_template == "a\nb"

@@ -1,0 +1,180 @@
+"""Every method's plan has the mean visual tokens per layer of SinkPruner's, or says that it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.budgets import Counts, Share, prune_layers, scaled_layers
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.export.dialects import opset24
+from sinkprune.export.methods import all_methods
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.equal_mean import (
+    UnreachableMean,
+    constant_ratio,
+    mean_tokens,
+    scaled_stages,
+    tokens_into_llm,
+)
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from support.models import graphs
+from support.programs.slow_cases import every
+
+MODELS = {
+    (32, 576): (*FAMILIES["llava"].budgets, "retain-64+no-sanitizer", "retain-64+drop-sink"),
+    (22, 576): ("retain-192", "retain-64"),
+    (8, 64): ("retain-192", "retain-64"),
+}
+"""Decoder layers and visual tokens, and the budgets to try there."""
+MEANS = {"retain-192": 203.1, "retain-128": 135.4, "retain-64": 67.7, "retain-32": 34.0}
+# Layers 0 to 2, or 0 to 8, on 576 tokens
+AT_LEAST = {"fastv": 54.9, "sparsevlm": 54.9, "sinkpruner-no-sanitizer": 54.9, "pyramiddrop": 162.7}
+
+
+def facts(num_layers: int = 32, visual_tokens: int = 576) -> PlanFacts:
+    model = replace(graphs.language_model(), num_layers=num_layers)
+    return PlanFacts(model, visual_tokens, 8, PRECISIONS["fp32"], opset24)
+
+
+def realised(plan: PlanGraphs, num_layers: int, visual_tokens: int) -> Fraction:
+    """The mean over layers, counted layer by layer, of an image of so many tokens."""
+    counts = plan.kept.resolve(visual_tokens)
+    stages = dict(zip(plan.select_after, counts.stages, strict=True))
+    visible, layers = counts.kept, []
+    for layer in range(num_layers):
+        layers.append(visible)
+        visible = min(visible, stages.get(layer, visible))
+    return Fraction(sum(layers), num_layers)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_layers", "visual_tokens"),
+    every(2, ((method, *model) for method in all_methods() for model in MODELS)),
+)
+def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_tokens: int) -> None:
+    build, model, reached = all_methods()[method], facts(num_layers, visual_tokens), 0
+    for name in MODELS[num_layers, visual_tokens]:
+        budget = parse_budget("llava", name)
+        wanted = mean_tokens(budget.resolve(visual_tokens), prune_layers(num_layers), num_layers)
+        try:
+            plan = build(model, budget)
+        except UnreachableMean as error:
+            assert method in AT_LEAST
+            assert f"the budget's is {float(wanted):.1f}" in str(error)
+            continue
+        reached += 1
+        assert abs(realised(plan, num_layers, visual_tokens) - wanted) <= Fraction(1, 2), name
+        if name in MEANS and (num_layers, visual_tokens) == (32, 576):
+            assert float(wanted) == pytest.approx(MEANS[name], abs=0.05)
+    assert reached >= 1
+    assert method in AT_LEAST or reached == len(MODELS[num_layers, visual_tokens])
+
+
+@pytest.mark.parametrize(
+    ("method", "unreachable"),
+    [
+        ("fastv", {"retain-32"}),
+        ("sparsevlm", {"retain-32"}),
+        ("sinkpruner-no-sanitizer", {"retain-32"}),
+        ("pyramiddrop", {"retain-128", "retain-64", "retain-32"}),
+    ],
+)
+def test_what_llava_7b_cannot_reach_is_said_with_both_means(method: str, unreachable: set[str]) -> None:
+    for name in FAMILIES["llava"].budgets:
+        budget = parse_budget("llava", name)
+        if name not in unreachable:
+            all_methods()[method](facts(), budget)
+            continue
+        with pytest.raises(UnreachableMean) as caught:
+            all_methods()[method](facts(), budget)
+        assert "all 576 visual tokens" in str(caught.value)
+        assert f"{AT_LEAST[method]} at least; the budget's is {MEANS[name]:.1f}" in str(caught.value)
+
+
+def test_schedules_of_llava_7b() -> None:
+    counts = {
+        method: [all_methods()[method](facts(), parse_budget("llava", name)).kept.resolve(576) for name in names]
+        for method, names in {
+            "uniform": ["retain-128", "retain-64"],
+            "fastv": ["retain-128", "retain-64"],
+            "sparsevlm": ["retain-64"],
+            "pyramiddrop": ["retain-192"],
+        }.items()
+    }
+    assert [found.kept for found in counts["uniform"]] == [135, 68]
+    # (135.4 * 32 - 3 * 576) / 29 and (67.7 * 32 - 3 * 576) / 29
+    assert [found.stages for found in counts["fastv"]] == [(90,), (15,)]
+    (sparsevlm,), (pyramiddrop,) = counts["sparsevlm"], counts["pyramiddrop"]
+    assert sparsevlm.stages == (27, 18, 10)
+    first, second, third = pyramiddrop.stages
+    assert second == pytest.approx(first**2 / 576, abs=1)
+    assert third == pytest.approx(first**3 / 576**2, abs=1)
+
+
+def test_pyramiddrop_halves_where_halving_meets_the_mean() -> None:
+    halved = Counts(0, 0, 576, 0, (288, 144, 72))
+    # 4, 9 and 16 layers of these are as many tokens as PyramidDrop's 6, 8, 8 and 7 of 576, 288, 144 and 72.
+    stages = tuple(Share(stage, 576) for stage in (304, 280, 230))
+    budget = replace(parse_budget("llava", "retain-64+no-sanitizer"), stages=stages)
+    assert mean_tokens(budget.resolve(576), (2, 6, 15), 32) == mean_tokens(halved, (8, 16, 24), 32)
+    assert constant_ratio(facts(), budget, (8, 16, 24)).resolve(576) == halved
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(4, 60), st.integers(20, 3000), st.sampled_from(sorted(FAMILIES["llava"].budgets)))
+def test_nearest_schedules_on_any_model(num_layers: int, visual_tokens: int, name: str) -> None:
+    model, budget = facts(num_layers, visual_tokens), parse_budget("llava", name)
+    cuts = prune_layers(num_layers)
+    own = budget.resolve(visual_tokens)
+    wanted = mean_tokens(own, cuts, num_layers)
+    before = tokens_into_llm(model, budget)
+    assert abs(before - wanted) <= Fraction(1, 2)
+    for shares in (
+        (scaled_stages(model, budget, cuts, own.stages), constant_ratio(model, budget, cuts))
+        if (wanted >= mean_tokens(Counts(0, 0, visual_tokens, 0, (1, 1, 1)), cuts, num_layers))
+        else ()
+    ):
+        schedule = shares.resolve(visual_tokens)
+        assert abs(mean_tokens(schedule, cuts, num_layers) - wanted) <= Fraction(1, 2)
+        assert list(schedule.stages) == sorted(schedule.stages, reverse=True)
+        assert schedule.stages[-1] >= 1
+
+
+def test_ablations_take_out_one_part_each() -> None:
+    budget = parse_budget("llava", "retain-64")
+    plans = {part: all_methods()[f"sinkpruner-{part}"](facts(), budget) for part in _PARTS}
+    assert {part: plan.kept.resolve(576) for part, plan in plans.items()} == _PARTS
+    assert {part for part, plan in plans.items() if plan.sanitizer is None} == {"no-sanitizer"}
+    assert {part for part, plan in plans.items() if not plan.select_after} == {"no-text-pruner"}
+
+
+_PARTS = {
+    "no-sanitizer": Counts(0, 0, 576, 0, (27, 18, 10)),
+    "no-text-pruner": Counts(6, 1, 34, 33, ()),
+    "no-diversity": Counts(6, 1, 128, 0, (110, 74, 42)),
+    "no-outlier-removal": Counts(0, 0, 65, 64, (110, 74, 42)),
+    "no-aggregation": Counts(6, 0, 65, 64, (110, 74, 42)),
+}
+"""Counts of each ablation of retain-64 on LLaVA-1.5-7B."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "depth", "scaled"),
+    [((2,), 32, (2,)), ((2,), 22, (1,)), ((8, 16, 24), 28, (8, 16, 24)), ((8, 16, 24), 22, (6, 11, 17))],
+)
+def test_layers_of_other_papers_scale_with_depth(
+    layers: tuple[int, ...], depth: int, scaled: tuple[int, ...]
+) -> None:
+    assert scaled_layers(layers, depth) == scaled
+
+
+def test_a_stage_behind_the_last_layer_is_refused() -> None:
+    with pytest.raises(BudgetError, match=r"6 layers is too shallow.*8, 16, 24 of 32.*2, 3, 5.*at least 7 layers"):
+        scaled_layers((8, 16, 24), 6)
+    assert scaled_layers((8, 16, 24), 7) == (2, 4, 5)

@@ -1,0 +1,190 @@
+"""Every method before the LLM keeps what its numpy reference keeps, index for index and row for row."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.budgets import Budget
+from sinkprune.contract.families import parse_budget
+from sinkprune.export.methods import all_methods
+from sinkprune.export.pruning.equal_mean import UnreachableMean
+from support.models import graphs
+from support.references.reference import largest
+from support.references.reference_methods import BEFORE_LLM, divprune, visionzip
+
+Array = np.ndarray[Any, Any]
+DTYPES = {"fp32": np.float32, "fp16": np.float16}
+N, D = 576, 48
+RETAIN_64 = parse_budget("llava", "retain-64")
+
+
+def features(kind: str, groups: int, n: int = N, d: int = D) -> dict[str, Array]:
+    """Tokens, norms and salience of one `kind`."""
+    rng = np.random.default_rng(11)
+    tokens, salience = rng.normal(size=(groups, n, d)), rng.random((groups, n))
+    if kind == "tied":
+        # Rows of four equal magnitudes or one: their cosines are multiples of 1/4, in any arithmetic.
+        tokens[:] = 0
+        for group, token in product(range(groups), range(n)):
+            places = rng.choice(d, rng.choice([1, 4]), replace=False)
+            tokens[group, token, places] = rng.choice([-1.0, 1.0], len(places))
+        salience = rng.integers(0, 3, (groups, n)) / 4
+    if kind == "duplicated":
+        tokens = tokens[:, rng.integers(0, n // 2, n)]
+    if kind == "zero rows":
+        tokens[:, rng.choice(n, n // 3, replace=False)] = 0
+    if kind == "all zero":
+        tokens[:] = 0
+    if kind == "outliers":
+        tokens[:, rng.choice(n, 9, replace=False)] *= rng.uniform(50, 100, (9, 1))
+    return {"tokens": tokens, "norms": np.linalg.norm(tokens, axis=-1), "salience": salience}
+
+
+def assert_equals_reference(method: str, budget: Budget, precision: str, inputs: dict[str, Array]) -> list[list[int]]:
+    """Compare a method's graph with its reference, group by group; returns what each group kept."""
+    inputs = {name: array.astype(np.float32) for name, array in inputs.items()}
+    inputs["tokens"] = inputs["tokens"].astype(DTYPES[precision])
+    _, n, d = inputs["tokens"].shape
+    out = graphs.method_sanitizer(method, n, d, budget, precision)(**inputs)
+    assert out["kept_tokens"].dtype == DTYPES[precision]
+    k = graphs.tokens_into_llm(n, budget)
+    tolerance = {"fp32": 1e-5, "fp16": 1e-3}[precision]
+    for group, index in enumerate(out["kept_index"].tolist()):
+        rows, expected = BEFORE_LLM[method](*(inputs[name][group] for name in ("tokens", "norms", "salience")), k)
+        assert index == expected
+        scale = np.abs(rows).max(initial=0).astype(np.float64)
+        np.testing.assert_allclose(out["kept_tokens"][group], rows, rtol=tolerance, atol=tolerance * scale)
+    return out["kept_index"].tolist()
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("kind", ["random", "tied", "duplicated", "zero rows", "all zero", "outliers"])
+@pytest.mark.parametrize("method", BEFORE_LLM)
+def test_selection_equals_the_reference(method: str, kind: str, precision: str) -> None:
+    for index in assert_equals_reference(method, RETAIN_64, precision, features(kind, groups=3)):
+        assert len(set(index)) == len(index) == 68
+
+
+@pytest.mark.parametrize("budget", ["retain-192", "retain-32", "retain-64+no-sanitizer"])
+@pytest.mark.parametrize("method", BEFORE_LLM)
+def test_small_and_large_counts(method: str, budget: str) -> None:
+    for n in (2, 5, 64):
+        assert_equals_reference(method, parse_budget("llava", budget), "fp32", features("random", 2, n, 8))
+
+
+@pytest.mark.parametrize("method", BEFORE_LLM)
+def test_ties_duplicates_and_zeros(method: str) -> None:
+    rows = [row for row in product((-1.0, 0.0, 1.0), repeat=4) if np.count_nonzero(row) in (0, 1, 4)]
+    token = st.tuples(
+        st.sampled_from(rows), st.sampled_from([1.0, 3.0, 0.1, 300.0]), st.sampled_from([0.0, 1.0, 2.0, 300.0])
+    )
+    budget = parse_budget("llava", "retain-192")
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(st.lists(st.tuples(token, st.sampled_from([0.0, 0.25, -1.0, 3e38])), min_size=24, max_size=24))
+    def holds(drawn: list[Any]) -> None:
+        tokens = np.array([np.array(row) * scale for (row, scale, _), _ in drawn])
+        norms, salience = np.array([norm for (_, _, norm), _ in drawn]), np.array([score for _, score in drawn])
+        inputs = {"tokens": tokens[None], "norms": norms[None], "salience": salience[None]}
+        assert_equals_reference(method, budget, "fp32", inputs)
+
+    holds()
+
+
+@pytest.mark.parametrize("kind", ["outliers", "tied"])
+def test_the_filtered_visionzip_never_keeps_a_top_rho_token(kind: str) -> None:
+    inputs = features(kind, groups=4)
+    # What has the largest norm is also the most salient.
+    inputs["salience"] = inputs["norms"]
+    kept = assert_equals_reference("visionzip+filter", RETAIN_64, "fp32", inputs)
+    plain = assert_equals_reference("visionzip", RETAIN_64, "fp32", inputs)
+    for group, norms in enumerate(inputs["norms"]):
+        outliers = set(largest(norms, 6))
+        assert not outliers & set(kept[group])
+        assert outliers <= set(plain[group])
+
+
+def test_an_outlier_is_not_merged_either() -> None:
+    inputs = features("random", groups=1)
+    inputs["norms"][0, 7] = 1e6
+    moved = {name: array.copy() for name, array in inputs.items()}
+    moved["tokens"][0, 7] *= -5
+    run = graphs.method_sanitizer("visionzip+filter", N, D, RETAIN_64)
+    one, other = (
+        run(**{name: array.astype(np.float32) for name, array in given.items()}) for given in (inputs, moved)
+    )
+    np.testing.assert_array_equal(one["kept_tokens"], other["kept_tokens"])
+
+
+def test_visionzip_merges_what_is_alike() -> None:
+    """Eight kept of 24: one contextual, the first of the rest, with the mean of all others added."""
+    inputs = features("random", 1, 24, 8)
+    budget = parse_budget("llava", "retain-192")
+    assert graphs.tokens_into_llm(24, budget) == 8
+    inputs["salience"][0] = np.arange(24, 0, -1)
+    (kept,) = assert_equals_reference("visionzip", budget, "fp32", inputs)
+    assert kept == list(range(8))
+    run = graphs.method_sanitizer("visionzip", 24, 8, budget)
+    rows = run(**{name: array.astype(np.float32) for name, array in inputs.items()})["kept_tokens"][0]
+    tokens = inputs["tokens"][0]
+    np.testing.assert_allclose(rows[7], tokens[7] + tokens[8:].mean(axis=0), rtol=1e-5, atol=1e-5)
+
+
+def test_raster_order_moves_merged_rows_with_their_targets() -> None:
+    inputs = {name: array.astype(np.float32) for name, array in features("random", 2).items()}
+    raster = parse_budget("llava", "retain-64+raster")
+    out = graphs.method_sanitizer("visionzip", N, D, raster)(**inputs)
+    for group in range(2):
+        rows, index = visionzip(*(inputs[name][group] for name in ("tokens", "norms", "salience")), 68)
+        order = np.argsort(index)
+        assert out["kept_index"][group].tolist() == np.array(index)[order].tolist()
+        np.testing.assert_allclose(out["kept_tokens"][group], rows[order], rtol=1e-5, atol=1e-5)
+
+
+def test_serial_divprune_is_the_papers_rule() -> None:
+    inputs = {name: array.astype(np.float32) for name, array in features("random", 2, 64, 8).items()}
+    out = graphs.method_sanitizer("divprune", 64, 8, parse_budget("llava", "retain-192+serial"))(**inputs)
+    k = graphs.tokens_into_llm(64, parse_budget("llava", "retain-192"))
+    for group in range(2):
+        arrays = (inputs[name][group] for name in ("tokens", "norms", "salience"))
+        assert out["kept_index"][group].tolist() == divprune(*arrays, k, batch=1)[1]
+
+
+def test_random_is_one_draw_whose_prefix_a_smaller_budget_keeps() -> None:
+    kept = {}
+    for budget in ("retain-192", "retain-32"):
+        runs = [graphs.method_sanitizer("random", N, D, parse_budget("llava", budget)) for _ in range(2)]
+        inputs = {name: array.astype(np.float32) for name, array in features("random", 2).items()}
+        first, second = (run(**inputs) for run in runs)
+        np.testing.assert_array_equal(first["kept_index"], second["kept_index"])
+        index = first["kept_index"][1]
+        np.testing.assert_array_equal(first["kept_tokens"][1], inputs["tokens"][1, index])
+        assert index.tolist() == sorted(set(index.tolist()))
+        kept[budget] = set(index.tolist())
+    assert len(kept["retain-192"]) == 203
+    assert kept["retain-32"] < kept["retain-192"]
+    # No run of neighbours, nothing left out
+    assert np.histogram(list(kept["retain-192"]), bins=8, range=(0, N))[0].min() > 12
+
+
+@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+def test_fp16_tokens_are_never_computed_with(method: str) -> None:
+    found = graphs.operators_on_fp16(graphs.method_plan(method, 64, 8, RETAIN_64, "fp16").sanitizer)
+    assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}
+
+
+def test_a_filter_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(UnreachableMean, match="leaves none"):
+        graphs.method_plan("visionzip+filter", 1, 8, RETAIN_64)
+
+
+def test_every_method_is_known_by_its_name() -> None:
+    issue = "random uniform fastervlm visionzip visionzip+filter divprune dart fastv pyramiddrop sparsevlm sinkpruner"
+    ablations = ("no-sanitizer", "no-text-pruner", "no-diversity", "no-outlier-removal", "no-aggregation")
+    assert set(all_methods()) == {*issue.split(), *(f"sinkpruner-{part}" for part in ablations)}

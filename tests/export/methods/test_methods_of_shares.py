@@ -1,0 +1,221 @@
+"""Where images differ in their number of tokens every method keeps its reference's, at any number, frame or set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.budgets import Counts, prune_layers
+from sinkprune.contract.errors import BudgetError
+from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.contract.schedule import PictureSchedule
+from sinkprune.export.dialects import opset24
+from sinkprune.export.methods import all_methods, load_method
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.equal_mean import UnreachableMean
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs, UpTo
+from support.models import graphs
+from support.programs.slow_cases import every
+from support.references.reference_methods import BEFORE_LLM, Kept, divprune, visionzip
+
+Array = np.ndarray[Any, Any]
+D = 16
+SIZES = (1, 2, 3, 4, 5, 8, 19, 101, 480)
+BUDGETS = FAMILIES["qwen3-vl"].budgets
+SERIAL = parse_budget("qwen3-vl", "prune-77.8+serial")
+
+
+def facts(layers: int = 28, most: int = 480, precision: str = "fp32", **more: Any) -> PlanFacts:
+    model = replace(graphs.language_model(), num_layers=layers, rope_sections=(1, 1, 2))
+    return PlanFacts(model, UpTo(most, 784, most * more.get("groups", 1)), D, PRECISIONS[precision], opset24, **more)
+
+
+def features(n: int, *shape: int, seed: int = 0) -> dict[str, Array]:
+    draw = np.random.default_rng(seed)
+    tokens = draw.standard_normal((*shape, n, D)).astype(np.float32)
+    # Some alike, some zero, some large
+    tokens[..., n // 2 : n // 2 + n // 8, :] = tokens[..., : n // 8, :]
+    tokens[..., n - n // 9 :, :] = 0
+    norms, salience = draw.random((2, *shape, n)).astype(np.float32)
+    return {"tokens": tokens, "norms": norms, "salience": (salience * 16).round() / 16}
+
+
+def expected(method: str, counts: Counts, tokens: Array, norms: Array, salience: Array) -> Kept:
+    """What the reference keeps, if the plan's counts are `counts`."""
+    build: Callable[..., Kept] = BEFORE_LLM[method]
+    if method.startswith("visionzip"):
+        build = partial(visionzip, filtered=method != "visionzip", contextual=counts.diverse)
+    return build(tokens, norms, salience, counts.reserve + counts.diverse)
+
+
+def sanitizer(plan: PlanGraphs) -> graphs.Run:
+    assert plan.sanitizer is not None
+    return graphs.loaded(plan.sanitizer)
+
+
+@pytest.mark.parametrize("budget", ["prune-66.7", "prune-88.9"])
+@pytest.mark.parametrize("method", [name for name in BEFORE_LLM if not name.startswith("sinkpruner")])
+def test_one_sanitizer_keeps_the_references_tokens_at_any_n(method: str, budget: str) -> None:
+    plan = load_method(method)(facts(), BUDGETS[budget])
+    run = sanitizer(plan)
+    for n in SIZES:
+        inputs = features(n, 1, seed=n)
+        counts = plan.kept.resolve(n)
+        out = run(**inputs)
+        assert out["kept_tokens"].shape == (1, counts.kept, D)
+        if counts.kept:
+            rows, index = expected(method, counts, *(array[0] for array in inputs.values()))
+            assert out["kept_index"].tolist() == [index], n
+            np.testing.assert_allclose(out["kept_tokens"][0], rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("library", ["ort-cpu", "openvino"])
+@pytest.mark.parametrize("method", ["uniform", "random", "fastervlm", "dart"])
+def test_shares_of_the_largest_images_are_exact_where_shapes_have_32_bits(method: str, library: str) -> None:
+    n = 10_000
+    plan = load_method(method)(facts(most=n), BUDGETS["prune-66.7"])
+    assert plan.sanitizer is not None
+    kept = graphs.loaded(plan.sanitizer, library)(**features(n, 1))["kept_index"]
+    assert kept.shape == (1, plan.kept.resolve(n).kept)
+
+
+def test_the_shares_of_the_longest_clip_fit_into_32_bits() -> None:
+    for build, budget in product(all_methods().values(), BUDGETS.values()):
+        with suppress(UnreachableMean):
+            kept = build(facts(), budget).kept
+            assert all(share.numerator * 200_000 < 2**31 for share in (kept.reserve, kept.diverse, *kept.stages))
+
+
+def test_the_serial_rule_of_divprune() -> None:
+    plan = load_method("divprune")(facts(most=40), SERIAL)
+    inputs = features(40, 1)
+    arrays = [array[0] for array in inputs.values()]
+    kept = divprune(*arrays, plan.kept.resolve(40).kept, batch=1)[1]
+    assert sanitizer(plan)(**inputs)["kept_index"].tolist() == [kept]
+
+
+def test_random_keeps_a_draw_of_its_own_for_every_number_of_tokens() -> None:
+    large, small = (sanitizer(load_method("random")(facts(), BUDGETS[name])) for name in ("prune-66.7", "prune-88.9"))
+    kept = {}
+    for n in SIZES:
+        first, again = (large(**features(n, 1, seed=seed)) for seed in (1, 2))
+        np.testing.assert_array_equal(first["kept_index"], again["kept_index"])
+        kept[n] = first["kept_index"][0].tolist()
+        assert kept[n] == sorted(set(kept[n])) and kept[n][-1] < n
+        assert set(small(**features(n, 1))["kept_index"][0].tolist()) <= set(kept[n])
+    assert np.histogram(kept[480], bins=8, range=(0, 480))[0].min() > 9
+    assert {place for place in kept[480] if place < 101} != set(kept[101])
+
+
+@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+def test_a_clips_frames_are_one_group_or_apart(method: str) -> None:
+    inputs = features(6, 4)
+    inputs["deepstack"] = np.random.default_rng(7).standard_normal((4, 6, 2 * D)).astype(np.float32)
+    whole = {name: array.reshape(1, 24, *array.shape[2:]) for name, array in inputs.items()}
+    clip = facts(most=6, groups=4, joined=True, deepstack=2)
+    budget = parse_budget("qwen3-vl", "prune-77.8")
+    alone, joined = (
+        sanitizer(load_method(method)(facts(most=24, deepstack=2) if own is whole else clip, budget))(**own)
+        for own in (whole, inputs)
+    )
+    assert joined["kept_tokens"].shape[0] == 1
+    for name, array in alone.items():
+        np.testing.assert_array_equal(joined[name], array)
+
+    frames = sanitizer(load_method(method)(clip, replace(budget, frames="apart")))(**inputs)
+    each = sanitizer(load_method(method)(facts(most=6, deepstack=2), budget))
+    for group in range(4):
+        one = each(**{name: array[group : group + 1] for name, array in inputs.items()})
+        for name, array in one.items():
+            np.testing.assert_array_equal(frames[name][group], array[0])
+
+
+@pytest.mark.parametrize("method", [*BEFORE_LLM, "random"])
+def test_deepstack_goes_with_its_tokens(method: str) -> None:
+    """Which tokens are kept is chosen by the tokens alone; what goes with them is gathered, and merged, alike."""
+    sets, n = 3, 101
+    inputs = features(n, 1)
+    beside = np.random.default_rng(5).standard_normal((1, n, sets * D)).astype(np.float32)
+    budget = BUDGETS["prune-77.8"]
+    plain = sanitizer(load_method(method)(facts(), budget))(**inputs)
+    plan = load_method(method)(facts(deepstack=sets), budget)
+    out = sanitizer(plan)(**inputs, deepstack=beside)
+    np.testing.assert_array_equal(out["kept_index"], plain["kept_index"])
+    np.testing.assert_allclose(out["kept_tokens"], plain["kept_tokens"], atol=1e-6)
+    index = out["kept_index"][0]
+    rows = beside[0, index]
+    if method.startswith("visionzip"):
+        counts = plan.kept.resolve(n)
+        whole, _ = visionzip(
+            *(array[0] for array in inputs.values()),
+            counts.kept,
+            filtered=method != "visionzip",
+            contextual=counts.diverse,
+            beside=beside[0],
+        )
+        rows = whole[:, D:]
+    elif method == "sinkpruner-no-text-pruner":
+        outliers = np.argsort(-inputs["norms"][0], kind="stable")[:2]
+        rows = np.concatenate([beside[0, outliers].mean(axis=0, keepdims=True), rows[1:]])
+    np.testing.assert_allclose(out["kept_deepstack"][0], rows, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["uniform", "random", "fastervlm", "divprune", "dart", "visionzip"])
+def test_fp16_rows_come_out_as_they_went_in(method: str) -> None:
+    inputs = features(64, 1)
+    inputs["tokens"] = inputs["tokens"].astype(np.float16)
+    plan = load_method(method)(facts(most=64, precision="fp16"), BUDGETS["prune-66.7"])
+    out, counts = sanitizer(plan)(**inputs), plan.kept.resolve(64)
+    # VisionZip merges others into those behind its dominant ones.
+    gathered = counts.reserve if method == "visionzip" else counts.kept
+    assert out["kept_tokens"].dtype == np.float16
+    index = out["kept_index"][0, :gathered]
+    np.testing.assert_array_equal(out["kept_tokens"][0, :gathered], inputs["tokens"][0, index])
+
+
+def mean_of(plan: PlanGraphs, n: int, layers: int) -> Fraction:
+    return PictureSchedule.of(plan.kept.resolve(n), 1, tuple(plan.select_after)).mean(layers)
+
+
+@pytest.mark.parametrize(("method", "layers"), every(4, product(all_methods(), [28, 36])))
+def test_means_are_equal_to_two_tokens(method: str, layers: int) -> None:
+    reached = 0
+    for name, budget in BUDGETS.items():
+        own = load_method("sinkpruner")(facts(layers), budget)
+        try:
+            plan = load_method(method)(facts(layers), budget)
+        except UnreachableMean as error:
+            assert method == "pyramiddrop"
+            assert f"run on all visual tokens, so that the mean over {layers} layers is" in str(error)
+            assert " % at least; the budget's is " in str(error)
+            continue
+        reached += 1
+        for n in (30, 64, 228, 480, 1000, 3840):
+            assert abs(mean_of(plan, n, layers) - mean_of(own, n, layers)) <= 2, (name, n)
+    assert reached == (len(BUDGETS) if method != "pyramiddrop" else {28: 1, 36: 1}[layers])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 20_000), st.sampled_from(sorted(BUDGETS)), st.sampled_from(["fastv", "sparsevlm", "visionzip"]))
+def test_shares_never_grow_from_layer_to_layer(n: int, name: str, method: str) -> None:
+    plan = load_method(method)(facts(), BUDGETS[name])
+    counts = plan.kept.resolve(n)
+    assert list(counts.stages) == sorted(counts.stages, reverse=True)
+    assert 1 <= counts.kept <= n and all(1 <= stage <= n for stage in counts.stages)
+    assert len(counts.stages) == len(plan.select_after) <= len(prune_layers(28))
+
+
+@pytest.mark.parametrize("method", ["divprune", "dart", "fastervlm", "visionzip", "random", "fastv"])
+def test_more_than_topk_gives_is_refused_with_the_size_that_fits(method: str) -> None:
+    with pytest.raises(BudgetError, match=r"keeps \d+ in one step; TensorRT's TopK gives at most 3840.*--max-pixels"):
+        load_method(method)(facts(most=20_000), BUDGETS["prune-66.7"])

@@ -1,0 +1,246 @@
+"""The `sanitizer` graph keeps what the numpy reference keeps, index for index."""
+
+from __future__ import annotations
+
+from itertools import cycle, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.budgets import OPTIONS, Budget, Share
+from sinkprune.contract.families import parse_budget
+from support.models import graphs
+from support.programs.slow_cases import each_once, slow_except
+from support.references import reference
+
+Array = np.ndarray[Any, Any]
+DTYPES = {"fp32": np.float32, "fp16": np.float16}
+# In proportion to this length a squared norm passes the type's maximum.
+LARGE = {"fp32": 1e25, "fp16": 2e3}
+
+N, D = 576, 48
+RETAIN_64 = parse_budget("llava", "retain-64")
+
+
+def budget_of(n: int, reserve: int, diverse: int, **options: Any) -> Budget:
+    """`reserve` and `diverse` of `n` tokens, counts, not shares."""
+    return Budget(Share(reserve, n), Share(diverse, n), (Share(1, n),) * 3, **options)
+
+
+def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms: Array, salience: Array) -> None:
+    """Compare the graph with the reference, group by group."""
+    _, n, d = tokens.shape
+    tokens = tokens.astype(DTYPES[precision])
+    norms, salience = norms.astype(np.float32), salience.astype(np.float32)
+    out = graphs.sanitizer(n, d, budget, precision)(tokens=tokens, norms=norms, salience=salience)
+    assert out["kept_tokens"].dtype == DTYPES[precision]
+    for group, kept_index in enumerate(out["kept_index"]):
+        kept, index = reference.sanitize(
+            tokens[group],
+            norms[group],
+            salience[group],
+            reserve=budget.reserve.of(n),
+            diverse=budget.diverse.of(n),
+            per_mille=budget.outlier_per_mille,
+            batch=budget.diversity_group_size,
+            remove_outliers=budget.remove_outliers,
+            aggregate=budget.aggregate,
+            raster=budget.order == "raster",
+        )
+        assert kept_index.tolist() == index
+        sink = int(budget.remove_outliers and budget.aggregate)
+        np.testing.assert_array_equal(out["kept_tokens"][group, sink:], kept[sink:])
+        tolerance = 1e-5 if precision == "fp32" else 1e-3
+        np.testing.assert_allclose(
+            out["kept_tokens"][group].astype(np.float64),
+            kept,
+            rtol=tolerance,
+            atol=tolerance * np.abs(kept).max(initial=0),
+        )
+
+
+def lengths(tokens: Array) -> Array:
+    """L2 norms of the rows."""
+    return np.linalg.norm(tokens.astype(np.float64), axis=-1)
+
+
+def exact_rows(rng: np.random.Generator, groups: int, n: int, d: int) -> Array:
+    """Rows of four equal magnitudes or one: their cosines are multiples of 1/4, in any arithmetic."""
+    rows = np.zeros((groups, n, d))
+    for group, token in product(range(groups), range(n)):
+        places = rng.choice(d, rng.choice([1, 4]), replace=False)
+        rows[group, token, places] = rng.choice([-1.0, 1.0], len(places))
+    return rows
+
+
+def tokens_of(kind: str, precision: str, groups: int, n: int = N, d: int = D) -> tuple[Array, Array, Array]:
+    """Tokens, norms and salience of one `kind`."""
+    rng = np.random.default_rng(7)
+    tokens = rng.normal(size=(groups, n, d))
+    salience = rng.random((groups, n))
+    if kind == "tied":
+        tokens = exact_rows(rng, groups, n, d)
+        return tokens, rng.integers(1, 4, (groups, n)), rng.integers(0, 3, (groups, n)) / 4
+    if kind == "duplicated":
+        tokens = tokens[:, rng.integers(0, n // 2, n)]
+    if kind == "zero rows":
+        tokens[:, rng.choice(n, n // 3, replace=False)] = 0
+    if kind == "all zero":
+        tokens[:] = 0
+    if kind == "outliers":
+        tokens[:, rng.choice(n, 9, replace=False)] *= rng.uniform(50, 100, (9, 1))
+    if kind == "large norms":
+        tokens *= LARGE[precision]
+    tokens = tokens.astype(DTYPES[precision])
+    return tokens, lengths(tokens), salience
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    each_once([1, 5], ["random", "tied", "duplicated", "zero rows", "all zero", "outliers", "large norms"]),
+)
+def test_retain_64_equals_the_reference(kind: str, precision: str, groups: int) -> None:
+    tokens, norms, salience = tokens_of(kind, precision, groups)
+    assert np.isfinite(tokens).all()
+    assert_equals_reference(RETAIN_64, precision, tokens, norms, salience)
+
+
+@pytest.mark.parametrize("option", ["raster", "drop-sink", "keep-outliers", "no-diversity", "serial"])
+@pytest.mark.parametrize("kind", ["tied", "outliers"])
+def test_every_option_equals_the_reference(option: str, kind: str) -> None:
+    budget = OPTIONS[option](parse_budget("llava", "retain-128"))
+    assert_equals_reference(budget, "fp32", *tokens_of(kind, "fp32", 3, n=64))
+
+
+@pytest.mark.parametrize(
+    ("n", "reserve", "diverse", "batch"),
+    [
+        pytest.param(1, 1, 1, 16, id="one token"),
+        pytest.param(2, 1, 1, 16, id="two tokens"),
+        pytest.param(2, 0, 1, 16, id="two tokens, nothing reserved"),
+        pytest.param(40, 0, 0, 16, id="the sink alone"),
+        pytest.param(40, 0, 11, 4, id="nothing reserved"),
+        pytest.param(40, 5, 0, 16, id="no diversity"),
+        pytest.param(40, 5, 3, 16, id="less than a batch"),
+        pytest.param(40, 5, 16, 16, id="one batch"),
+        pytest.param(40, 5, 17, 16, id="one batch and one"),
+        pytest.param(40, 5, 11, 4, id="not a multiple of the batch"),
+        pytest.param(40, 5, 11, 1, id="serial farthest point"),
+        pytest.param(40, 39, 39, 16, id="diversity clipped to nothing"),
+        pytest.param(40, 30, 30, 4, id="diversity clipped"),
+        pytest.param(40, 99, 99, 16, id="reserve clipped"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["random", "tied"])
+def test_counts_at_their_limits(kind: str, n: int, reserve: int, diverse: int, batch: int) -> None:
+    budget = budget_of(n, reserve, diverse, diversity_group_size=batch)
+    assert_equals_reference(budget, "fp32", *tokens_of(kind, "fp32", 2, n=n, d=8))
+
+
+@pytest.mark.parametrize("option", ["drop-sink", "keep-outliers", "raster"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_options_on_one_and_two_tokens(option: str, n: int) -> None:
+    budget = OPTIONS[option](budget_of(n, 1, 1))
+    assert_equals_reference(budget, "fp32", *tokens_of("random", "fp32", 2, n=n, d=8))
+
+
+@pytest.mark.parametrize(("n", "outliers"), [(576, 6), (480, 5), (2880, 29), (1000, 10), (101, 2), (100, 1), (1, 1)])
+def test_sink_is_the_mean_of_one_percent_rounded_up(n: int, outliers: int) -> None:
+    norms = np.arange(1, n + 1, dtype=np.float32)[None]
+    run = graphs.sanitizer(n, 1, budget_of(n, 0, 0))
+    # Squares, whose mean over the last `outliers` tells how many they were.
+    out = run(tokens=norms[..., None] ** 2, norms=norms, salience=norms)
+    assert out["kept_tokens"][0, 0, 0] == pytest.approx(np.mean(norms[0, n - outliers :] ** 2), rel=1e-6)
+    assert out["kept_index"].tolist() == [[n - 1]]
+
+
+def test_kept_tokens_worked_by_hand() -> None:
+    east, north, up = np.eye(3, dtype=np.float32)
+    tokens = np.stack([east, 9 * up, 7 * north, east + north, -east, 2 * up, 0 * up, 3 * east])
+    norms = np.array([1, 9, 7, 1.4, 1, 2, 0, 3], np.float32)
+    salience = np.array([5, 9, 1, 2, 0, 0, 0, 5], np.float32)
+    run = graphs.sanitizer(8, 3, budget_of(8, 1, 3, diversity_group_size=2, outlier_per_mille=130))
+    out = run(tokens=tokens[None], norms=norms[None], salience=salience[None])
+    # H = {1, 2}: ceil(1.04). RES = {0}, which ties with 7. Then cosines with east: 4 is -1; 5 and 6 are 0, so 5;
+    # last 6, at 0 to all of them.
+    assert out["kept_index"].tolist() == [[1, 0, 4, 5, 6]]
+    np.testing.assert_allclose(out["kept_tokens"][0, 0], [0, 3.5, 4.5])
+
+
+def test_members_of_one_batch_are_not_compared_with_each_other() -> None:
+    tokens = np.array([[1, 0], [0, 1], [0, 1], [-1, 0.1], [1, 1], [9, 9]], np.float32)
+    inputs = {"tokens": tokens[None], "norms": lengths(tokens)[None].astype(np.float32)}
+    inputs["salience"] = np.array([[9, 0, 0, 0, 0, 0]], np.float32)
+    together = graphs.sanitizer(6, 2, budget_of(6, 1, 3, diversity_group_size=3))(**inputs)
+    serial = graphs.sanitizer(6, 2, budget_of(6, 1, 3, diversity_group_size=1))(**inputs)
+    assert together["kept_index"].tolist() == [[5, 0, 1, 2, 3]]
+    assert serial["kept_index"].tolist() == [[5, 0, 1, 3, 4]]
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("d", [3, 17, 100])
+def test_tokens_equal_to_kept_ones_tie(d: int, precision: str) -> None:
+    """Four directions, more kept than that: the cosine of the rest is 1, and the lower index wins."""
+    rng = np.random.default_rng(d)
+    directions = rng.normal(size=(4, d)).astype(DTYPES[precision])
+    tokens = directions[rng.integers(0, 4, (3, 60))]
+    norms, salience = rng.random((2, 3, 60))
+    assert_equals_reference(budget_of(60, 8, 20, diversity_group_size=4), precision, tokens, norms, salience)
+
+
+def test_fp16_tokens_are_moved_and_never_computed_with() -> None:
+    """The CPU has no fp16 arithmetic to be wrong with; elsewhere a squared norm would pass fp16's maximum."""
+    found = graphs.operators_on_fp16(graphs.sanitizer_graph(64, 8, budget_of(64, 7, 20), "fp16"))
+    assert found <= {"Cast", "CastLike", "GatherND", "Concat"}
+
+
+_ROWS = [row for row in product((-1.0, 0.0, 1.0), repeat=4) if np.count_nonzero(row) in (0, 1, 4)]
+_SCALES = {
+    "fp32": [1.0, 3.0, 0.1, 1e-42, 1e-30, 1e30],
+    "fp16": [1.0, 3.0, 0.1, 6e-8, 300.0, 6e4],
+}
+_NORMS = [0.0, 1e-30, 1.0, 2.0, 300.0, 3e38]
+_SALIENCE = [0.0, 1e-30, 0.25, 0.5, -1.0, 3e38, -3e38]
+_LIMITS = [
+    # n, reserve, diverse, per mille, batch
+    (1, 1, 1, 10, 16),
+    (2, 1, 1, 10, 16),
+    (3, 0, 2, 10, 1),
+    (5, 2, 2, 400, 16),
+    (9, 0, 5, 10, 2),
+    (9, 2, 5, 10, 1),
+    (12, 3, 7, 200, 3),
+    (12, 3, 7, 200, 16),
+]
+
+
+@pytest.mark.parametrize(
+    ("n", "reserve", "diverse", "per_mille", "batch", "precision"),
+    slow_except(
+        [(*limits, precision) for limits, precision in zip(_LIMITS, cycle(DTYPES), strict=False)],
+        [(*limits, precision) for limits in _LIMITS for precision in DTYPES],
+    ),
+)
+def test_ties_duplicates_zeros_and_extremes(
+    n: int, reserve: int, diverse: int, per_mille: int, batch: int, precision: str
+) -> None:
+    budget = budget_of(n, reserve, diverse, outlier_per_mille=per_mille, diversity_group_size=batch)
+    token = st.tuples(
+        st.sampled_from(_ROWS),
+        st.sampled_from(_SCALES[precision]),
+        st.sampled_from(_NORMS),
+        st.sampled_from(_SALIENCE),
+    )
+
+    @settings(max_examples=50, deadline=None, derandomize=True, database=None)
+    @given(st.lists(token, min_size=n, max_size=n))
+    def holds(drawn: list[tuple[tuple[float, ...], float, float, float]]) -> None:
+        rows, scales, norms, salience = (np.array(column) for column in zip(*drawn, strict=True))
+        tokens = rows * scales[:, None]
+        assert_equals_reference(budget, precision, tokens[None], norms[None], salience[None])
+
+    holds()

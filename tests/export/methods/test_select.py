@@ -1,0 +1,256 @@
+"""The `select_after_*` graphs keep what the numpy reference keeps, row for row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.budgets import Budget, Share
+from sinkprune.contract.manifest import DialectName
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.graph import Graph
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.pruning.select import build_select, every_text_row
+from sinkprune.export.pruning.survivors import best, best_of_each_image
+from support.models import graphs
+from support.references import reference
+
+Array = np.ndarray[Any, Any]
+DTYPES = {"fp32": np.float32, "fp16": np.float16}
+HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
+HEAD_DIM = 16
+KEPT = 7
+
+
+def budget_of(kept: int, **options: Any) -> Budget:
+    """A budget that keeps `kept` visual tokens of an image of 1000."""
+    return Budget(Share(1, 2), Share(1, 2), (Share(kept, 1000),) * 3, **options)
+
+
+def stage(heads: str, rows: int, dtype: Any, seed: int = 0) -> dict[str, Array]:
+    """Random inputs of a select, all but the indices."""
+    rng = np.random.default_rng(seed)
+    query_heads, key_heads = HEADS[heads]
+    shapes = {
+        "hidden": (1, rows, query_heads * HEAD_DIM),
+        "cos": (1, rows, HEAD_DIM // 2),
+        "sin": (1, rows, HEAD_DIM // 2),
+        "query": (1, query_heads, rows, HEAD_DIM),
+        "key": (1, key_heads, rows, HEAD_DIM),
+    }
+    return {name: (1.5 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
+
+
+def assert_equals_reference(
+    budget: Budget,
+    heads: str,
+    inputs: dict[str, Array],
+    visual: list[int],
+    text: list[int],
+    precision: str = "fp32",
+) -> list[int]:
+    """Compare every output with the reference; returns the surviving rows."""
+    model = graphs.language_model(*HEADS[heads], HEAD_DIM)
+    run = graphs.select(model, budget, 1000, precision)
+    out = run(**inputs, visual_index=np.array(visual, np.int64), text_index=np.array(text, np.int64))
+    scores = reference.text_attention(
+        inputs["query"][0],
+        inputs["key"][0],
+        visual,
+        text,
+        visual_keys=budget.scores_over == "visual_keys",
+    )
+    rows = inputs["hidden"].shape[1]
+    keep = reference.keep_rows(scores, rows, visual, budget.stages[0].of(1000))
+    assert out["keep_index"].tolist() == keep
+    assert out["visual_index_out"].tolist() == [place for place, row in enumerate(keep) if row in visual]
+    assert out["text_index_out"].tolist() == [place for place, row in enumerate(keep) if row in text]
+    np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
+    positions = keep if budget.positions == "keep" else list(range(len(keep)))
+    np.testing.assert_array_equal(out["cos_out"], inputs["cos"][:, positions])
+    np.testing.assert_array_equal(out["sin_out"], inputs["sin"][:, positions])
+    assert all(out[name].dtype == DTYPES[precision] for name in ("hidden_out", "cos_out", "sin_out"))
+    assert all(out[name].dtype == np.int64 for name in ("keep_index", "visual_index_out", "text_index_out"))
+    return keep
+
+
+@pytest.mark.parametrize("text", [0, 1, 6])
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("precision", DTYPES)
+def test_outputs_equal_the_reference(precision: str, heads: str, scores_over: str, text: int) -> None:
+    inputs = stage(heads, 4 + 40 + text, DTYPES[precision], seed=text)
+    budget = budget_of(KEPT, scores_over=scores_over)
+    visual, questions = list(range(4, 44)), list(range(44, 44 + text))
+    keep = assert_equals_reference(budget, heads, inputs, visual, questions, precision)
+    assert len(keep) == 4 + KEPT + text
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+def test_compact_renumbers_the_survivors(heads: str, precision: str) -> None:
+    inputs = stage(heads, 50, DTYPES[precision])
+    budget = budget_of(KEPT, positions="compact")
+    assert_equals_reference(budget, heads, inputs, list(range(5, 44)), list(range(44, 50)), precision)
+
+
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_visual_rows_need_not_be_contiguous(scores_over: str) -> None:
+    visual = [2, 3, 5, 8, 9, 10, 14, 15, 16, 17, 20, 22, 23, 24, 25, 28]
+    inputs = stage("gqa", 35, np.float32, seed=5)
+    budget = budget_of(KEPT, scores_over=scores_over)
+    keep = assert_equals_reference(budget, "gqa", inputs, visual, list(range(29, 35)))
+    assert set(range(35)) - set(visual) < set(keep)
+
+
+@pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
+@pytest.mark.parametrize("visual", [0, 1, KEPT - 1, KEPT])
+def test_nothing_happens_where_no_more_than_the_kept_are_left(visual: int, option: dict[str, Any]) -> None:
+    inputs = stage("mha", visual + 7, np.float32)
+    rows = visual + 7
+    keep = assert_equals_reference(
+        budget_of(KEPT, **option),
+        "mha",
+        inputs,
+        list(range(3, 3 + visual)),
+        list(range(3 + visual, rows)),
+    )
+    assert keep == list(range(rows))
+
+
+def test_one_visual_row_too_many_drops_the_least_asked_for() -> None:
+    inputs = stage("mha", KEPT + 8, np.float32)
+    keep = assert_equals_reference(
+        budget_of(KEPT), "mha", inputs, list(range(3, KEPT + 4)), list(range(KEPT + 4, KEPT + 8))
+    )
+    assert len(keep) == KEPT + 7
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision: str) -> None:
+    inputs = stage("gqa", 70, DTYPES[precision])
+    inputs["query"][:] = 0
+    budget = budget_of(KEPT, scores_over=scores_over)
+    keep = assert_equals_reference(budget, "gqa", inputs, list(range(4, 64)), list(range(64, 70)), precision)
+    assert keep == [*range(4 + KEPT), *range(64, 70)]
+
+
+def test_text_rows_do_not_see_later_text() -> None:
+    """The mask matters: a key behind the first asking row would take its attention away."""
+    inputs = stage("mqa", 12, np.float32)
+    inputs["query"][:], inputs["key"][:] = 0, 0
+    # Row 10 asks for 2, row 11 for 3 and, stronger, for itself.
+    inputs["query"][..., 10, 0], inputs["query"][..., 11, 1] = 8, 8
+    inputs["key"][..., 2, 0], inputs["key"][..., 3, 1] = 8, 8
+    inputs["key"][..., 11, :2] = 12
+    keep = assert_equals_reference(budget_of(1), "mqa", inputs, list(range(1, 10)), [10, 11])
+    assert keep == [0, 2, 10, 11]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_logits_beyond_fp16_are_computed_in_fp32(sign: int) -> None:
+    inputs = stage("mha", 40, np.float16, seed=3)
+    # Adds 90000 to every product of a query and a key; fp16 ends at 65504.
+    inputs["query"][..., 0], inputs["key"][..., 0] = 300, sign * 300
+    assert_equals_reference(budget_of(KEPT), "mha", inputs, list(range(4, 34)), list(range(34, 40)), "fp16")
+
+
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_fp16_rows_are_moved_and_never_computed_with(scores_over: str) -> None:
+    """The CPU has no fp16 arithmetic to be wrong with."""
+    budget = budget_of(KEPT, scores_over=scores_over, positions="compact")
+    found = graphs.operators_on_fp16(graphs.select_graph(graphs.language_model(), budget, 1000, "fp16"))
+    assert found <= {"Shape", "Cast", "Gather", "Slice"}
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> None:
+    budget = budget_of(KEPT, scores_over=scores_over)
+
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    @given(
+        st.lists(st.integers(-1, 3), min_size=1, max_size=24),
+        st.integers(0, 3),
+        st.integers(0, 5),
+    )
+    def holds(kinds: list[int], text: int, before: int) -> None:
+        """Rows of kind -1 are text between visual rows; those of one other kind have the same keys."""
+        first_text = before + len(kinds)
+        inputs = stage(heads, first_text + text, np.float32, seed=1)
+        same = stage(heads, 4, np.float32, seed=2)["key"]
+        same[:, :, 0] = 0
+        visual = [before + place for place, kind in enumerate(kinds) if kind >= 0]
+        for row in visual:
+            inputs["key"][:, :, row] = same[:, :, kinds[row - before]]
+        if inputs["hidden"].shape[1] > 0:
+            assert_equals_reference(budget, heads, inputs, visual, list(range(first_text, first_text + text)))
+
+    holds()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("images", [1, 3])
+def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect: DialectName, tmp_path: Path) -> None:
+    """Three clips have some 13000: a table of them squared would take 0.7 GB."""
+    graph, size = Graph("select", PRECISIONS["fp32"], DIALECTS[dialect]), 1000
+    model = graphs.language_model(*HEADS["mha"], HEAD_DIM)
+    choice = best(300) if images == 1 else best_of_each_image(images)
+    build_select(graph, model, choice, budget_of(1), every_text_row)
+    path = tmp_path / graph.save(tmp_path, "graph.onnx").file
+    inputs = stage("mha", size + 3, np.float32, seed=1)
+    inputs |= {"visual_index": np.arange(size), "text_index": np.arange(size, size + 3)}
+    if images > 1:
+        inputs |= {"visual_group": np.arange(size) * images // size, "quota": np.arange(300) // 100}
+    onnx_model = onnx.load(path)
+    names = [name for node in onnx_model.graph.node for name in node.output if name]
+    del onnx_model.graph.output[:]
+    onnx_model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    values = onnxruntime.InferenceSession(onnx_model.SerializeToString()).run(names, inputs)
+    assert max(value.size for value in values) < size**2 // 4
+
+
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
+    rng, rows, visual = np.random.default_rng(seed), 2, []
+    sizes = rng.integers(1, 9, 3)
+    quotas = [int(rng.integers(0, size + 1)) for size in sizes]
+    for size in sizes:
+        visual += range(rows, rows + size)
+        rows += int(size) + 1
+    rows += 3
+    text = list(range(visual[-1] + 1, rows))
+    inputs = stage("gqa", rows, np.float32, seed)
+    # Some are alike, within an image and across images: the earlier wins.
+    alike = [visual[place] for place in (0, len(visual) // 3, len(visual) // 2, -1)]
+    inputs["key"][:, :, alike] = inputs["key"][:, :, alike[:1]]
+    group = np.repeat(np.arange(3), sizes)
+    model = graphs.language_model(*HEADS["gqa"], HEAD_DIM)
+    # A prompt may have fewer images than its bundle takes
+    out = graphs.quota_select(model, 3 + seed % 2, budget_of(1, scores_over=scores_over))(
+        **inputs,
+        visual_index=np.array(visual),
+        text_index=np.array(text),
+        visual_group=group,
+        quota=np.repeat(np.arange(3), quotas),
+    )
+    wide = scores_over == "visual_keys"
+    scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, text, visual_keys=wide)
+    kept = set()
+    for image, quota in enumerate(quotas):
+        own = np.flatnonzero(group == image)
+        kept |= {visual[own[place]] for place in reference.largest(scores[own], quota)}
+    keep = [row for row in range(rows) if row not in visual or row in kept]
+    assert out["keep_index"].tolist() == keep
+    assert out["visual_index_out"].tolist() == [place for place, row in enumerate(keep) if row in kept]
+    assert out["text_index_out"].tolist() == [place for place, row in enumerate(keep) if row in text]
+    np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])

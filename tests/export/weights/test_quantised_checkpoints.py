@@ -1,0 +1,310 @@
+"""GPTQ and AWQ checkpoints answer as their own dequantised weights do, rounded twice only where they must be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.precision import Array
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from sinkprune.export.weights.requantised import Requantised
+from support.models.quantised_checkpoints import Layout, Made, make_quantised
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import every, slow_except
+from support.references.picture_prompts import reference_inputs
+from support.references.steps import QUESTION, ask
+from support.references.transformers_answers import greedy_answer
+
+NEW_TOKENS = 4
+GPTQ, AWQ = Layout(), Layout("awq")
+REORDERED, ASYMMETRIC = Layout(desc_act=True), Layout(sym=False, version_2=True)
+EIGHT, EIGHT_ASYMMETRIC = Layout(bits=8), Layout(bits=8, sym=False)
+ONE_ORDER, MIXED = Layout(desc_act=True, one_order=True), Layout("awq", kept="v_proj")
+ONE_GROUP, EIGHT_ONE_GROUP = Layout(group_size=-1), Layout(bits=8, group_size=-1)
+FORMS = {
+    GPTQ: ("int4", 32),
+    REORDERED: ("int4", 32),
+    ONE_ORDER: ("int4", 32),
+    ONE_GROUP: ("int4", 128),
+    AWQ: ("uint4", 32),
+    MIXED: ("uint4", 32),
+    Layout(sym=False): ("uint4", 32),
+    ASYMMETRIC: ("uint4", 32),
+    Layout(sym=False, desc_act=True): ("uint4", 32),
+    EIGHT: ("int8", 32),
+    EIGHT_ONE_GROUP: ("int8", None),
+}
+"""What is repacked, and to which form and blocks."""
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Made]:
+    """A small checkpoint, quantised. Tests must not write into it."""
+    found: dict[tuple[str, Layout], Made] = {}
+
+    def get(layout: Layout, name: str = "gqa-112") -> Made:
+        if (name, layout) not in found:
+            found[name, layout] = make_quantised(checkpoint(name), tmp_path_factory.mktemp("made"), layout)
+        return found[name, layout]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def repacked(made: Callable[..., Made], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The bundle of such a checkpoint, of which nothing was rounded again."""
+    found: dict[tuple[str, Layout], Path] = {}
+
+    def get(layout: Layout, name: str = "gqa-112") -> Path:
+        if (name, layout) not in found:
+            told: list[Requantised] = []
+            output = tmp_path_factory.mktemp("bundles") / "bundle"
+            budget = "retain-64" if name == "gqa-112" else "prune-77.8"
+            request = ExportRequest(str(made(layout, name).folder), budgets=(budget,))
+            export_bundle(request, output, requantised=told.append)
+            assert told == []
+            found[name, layout] = output
+        return found[name, layout]
+
+    return get
+
+
+def exact(bundle: Path) -> Pipeline:
+    """Its products are of floats: unless told not to, ONNX Runtime rounds states too."""
+    return Pipeline.load(bundle, compute="fp32")
+
+
+def transformers_logits(name: str, folder: Path, photo: Image.Image) -> Array:
+    """[NEW_TOKENS,vocab] of a greedy answer."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    found = greedy_answer(model, reference_inputs(name, folder, [photo], QUESTION), NEW_TOKENS)
+    logits: Array = torch.stack(found.logits)[:, 0].numpy()
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    # The matrices of every layout are compared one by one below.
+    slow_except(
+        {("gqa-112", REORDERED), ("qwen", AWQ)},
+        [*(("gqa-112", layout) for layout in FORMS), ("qwen", AWQ), ("qwen", REORDERED)],
+    ),
+)
+def test_it_answers_as_its_dequantised_weights_do(
+    name: str, layout: Layout, made: Callable[..., Made], repacked: Callable[..., Path], photo: Image.Image
+) -> None:
+    image = photo.resize((300, 200))
+    _, logits = ask(exact(repacked(layout, name)), image, "none", NEW_TOKENS)
+    expected = transformers_logits(name, made(layout, name).floats, image)
+    assert np.abs(logits - expected).max() < 1e-3
+    # The tower, the head and all else are as they were; the logits of the original are far off.
+    original = transformers_logits(name, made(layout, name).original, image)
+    assert np.abs(original[0] - expected[0]).max() > 5e-3
+
+
+def test_it_runs_pruned_as_any_bundle(
+    made: Callable[..., Made], repacked: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    export_bundle(ExportRequest(str(made(AWQ).floats), budgets=("retain-64",)), tmp_path / "floats")
+    expected, expected_logits = ask(Pipeline.load(tmp_path / "floats"), photo, "retain-64", NEW_TOKENS)
+    answer, logits = ask(exact(repacked(AWQ)), photo, "retain-64", NEW_TOKENS)
+    assert np.abs(logits - expected_logits).max() < 1e-3
+    assert answer.token_ids == expected.token_ids
+    # And with states that are rounded, as a user's are
+    _, rounded = ask(Pipeline.load(repacked(AWQ)), photo, "retain-64", 1)
+    assert 0 < np.abs(rounded[0] - expected_logits[0]).max() < 0.05 * np.abs(expected_logits[0]).max()
+
+
+def matrices(path: Path) -> dict[str, Array]:
+    """Every dequantised matrix of a graph's file [inputs,outputs], in the inputs' own order, by its tensor's name."""
+    graph = onnx.load(path).graph
+    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    found = {}
+    for node in graph.node:
+        if node.op_type != "DequantizeLinear":
+            continue
+        codes, scales, *zeros = (values[name].astype(np.float32) for name in node.input)
+        repeats = len(codes) // len(scales) if scales.ndim == 2 else 1
+        offset = np.repeat(zeros[0], repeats, axis=0) if zeros else 0
+        matrix = (codes - offset) * (np.repeat(scales, repeats, axis=0) if scales.ndim == 2 else scales)
+        order = values.get(f"{node.input[0]}.order")
+        found[node.input[0]] = matrix if order is None else matrix[np.argsort(order)]
+    return found
+
+
+def decoder_matrices(root: Path, made: Made) -> dict[str, Array]:
+    """Those of a bundle's decoder by the names that its checkpoint gives them, joined ones cut apart."""
+    found: dict[str, Array] = {}
+    for path in (root / "graphs").glob("decoder_*.onnx"):
+        found |= matrices(path)
+    for joined in [name for name in found if "qkv_proj" in name]:
+        names = [joined.replace("qkv", which) for which in "qkv"]
+        widths = [len(made.layers[stored_name(made, name)].matrix) for name in names]
+        found |= zip(names, np.split(found.pop(joined), np.cumsum(widths)[:-1], axis=1), strict=True)
+    return found
+
+
+def stored_name(made: Made, canonical: str) -> str:
+    """The name in the checkpoint of a tensor that bundles know by another."""
+    end = canonical.removeprefix("language_model.")
+    return next(name for name in made.layers if name.endswith(end))
+
+
+@pytest.mark.parametrize("layout", every(2, FORMS))
+def test_every_matrix_is_exactly_the_checkpoints(
+    layout: Layout, made: Callable[..., Made], repacked: Callable[..., Path]
+) -> None:
+    root, layers = repacked(layout), made(layout).layers
+    found = decoder_matrices(root, made(layout))
+    assert len(found) == len(layers)
+    for name, layer in layers.items():
+        canonical = "language_model." + name[name.index("layers.") :]
+        np.testing.assert_array_equal(found[canonical], layer.matrix.T, err_msg=name)
+    for graph in ("vision", "projector", "head"):
+        assert matrices(root / f"graphs/{graph}.onnx") == {}
+    forms = read_bundle(root).manifest.weights
+    assert (forms.decoder, forms.block_size) == FORMS[layout]
+    assert forms.vision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("layout", "joined"),
+    [(GPTQ, True), (AWQ, True), (EIGHT, True), (ONE_ORDER, True), (REORDERED, False), (MIXED, False)],
+)
+def test_queries_keys_and_values_are_one_matrix_where_they_can_be(
+    layout: Layout, joined: bool, repacked: Callable[..., Path]
+) -> None:
+    graph = onnx.load(repacked(layout) / "graphs/decoder_0.onnx", load_external_data=False).graph
+    operators = [node.op_type for node in graph.node]
+    layers = 2
+    assert operators.count("MatMul") == (5 if joined else 7) * layers
+    assert operators.count("Split") == (layers if joined else 0)
+    # Each product whose inputs are not in order puts them there.
+    assert operators.count("Gather") == {ONE_ORDER: 5, REORDERED: 7}.get(layout, 0) * layers
+
+
+@pytest.mark.parametrize("layout", slow_except({REORDERED}, [GPTQ, REORDERED, AWQ, EIGHT]))
+def test_engines_of_onnx_runtime_answer_alike(
+    layout: Layout, repacked: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    built = run("sinkprune-build", repacked(layout), "-o", tmp_path / "engines", "--target", "onnxruntime")
+    assert built.code == 0, built.stderr
+    _, expected = ask(Pipeline.load(repacked(layout)), photo, "retain-64", NEW_TOKENS)
+    _, logits = ask(Pipeline.load(repacked(layout), engines=tmp_path / "engines"), photo, "retain-64", NEW_TOKENS)
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
+
+
+def export(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any], str]:
+    done = run("sinkprune-export", folder, "-o", output, "--budgets", "retain-64", "--json", *options)
+    assert done.code == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "form", "least", "most"),
+    [
+        (AWQ, ["--weights", "int4"], "int4", 0.01, 0.2),
+        (AWQ, ["--weights", "int8"], "int8", 0.001, 0.02),
+        (AWQ, ["--weights", "int4", "--dialect", "opset20"], "int4", 0.01, 0.2),
+        (REORDERED, ["--weights", "int8"], "int8", 0.001, 0.02),
+        (EIGHT, ["--weights", "int8"], "int8", 0.001, 0.02),
+        (EIGHT_ASYMMETRIC, [], "int8", 0.001, 0.02),
+    ],
+)
+def test_what_is_rounded_again_is_told(
+    layout: Layout,
+    options: list[str],
+    form: str,
+    least: float,
+    most: float,
+    made: Callable[..., Made],
+    tmp_path: Path,
+) -> None:
+    told, said = export(made(layout).folder, tmp_path / "out", *options)
+    layers = made(layout).layers
+    assert told["weights"] == form
+    found = decoder_matrices(tmp_path / "out", made(layout))
+    errors, norms = {}, {}
+    for name, layer in layers.items():
+        canonical = "language_model." + name[name.index("layers.") :]
+        norms[canonical] = np.linalg.norm(layer.matrix)
+        errors[canonical] = np.linalg.norm(found[canonical] - layer.matrix.T)
+    together = np.linalg.norm(list(errors.values())) / np.linalg.norm(list(norms.values()))
+    worst = max(errors, key=lambda name: errors[name] / norms[name])
+    assert told["requantised"]["layers"] == len(layers)
+    assert told["requantised"]["relative_error"] == pytest.approx(together, rel=1e-4)
+    assert told["requantised"]["largest"]["layer"] == worst
+    assert told["requantised"]["largest"]["relative_error"] == pytest.approx(errors[worst] / norms[worst], rel=1e-4)
+    assert least < together < most
+    assert f"rounded a second time: {len(layers)} matrices" in said and worst in said
+    assert f"{together:.2%}" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "head", "vision", "repacked_too"),
+    [
+        ([], "fp32", "fp32", True),
+        (["--weights", "int4"], "int4", "int8", True),
+        (["--vision-weights", "int8"], "fp32", "int8", True),
+        (["--weights", "fp16"], "fp16", "fp16", False),
+    ],
+)
+def test_floats_take_the_forms_that_are_asked(
+    options: list[str], head: str, vision: str, repacked_too: bool, made: Callable[..., Made], tmp_path: Path
+) -> None:
+    told, said = export(made(GPTQ).folder, tmp_path / "out", *options)
+    assert told["requantised"] is None and said == ""
+    assert told["vision_weights"] == vision
+    types = {"fp32": set(), "fp16": set(), "int8": {onnx.TensorProto.INT8}, "int4": {onnx.TensorProto.INT4}}
+    for graph, form in (("head", head), ("vision", vision)):
+        found = onnx.load(tmp_path / f"out/graphs/{graph}.onnx").graph.initializer
+        assert {t.data_type for t in found} & {onnx.TensorProto.INT8, onnx.TensorProto.INT4} == types[form]
+    name, layer = next(iter(made(GPTQ).layers.items()))
+    canonical = "language_model." + name[name.index("layers.") :]
+    found = decoder_matrices(tmp_path / "out", made(GPTQ))
+    assert bool(found) == repacked_too
+    if repacked_too:
+        np.testing.assert_array_equal(found[canonical], layer.matrix.T)
+
+
+def test_smaller_blocks_mean_the_same(made: Callable[..., Made], tmp_path: Path) -> None:
+    told, _ = export(made(ONE_GROUP).folder, tmp_path / "out", "--block-size", "32")
+    assert told["block_size"] == 32 and told["requantised"] is None
+    found = decoder_matrices(tmp_path / "out", made(ONE_GROUP))
+    for name, layer in made(ONE_GROUP).layers.items():
+        canonical = "language_model." + name[name.index("layers.") :]
+        np.testing.assert_array_equal(found[canonical], layer.matrix.T)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "said"),
+    [
+        (AWQ, [], "Export with --weights int4, which rounds them again"),
+        (GPTQ, ["--vision-weights", "uint4"], "Export with --vision-weights int4"),
+        (EIGHT, [], "Export with --weights int8, which rounds again"),
+    ],
+)
+def test_what_tensorrt_10_3_does_not_take_is_refused(
+    layout: Layout, options: list[str], said: str, made: Callable[..., Made], tmp_path: Path
+) -> None:
+    done = run("sinkprune-export", made(layout).folder, "-o", tmp_path / "out", "--dialect", "opset20", *options)
+    assert_refused(done, said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_weights_are_not_of_a_quantised_configuration(made: Callable[..., Made], tmp_path: Path) -> None:
+    done = run("sinkprune-export", made(GPTQ).folder, "-o", tmp_path / "out", "--random-weights")
+    assert_refused(done, "has a quantization_config, and random weights are floats", "--weights int4")

@@ -1,0 +1,200 @@
+"""The tensors of quantised matrices: unpacked as they were packed, and refused where they are not as they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.folder import SafetensorsWeights
+from sinkprune.export.checkpoint.quantisation_config import read_quantisation
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.weights.quantised_weights import QuantisedWeights
+from support.models.quantised_checkpoints import Layout, Made, change_config, make_quantised, quantise, stored
+from support.programs.commands import assert_refused, run
+
+GPTQ, AWQ = Layout(), Layout("awq")
+NAME = "language_model.layers.0.mlp.up_proj.weight"
+STEM = NAME.removesuffix(".weight")
+
+
+def opened(folder: Path, tensors: dict[str, Array], config: dict[str, Any]) -> QuantisedWeights:
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
+    quantisation = read_quantisation("given", {"quantization_config": config})
+    assert quantisation is not None
+    return QuantisedWeights(SafetensorsWeights(folder), quantisation)
+
+
+@pytest.mark.parametrize("size", [-1, 32, 64, 128, 256])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(desc_act=True),
+        Layout(sym=False),
+        Layout(sym=False, version_2=True, desc_act=True),
+        Layout(bits=8),
+        Layout(bits=8, sym=False, desc_act=True),
+        AWQ,
+    ],
+)
+def test_a_matrix_is_what_was_packed(layout: Layout, size: int, tmp_path: Path) -> None:
+    layout = Layout(**{**vars(layout), "group_size": size})
+    rng = np.random.default_rng(abs(size))
+    layer = quantise(rng.standard_normal((24, 256), np.float32), layout, rng)
+    weights = opened(tmp_path, stored(NAME, layer, layout), layout.config)
+    assert NAME in weights and weights.quantised(NAME) and f"{STEM}.bias" not in weights
+    np.testing.assert_array_equal(weights.tensor(NAME, [24, 256]), layer.matrix)
+    found = weights.layer(NAME, 256, 24)
+    order = np.arange(256) if found.order is None else found.order
+    assert (found.order is None) == (layer.groups == np.sort(layer.groups)).all()
+    assert (np.diff(layer.groups[order]) >= 0).all()
+    np.testing.assert_array_equal(found.codes(), layer.codes[order])
+    np.testing.assert_array_equal(found.scales(), layer.scales)
+    np.testing.assert_array_equal(found.zeros(), layer.zeros)
+    assert found.group == (256 if size == -1 else size)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("scale", "dtype"), [(np.inf, np.float16), (np.nan, np.float16), (3e38, np.float32)])
+def test_scales_that_are_infinite_or_too_large_make_no_warning_but_an_error(
+    scale: float, dtype: type[np.generic], tmp_path: Path
+) -> None:
+    rng = np.random.default_rng(1)
+    tensors = stored(NAME, quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng), GPTQ)
+    tensors[f"{STEM}.scales"] = np.full_like(tensors[f"{STEM}.scales"], scale, dtype)
+    matrix = opened(tmp_path, tensors, GPTQ.config).tensor(NAME, [8, 64])
+    with pytest.raises(CheckpointError, match="holds NaN or infinity"):
+        PRECISIONS["fp32"].converted(NAME, matrix)
+
+
+def test_groups_in_order_need_not_be_told(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
+    tensors = stored(NAME, layer, GPTQ)
+    del tensors[f"{STEM}.g_idx"]
+    weights = opened(tmp_path, tensors, GPTQ.config)
+    np.testing.assert_array_equal(weights.tensor(NAME, [8, 64]), layer.matrix)
+    weights = opened(tmp_path, tensors, Layout(desc_act=True).config)
+    with pytest.raises(CheckpointError, match=r"holds no tensor .*g_idx"):
+        weights.layer(NAME, 64, 8)
+
+
+def test_a_matrix_in_codes_and_in_floats_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
+    weights = opened(tmp_path, {**stored(NAME, layer, GPTQ), NAME: layer.matrix}, GPTQ.config)
+    with pytest.raises(CheckpointError, match="as floats and as codes"):
+        weights.tensor(NAME, [8, 64])
+
+
+def changed(what: str, change: Callable[[Array], Array]) -> Callable[[dict[str, Array]], None]:
+    def apply(tensors: dict[str, Array]) -> None:
+        name = next(name for name in tensors if name.endswith(f"layers.0.mlp.up_proj.{what}"))
+        tensors[name] = np.ascontiguousarray(change(tensors[name]))
+
+    return apply
+
+
+def without(what: str) -> Callable[[dict[str, Array]], None]:
+    def apply(tensors: dict[str, Array]) -> None:
+        del tensors[next(name for name in tensors if name.endswith(f"layers.0.mlp.up_proj.{what}"))]
+
+    return apply
+
+
+def at(place: Any, value: Any) -> Callable[[Array], Array]:
+    def change(array: Array) -> Array:
+        array[place] = value
+        return array
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Made]:
+    """A small quantised checkpoint. Tests must not write into it."""
+    found: dict[Layout, Made] = {}
+
+    def get(layout: Layout) -> Made:
+        if layout not in found:
+            found[layout] = make_quantised(checkpoint("gqa-112"), tmp_path_factory.mktemp("made"), layout)
+        return found[layout]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("layout", "damage", "said"),
+    [
+        (GPTQ, without("scales"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.scales'", "[2, 160]"]),
+        (GPTQ, without("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'", "[2, 20]"]),
+        (AWQ, without("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'"]),
+        (GPTQ, without("qweight"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.weight'"]),
+        (GPTQ, changed("qweight", lambda a: a[:-1]), ["has shape [7, 160], expected [8, 160]"]),
+        (AWQ, changed("qweight", lambda a: a[:, :-1]), ["has shape [64, 19], expected [64, 20]"]),
+        (GPTQ, changed("qweight", lambda a: a.astype(np.int64)), ["is I64, expected I32"]),
+        (GPTQ, changed("scales", lambda a: a[:1]), ["has shape [1, 160], expected [2, 160]"]),
+        (GPTQ, changed("scales", lambda a: a.astype(np.int32)), ["is I32, expected F32, F16 or BF16"]),
+        (GPTQ, changed("scales", at((0, 0), np.nan)), ["holds NaN or infinity"]),
+        (AWQ, changed("scales", at((0, 0), np.inf)), ["holds NaN or infinity"]),
+        (GPTQ, changed("qzeros", lambda a: a[:, :-1]), ["has shape [2, 19], expected [2, 20]"]),
+        (GPTQ, changed("qzeros", at((0, 0), 0x66666666)), ["has the zero point 7, expected 8 alone", "symmetric"]),
+        (
+            Layout(sym=False),
+            changed("qzeros", at((1, 2), -1)),
+            ["stores the zero point 15, less one, expected at most 14"],
+        ),
+        (GPTQ, changed("g_idx", at(0, -1)), ["has inputs of group -1 to 1 (g_idx), expected 0 to 1"]),
+        (GPTQ, changed("g_idx", at(0, 2)), ["has inputs of group 0 to 2 (g_idx), expected 0 to 1"]),
+        (GPTQ, changed("g_idx", at(0, 1)), ["has groups of 31 to 33 inputs (g_idx), expected 32 in each"]),
+        (GPTQ, changed("g_idx", lambda a: a[:-1]), ["has shape [63], expected [64]"]),
+    ],
+)
+def test_what_is_not_as_it_must_be_is_refused(
+    layout: Layout,
+    damage: Callable[[dict[str, Array]], None],
+    said: list[str],
+    made: Callable[[Layout], Made],
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file in made(layout).folder.iterdir():
+        if file.name != "model.safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    tensors = {name: array.copy() for name, array in load_file(made(layout).folder / "model.safetensors").items()}
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    done = run("sinkprune-export", folder, "-o", tmp_path / "out", "--budgets", "retain-64")
+    assert_refused(done, *said)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (None, ["was quantised, but config.json has no quantization_config"]),
+        ({**GPTQ.config, "group_size": 128}, ["has 64 inputs, expected a multiple of 128"]),
+        ({**GPTQ.config, "group_size": 64}, ["has inputs of group 0 to 1 (g_idx), expected 0 to 0"]),
+        ({**GPTQ.config, "bits": 8}, ["has shape [8, ", "expected [16, "]),
+        (AWQ.config, ["has shape [8, ", "expected [64, "]),
+    ],
+)
+def test_a_configuration_of_another_checkpoint_is_refused(
+    config: dict[str, Any] | None, said: list[str], made: Callable[[Layout], Made], tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file in made(GPTQ).folder.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    change_config(folder, config)
+    done = run("sinkprune-export", folder, "-o", tmp_path / "out", "--budgets", "retain-64")
+    assert_refused(done, *said)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -1,0 +1,1 @@
+"""Wrong inputs: where they come from, and how they are changed."""

@@ -1,0 +1,125 @@
+"""Small real pictures and clips of every format that can be written here, to be damaged."""
+
+from __future__ import annotations
+
+import io
+import struct
+import tempfile
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from fuzz.subjects import PHOTOS, silent_libraries
+from support.models.video_files import write_video
+
+# By Pillow's name of the format, with the modes in which decoders differ.
+_FORMATS: dict[str, tuple[str, ...]] = {
+    "JPEG": ("RGB", "L", "CMYK"),
+    "PNG": ("RGB", "RGBA", "P", "I;16", "1", "LA"),
+    "WEBP": ("RGB", "RGBA"),
+    "BMP": ("RGB", "P", "1"),
+    "GIF": ("P", "L"),
+    "TIFF": ("RGB", "CMYK", "F", "1", "I;16"),
+    "AVIF": ("RGB",),
+    "JPEG2000": ("RGB", "RGBA"),
+    "DDS": ("RGBA",),
+    "ICO": ("RGBA",),
+    "ICNS": ("RGBA",),
+    "PPM": ("RGB", "L", "I;16"),
+    "TGA": ("RGB",),
+    "PCX": ("P",),
+    "SGI": ("RGB",),
+    "QOI": ("RGB",),
+    "EPS": ("RGB",),
+    "MPO": ("RGB",),
+    "SPIDER": ("F",),
+    "XBM": ("1",),
+}
+_MODES = {mode for modes in _FORMATS.values() for mode in modes}
+_EXIF = b"Exif\x00\x00MM\x00*\x00\x00\x00\x08" + bytes(6)
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "JPEG-progressive": {"progressive": True, "exif": _EXIF, "icc_profile": b"x" * 99},
+    "PNG-animated": {"save_all": True},
+    "GIF-animated": {"save_all": True},
+    "WEBP-animated": {"save_all": True},
+    "TIFF-pages": {"save_all": True, "compression": "tiff_deflate"},
+    "TIFF-jpeg": {"compression": "jpeg"},
+    "TIFF-lzw": {"compression": "tiff_lzw"},
+}
+"""What else the formats can hold, by a name that begins with the format's."""
+_CLIPS = {
+    ".mp4": "mpeg4",
+    ".mkv": "mpeg4",
+    ".webm": "libvpx",
+    ".mov": "libx264",
+    ".avi": "mjpeg",
+    ".flv": "flv1",
+    ".ts": "mpeg2video",
+    ".mpg": "mpeg1video",
+    ".wmv": "wmv2",
+    ".gif": "gif",
+    ".hevc.mp4": "libx265",
+    ".vp9.webm": "libvpx-vp9",
+}
+_SIDE = 8000
+
+
+@cache
+def pictures() -> dict[str, bytes]:
+    """By format and mode; formats that this Pillow cannot write are left out."""
+    photo = Image.open(PHOTOS / "chelsea.jpg").resize((96, 64))
+    # What is converted to 16 bits must be grey already.
+    by_mode = {mode: photo.convert("L").convert(mode) if mode == "I;16" else photo.convert(mode) for mode in _MODES}
+    made = {f"{name}-{mode}": _saved(by_mode[mode], name) for name, modes in _FORMATS.items() for mode in modes}
+    pages = {"append_images": [photo.rotate(90), photo.rotate(180)]}
+    for name, options in _VARIANTS.items():
+        more = pages if "save_all" in options else {}
+        made[name] = _saved(photo, name.partition("-")[0], **options, **more)
+    return {name: data for name, data in made.items() if data}
+
+
+def _saved(picture: Image.Image, name: str, **options: Any) -> bytes:
+    """A picture in the format `name`; nothing where this Pillow cannot write it."""
+    buffer = io.BytesIO()
+    try:
+        picture.save(buffer, name, **options)
+    except (OSError, KeyError, ValueError):
+        return b""
+    return buffer.getvalue()
+
+
+def huge_pictures() -> Iterator[bytes]:
+    """Few bytes that say they are of very many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    for side in (13_000, 13_300, 20_000, 2**31 - 1):
+        header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+        chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(bytes(1 << 20))), (b"IEND", b""))
+        yield b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*parts) for parts in chunks)
+    for name in ("JPEG", "WEBP", "GIF", "TIFF", "BMP", "JPEG2000"):
+        options = {"compression": "tiff_deflate"} if name == "TIFF" else {}
+        yield _saved(Image.new("1" if name == "BMP" else "L", (_SIDE, _SIDE)), name, **options)
+
+
+@cache
+def clips() -> dict[str, bytes]:
+    """By the end of the name; codecs that this PyAV lacks are left out."""
+    import av
+
+    frames = [Image.open(PHOTOS / "rocket.jpg").resize((96, 64)).rotate(turn) for turn in range(0, 30, 5)]
+    made = {}
+    with tempfile.TemporaryDirectory() as folder, silent_libraries():
+        for ending, codec in _CLIPS.items():
+            path = Path(folder) / f"clip{ending}"
+            try:
+                write_video(path, frames, 25, codec=codec)
+            except (av.error.FFmpegError, ValueError):
+                continue
+            made[ending] = path.read_bytes()
+    return made

@@ -1,0 +1,207 @@
+"""Where cases come from: endless streams of each kind, all out of one seed, and the corpus of what was found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from random import Random
+
+from fuzz import looping
+from fuzz.inputs import media, templates
+from fuzz.inputs.cases import SPECIAL_FILES, Case, Change, Content, SpecialFile, case_of
+from fuzz.inputs.mutations import crossed, document_of, edits_of, wrong_bytes
+from fuzz.subjects import Subjects
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+_TEMPLATE, _TOKENIZER = "bundle/weights/chat_template.jinja", "bundle/weights/tokenizer.json"
+_OF_CORPUS = {
+    "templates": (("run:llava", _TEMPLATE),),
+    "tokenizers": (("run:llava", _TOKENIZER), ("export:llava", "checkpoint/tokenizer.json")),
+    "pictures": (("run:llava", "photo.jpg"),),
+    "videos": (("video:qwen2_5_vl", "clip.mp4"),),
+}
+"""By folder of the corpus: what each of its files is put in the place of."""
+_HONEST_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper }}: {% for item in message['content'] %}"
+    "{% if item['type'] == 'image' %}<image>\n{% else %}{{ item['text'] }} {% endif %}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def corpus() -> Iterator[tuple[str, Case]]:
+    """Every case of the corpus with a name: files that are put in a place, and lines of `*.jsonl`."""
+    for folder, targets in _OF_CORPUS.items():
+        for path in sorted((CORPUS / folder).glob("[!.]*")):
+            for subject, file in targets:
+                yield f"{folder}/{path.name} {subject}", Case(subject, (Content(file, path.read_bytes()),))
+    for path in sorted(CORPUS.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            yield f"{path.name}:{number}", case_of(json.loads(line))
+
+
+def manifests(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Every field of every `bundle.json` and `engines.json` by every wrong value, then two at once."""
+    bundles = dict.fromkeys(("run", "build", "doctor"), "bundle/bundle.json")
+    tasks = {**bundles, "engines": "engines/engines.json"}
+    files = [(name, tasks[name.partition(":")[0]]) for name in _of(subjects, *tasks)]
+    pinned = [(name, file) for name in _of(subjects, "pinned")[:1] for file in sorted(set(tasks.values()))]
+    return _json_cases(subjects, [*files, *pinned], random)
+
+
+def checkpoints(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Every field of every JSON file of a checkpoint by every wrong value, then two at once."""
+    return _json_cases(subjects, _checkpoint_files(subjects, ".json"), random)
+
+
+def tensors(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Headers of safetensors files by every wrong value, then other bytes in them."""
+    files = [
+        *((name, "bundle/weights/embedding.safetensors") for name in _of(subjects, "run")),
+        *_checkpoint_files(subjects, ".safetensors"),
+    ]
+    while True:
+        name, file = random.choice(files)
+        path = subjects.folder(name) / file
+        if random.random() < 0.5:
+            yield Case(name, (random.choice(edits_of(path, file)),))
+        else:
+            # The header stands in front; behind it there are only numbers.
+            data, front = path.read_bytes(), 4096
+            yield Case(name, (Content(file, wrong_bytes(data[:front], random) + data[front:]),))
+
+
+def texts(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Chat templates and tokenizers: of a grammar, and with other bytes in them."""
+    names = _of(subjects, "run", "run", "run", "export")
+    while True:
+        name = random.choice(names)
+        root = "checkpoint" if name.startswith("export") else "bundle/weights"
+        template, tokenizer = f"{root}/chat_template.jinja", f"{root}/tokenizer.json"
+        match random.randrange(4):
+            case 0:
+                data = (subjects.folder(name) / tokenizer).read_bytes()
+                yield Case(name, (Content(tokenizer, wrong_bytes(data, random)),))
+            case 1:
+                edits = edits_of(subjects.folder(name) / tokenizer, tokenizer)
+                yield Case(name, (random.choice(edits),))
+            case 2:
+                data = (subjects.folder(name) / "bundle/weights/chat_template.jinja").read_bytes()
+                yield Case(name, (Content(template, wrong_bytes(data, random)),))
+            case _:
+                yield Case(name, (Content(template, templates.template(random, _HONEST_TEMPLATE).encode()),))
+
+
+def pictures(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Pictures of every format, as they are and damaged, and some of very many pixels."""
+    every, huge = list(media.pictures().values()), media.huge_pictures()
+    yield from _damaged(_of(subjects, "run"), "photo.jpg", chain(every, huge), every, random)
+
+
+def clips(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Clips of every format, as they are and damaged."""
+    every = list(media.clips().values())
+    yield from _damaged(_of(subjects, "video"), "clip.mp4", every, every, random)
+
+
+def graphs(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """ONNX graphs with endless loops and false interfaces, and with other bytes in them."""
+    names = _of(subjects, "run", "run", "build", "engines", "pinned")
+    while True:
+        name = random.choice(names)
+        root = "bundle" if name.startswith(("run", "build")) else "engines"
+        file = random.choice(_files(subjects, name, root, ".onnx"))
+        data = (subjects.folder(name) / file).read_bytes()
+        kind = random.choice((*looping.KINDS, *([""] * len(looping.KINDS))))
+        changed = looping.strange(data, kind, random) if kind else wrong_bytes(data, random)
+        yield Case(name, (Content(file, changed),))
+
+
+def special_files(subjects: Subjects, random: Random) -> Iterator[Case]:
+    """Each file of a subject replaced by what is no file to read."""
+    roots = {"run": "bundle", "export": "checkpoint", "engines": "engines", "build": "bundle"}
+    cases = []
+    for name in _of(subjects, *roots):
+        files = _files(subjects, name, roots[name.partition(":")[0]], "")
+        # Weights of a checkpoint are mapped as a whole, and a case has less address space than a sparse file has.
+        cases += [
+            Case(name, (SpecialFile(file, kind),))
+            for file in files
+            for kind in SPECIAL_FILES
+            if not (kind == "sparse" and file.startswith("checkpoint/") and file.endswith(".safetensors"))
+        ]
+    for name, file in ((name, "photo.jpg") for name in _of(subjects, "run")):
+        cases += [Case(name, (SpecialFile(file, kind),)) for kind in SPECIAL_FILES]
+    for name, file in ((name, "clip.mp4") for name in _of(subjects, "video")):
+        cases += [Case(name, (SpecialFile(file, kind),)) for kind in SPECIAL_FILES]
+    while True:
+        random.shuffle(cases)
+        yield from cases
+
+
+Source = Callable[[Subjects, Random], Iterator[Case]]
+SOURCES: dict[str, tuple[Source, int]] = {
+    "manifests": (manifests, 8),
+    "checkpoints": (checkpoints, 4),
+    "tensors": (tensors, 2),
+    "texts": (texts, 4),
+    "pictures": (pictures, 4),
+    "clips": (clips, 3),
+    "graphs": (graphs, 2),
+    "special": (special_files, 2),
+}
+"""Every kind, and how often it has its turn."""
+
+
+def endless(subjects: Subjects, seed: int, kinds: Iterable[str] = SOURCES) -> Iterator[tuple[str, Case]]:
+    """Cases of all `kinds` in turns, each with its kind; the same for the same seed."""
+    streams = {kind: SOURCES[kind][0](subjects, Random(f"{seed} {kind}")) for kind in kinds}
+    while True:
+        for kind, stream in streams.items():
+            for _ in range(SOURCES[kind][1]):
+                yield from ((kind, case) for case in [next(stream, None)] if case)
+
+
+def _json_cases(subjects: Subjects, files: list[tuple[str, str]], random: Random) -> Iterator[Case]:
+    documents = {place: document_of(subjects.folder(place[0]) / place[1]) for place in files}
+    edits = {place: edits_of(subjects.folder(place[0]) / place[1], place[1]) for place in files}
+    every = list(chain.from_iterable(((place[0], edit) for edit in edits[place]) for place in files))
+    random.shuffle(every)
+    for name, edit in every:
+        yield Case(name, (edit,))
+    while True:
+        place = random.choice(files)
+        more: list[Change] = [*random.choices(edits[place], k=2), crossed(place[1], documents[place], random)]
+        yield Case(place[0], tuple(random.sample(more, random.choice((1, 2)))))
+
+
+def _damaged(
+    names: list[str], file: str, first: Iterable[bytes], every: list[bytes], random: Random
+) -> Iterator[Case]:
+    """The `first` as they are, each followed by a damaged one; then damaged ones of `every`."""
+    rest = iter(first)
+    while names:
+        whole = next(rest, None)
+        if whole is not None:
+            yield Case(random.choice(names), (Content(file, whole),))
+        damaged = wrong_bytes(random.choice(every), random, random.choice(every))
+        yield Case(random.choice(names), (Content(file, damaged),))
+
+
+def _of(subjects: Subjects, *tasks: str) -> list[str]:
+    """The names of the subjects of these tasks, one task after the other."""
+    return [name for task in tasks for name in subjects.names if name.partition(":")[0] == task]
+
+
+def _files(subjects: Subjects, name: str, root: str, suffix: str) -> list[str]:
+    """The files of that suffix below a part of a subject."""
+    folder = subjects.folder(name)
+    found = (path for path in sorted((folder / root).rglob(f"*{suffix}")) if path.is_file())
+    return [str(path.relative_to(folder)) for path in found]
+
+
+def _checkpoint_files(subjects: Subjects, suffix: str) -> list[tuple[str, str]]:
+    """The files of that suffix of every checkpoint, each with the name of its subject."""
+    names = _of(subjects, "export")
+    return [(name, file) for name in names for file in _files(subjects, name, "checkpoint", suffix)]

@@ -1,0 +1,222 @@
+"""Backend openvino against ort-cpu: the same kept sets and logits in fp32, and what its faster types change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product, zip_longest
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BackendError, EnginesError, UsageError
+from sinkprune.contract.files.held_files import HeldFile
+from sinkprune.contract.manifest import GraphSpec, TensorSpec
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.known import COMPUTES, Compute
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.openvino.devices import Cpu
+from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import slow_except
+from support.references.same_answers import NEW_TOKENS, QUESTION, assert_alike, assert_equal, options_of
+from support.stand_ins.processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
+
+
+@pytest.mark.parametrize(
+    "name",
+    # The others have the same operators, at other sizes.
+    slow_except({"gqa-112"}, (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES)),
+)
+def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
+    name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend="openvino", compute="fp32")
+    budgets = list(theirs.bundle.manifest.budgets)
+    # Of the budgets between, graphs differ from these in numbers alone.
+    for budget in ("none", *(budgets if name == "gqa-112" else budgets[-1:])):
+        assert_equal(ours, theirs, photo, budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("name", "budgets"),
+    [
+        pytest.param("gqa-112", ("retain-192+compact",), marks=pytest.mark.slow),
+        pytest.param("gqa-112", ("retain-64",), marks=pytest.mark.slow),
+        pytest.param("qwen3-vl", ("prune-66.7",), marks=pytest.mark.slow),
+    ],
+)
+def test_every_method_keeps_the_same(
+    name: str, budgets: tuple[str, ...], checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    """With options that change a plan's graphs, and the functions that they call."""
+    request = ExportRequest(str(checkpoint(name)), budgets=budgets, methods=tuple(all_methods()))
+    export_bundle(request, tmp_path / "bundle")
+    theirs = Pipeline.load(tmp_path / "bundle")
+    ours = Pipeline.load(tmp_path / "bundle", backend="openvino", compute="fp32")
+    for method, plans in theirs.bundle.manifest.plans.items():
+        for budget in plans:
+            assert_equal(ours, theirs, photo, method=method, budget=budget)
+
+
+@pytest.mark.slow
+def test_several_pictures_keep_the_same(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=2)
+    ours, theirs = Pipeline.load(root, backend="openvino", compute="fp32"), Pipeline.load(root)
+    answer, expected = (
+        pipe.generate([photo, photo.rotate(90)], QUESTION, budget="retain-64", max_new_tokens=NEW_TOKENS)
+        for pipe in (ours, theirs)
+    )
+    assert answer.token_ids == expected.token_ids
+    for kept, other in zip(answer.images, expected.images, strict=True):
+        np.testing.assert_array_equal(kept.index, other.index)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "bf16"])
+def test_stored_weights_are_multiplied_as_they_are_in_fp32(weights: str, bundle: Callable[..., Path]) -> None:
+    opened = read_bundle(bundle("gqa-112", budgets=("retain-64",), weights=weights))
+    head = Model.of_bundle(opened, "head")
+    hidden = np.random.default_rng(0).standard_normal((1, 3, opened.manifest.language_model.hidden_size), np.float32)
+    (expected,) = ReferenceEvaluator(str(head.file.path)).run(None, {"hidden": hidden})
+    errors = {}
+    for compute in ("fp32", "fastest"):
+        logits = load_backend("openvino", compute=compute).load(head)({"hidden": hidden})["logits"]
+        errors[compute] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    assert errors["fp32"] < 1e-5
+    assert errors["fastest"] < 0.05
+
+
+def test_rows_are_rounded_to_int8_where_weights_are_and_not_in_fp32(tmp_path: Path) -> None:
+    """Rounded where the processor multiplies int8 or bf16; the others compute in fp32."""
+    rows = np.random.default_rng(0).standard_normal((5, 256), np.float32)
+    codes = np.random.default_rng(1).integers(-127, 128, (256, 64)).astype(np.int8)
+    scales = np.linspace(0.001, 0.01, 64, dtype=np.float32)
+    nodes = [
+        helper.make_node("DequantizeLinear", ["codes", "scales"], ["matrix"], axis=1),
+        helper.make_node("MatMul", ["x", "matrix"], ["y"]),
+    ]
+    given, made = (helper.make_tensor_value_info(name, 1, ["n", size]) for name, size in (("x", 256), ("y", 64)))
+    weights = [numpy_helper.from_array(codes, "codes"), numpy_helper.from_array(scales, "scales")]
+    graph = helper.make_graph(nodes, "graph", [given], [made], initializer=weights)
+    file = tmp_path / "graph.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), file)
+    spec = GraphSpec(
+        file.name, *((TensorSpec(name, "float32", ("n", size)),) for name, size in (("x", 256), ("y", 64)))
+    )
+    model = Model("graph", spec, file.name, {file.name: HeldFile(file, BackendError)}, 0)
+    errors = {}
+    for compute in ("fp32", "fastest"):
+        found, expected = (
+            load_backend("openvino", compute=compute).load(model)({"x": rows})["y"],
+            rows @ (codes * scales),
+        )
+        errors[compute] = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert errors["fp32"] < 1e-6
+    # Every processor that computes in bf16 rounds to int8 too.
+    assert_error(errors["fastest"], rounded=rounds_to_int8(), least=1e-4, most=0.05, exact=1e-6)
+
+
+def test_selection_is_in_fp32_whatever_all_else_is_in(bundle: Callable[..., Path]) -> None:
+    opened = read_bundle(bundle("gqa-112"))
+    graph = next(graph for graph in opened.manifest.graphs if graph.endswith("sanitizer"))
+    model, draw = Model.of_bundle(opened, graph), np.random.default_rng(0)
+    # In bf16 they would all be 1.
+    inputs = {
+        tensor.name: 1
+        + draw.random([1 if isinstance(size, str) else size for size in tensor.shape], np.float32) / 1000
+        for tensor in model.spec.inputs
+    }
+    exact, fast = (load_backend("openvino", compute=compute).load(model)(inputs) for compute in ("fp32", "fastest"))
+    for name, values in exact.items():
+        np.testing.assert_array_equal(fast[name], values)
+
+
+@pytest.mark.parametrize(
+    ("form", "compute"),
+    slow_except(
+        {("fp32", "bf16"), ("int4", "fastest")},
+        product(("fp32", "fp16", "bf16", "int4"), [compute for compute in COMPUTES if compute != "fp32"]),
+    ),
+)
+def test_what_faster_types_change_is_little(
+    form: str, compute: Compute, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    precision, weights = options_of(form)
+    root = bundle("gqa-112", precision, ("retain-64",), weights=weights)
+    exact = Pipeline.load(root, backend="openvino", compute="fp32")
+    try:
+        fast = Pipeline.load(root, backend="openvino", compute=compute)
+    except BackendError as error:
+        assert compute == "bf16"
+        assert not computes_in_bf16()
+        assert "in bf16, which this processor lacks" in str(error)
+        return
+    assert compute != "bf16" or computes_in_bf16() is not False
+    assert fast.backend.compute.partition(",")[0] in fastest_floats()
+    assert fast.backend.compute != exact.backend.compute
+    assert_alike(fast, exact, photo)
+
+
+def test_answers_that_take_turns_have_caches_of_their_own(bundle: Callable[..., Path], photo: Image.Image) -> None:
+    pipe = Pipeline.load(bundle("gqa-112"), backend="openvino", compute="fp32")
+    pictures = [photo, photo.rotate(180)]
+
+    def begun(picture: Image.Image) -> Iterator[str]:
+        return pipe.stream(picture, QUESTION, budget="retain-64", max_new_tokens=8, min_new_tokens=8)
+
+    alone = [list(begun(picture)) for picture in pictures]
+    together = list(zip_longest(*map(begun, pictures)))
+    assert [[piece for piece in pieces if piece is not None] for pieces in zip(*together, strict=True)] == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "openvino", "compute": "int3"}, "unknown compute 'int3'; known: fastest, bf16, fp32"),
+        ({"backend": "ort-cpu", "compute": "bf16"}, "backend 'ort-cpu' has fastest and fp32"),
+    ],
+)
+def test_what_cannot_be_computed_in_is_refused(
+    options: dict[str, str], words: str, bundle: Callable[..., Path]
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        Pipeline.load(bundle("gqa-112"), **options)
+
+
+def test_a_processor_without_bf16_computes_in_fp32_and_says_so_where_bf16_is_asked_for() -> None:
+    class CoreStandIn:
+        def get_property(self, device: str, name: str) -> object:
+            return {"OPTIMIZATION_CAPABILITIES": ["FP32", "INT8"], "FULL_DEVICE_NAME": "an old one"}[name]
+
+    assert Cpu(CoreStandIn(), "openvino", None, "fastest").cache == "fp32"
+    with pytest.raises(BackendError, match=r"this processor lacks: an old one\. Leave --compute out"):
+        Cpu(CoreStandIn(), "openvino", None, "bf16")
+
+
+def test_graphs_of_jetpack_6_are_refused(bundle: Callable[..., Path]) -> None:
+    root = bundle("gqa-112", budgets=("retain-64",), dialect="opset20")
+    with pytest.raises(BackendError, match="Export the bundle again with --dialect opset24"):
+        Pipeline.load(root, backend="openvino")
+
+
+def test_engines_are_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
+    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0
+    with pytest.raises(EnginesError, match="built for target onnxruntime, backend 'openvino' takes target openvino"):
+        Pipeline.load(root, backend="openvino", engines=engines)
+
+
+def test_the_command_takes_it(bundle: Callable[..., Path], photo_file: Path) -> None:
+    ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 2)
+    assert run("sinkprune-run", *ask, "--backend", "openvino", "--compute", "fp32").code == 0
+    assert_refused(run("sinkprune-run", *ask, "--compute", "bf16"), "backend 'ort-cpu' has fastest and fp32")

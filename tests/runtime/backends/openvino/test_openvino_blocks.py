@@ -1,0 +1,220 @@
+"""Rows that are repeated until their block is full: products see whole blocks, answers stay what they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.openvino import blocks as openvino_blocks
+from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
+from sinkprune.runtime.backends.openvino.blocks import fill_blocks
+from sinkprune.runtime.backends.openvino.devices import DEVICES, Cpu
+from sinkprune.runtime.backends.openvino.graphs import GraphReader
+from sinkprune.runtime.backends.openvino.library import import_openvino
+from support.programs.slow_cases import slow_except
+from support.references.same_answers import assert_equal_at_both_ends
+
+openvino = import_openvino("openvino")
+ops = openvino.opset15
+TOWERS = {"gqa-112": 17, "next": 17, "qwen": 17, "qwen2-vl": 17, "qwen3-vl": 40}
+"""How often a tower repeats and drops rows: around attention, and where patches are merged into tokens."""
+BLOCK, FEW = 8, 3
+WIDTH = 6
+DEEPSTACK = 3
+"""Layers of Qwen3-VL's first segment that it adds rows to."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small models have several."""
+    monkeypatch.setattr(openvino_blocks, "BLOCK", BLOCK)
+    monkeypatch.setattr(openvino_blocks, "FEW", FEW)
+
+
+class Filling(Cpu):
+    """Fills blocks whatever the processor has, and in fp32 too, where answers can be compared."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.fills_blocks = True
+
+
+@pytest.mark.parametrize("name", slow_except({"qwen"}, TOWERS))
+def test_answers_stay_the_same(
+    name: str, bundle: Callable[..., Path], photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = bundle(name, weights="int8")
+    theirs = Pipeline.load(root, backend="openvino", compute="fp32")
+    monkeypatch.setitem(DEVICES, "openvino", Filling)
+    ours = Pipeline.load(root, backend="openvino", compute="fp32")
+    assert_equal_at_both_ends(ours, theirs, photo)
+
+
+def test_the_backend_fills_them_where_the_device_wants_them_full(
+    bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = read_bundle(bundle("gqa-112", weights="int8"))
+    gathers = []
+    for device in (Cpu, Filling):
+        monkeypatch.setitem(DEVICES, "openvino", device)
+        backend = OpenVinoBackend("openvino", None, "fp32")
+        segment = backend.load_decoder(Model.of_bundle(opened, "decoder_1"), opened.manifest.cache, lambda own: own)
+        runtime = segment._compiled.library.get_runtime_model()
+        gathers.append(sum(node.get_rt_info()["layerType"].astype(str) == "Gather" for node in runtime.get_ops()))
+    assert gathers[1] > gathers[0]
+
+
+def matrix(draw: np.random.Generator) -> Any:
+    codes = draw.integers(-127, 128, (WIDTH, WIDTH)).astype(np.int8)
+    scales = draw.random((1, WIDTH)).astype(np.float32) / 127
+    return ops.multiply(ops.convert(ops.constant(codes), np.float32), ops.constant(scales))
+
+
+def decoder_layer(quantised: bool = True) -> Any:
+    """A model of x [groups,rows,WIDTH]: a norm, a layer, rows that meet one another, a layer, and the sum of both.
+
+    Outputs are that, and the shapes of both layers' results.
+    """
+    draw = np.random.default_rng(0)
+    shape = WIDTH, WIDTH
+    first, second = (matrix(draw) if quantised else ops.constant(draw.random(shape, np.float32)) for _ in range(2))
+    x = ops.parameter([-1, -1, WIDTH], np.float32, name="x")
+    normed = ops.divide(x, ops.sqrt(ops.add(ops.reduce_mean(ops.multiply(x, x), [-1], True), np.float32(1))))
+    query = ops.matmul(normed, first, False, False)
+    weights = ops.softmax(ops.matmul(query, x, False, True), -1)
+    own = ops.matmul(ops.matmul(weights, query, False, False), second, False, False)
+    results = [ops.result(ops.add(query, own)), *(ops.result(ops.shape_of(product)) for product in (query, own))]
+    return openvino.Model(results, [x])
+
+
+def compiled(model: Any) -> Callable[..., list[Array]]:
+    """What computes `model`."""
+    request = openvino.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
+    return lambda *inputs: [value.copy() for value in request.infer(list(inputs)).values()]
+
+
+def rows_of_products(model: Any) -> Callable[..., list[int]]:
+    """What tells how many rows each product with a constant matrix has, as `model` is computed."""
+    layers = [node for node in model.get_ordered_ops() if node.get_type_name() == "MatMul"]
+    layers = [node for node in layers if node.input_value(1).get_partial_shape().is_static]
+    shapes = compiled(openvino.Model([ops.result(ops.shape_of(node)) for node in layers], model.get_parameters()))
+    return lambda *inputs: [int(shape[-2]) for shape in shapes(*inputs)]
+
+
+def test_products_have_whole_blocks_and_all_else_what_it_had() -> None:
+    """Of every count of rows, of few and of several groups too, which stay as they are."""
+    model = decoder_layer()
+    fill_blocks(openvino, model)
+    expected, found, rows_of = compiled(decoder_layer()), compiled(model), rows_of_products(model)
+    for groups, rows in product((1, 2, 3), range(1, 3 * BLOCK + 1)):
+        x = np.random.default_rng(rows).standard_normal((groups, rows, WIDTH), np.float32)
+        for value, own in zip(found(x), expected(x), strict=True):
+            np.testing.assert_allclose(value, own, rtol=1e-5, atol=1e-6)
+        full = -(-rows // BLOCK) * BLOCK if rows > FEW and groups == 1 else rows
+        assert rows_of(x) == [full, full], (groups, rows)
+
+
+def test_floats_are_left_alone() -> None:
+    model = decoder_layer(quantised=False)
+    before = len(model.get_ops())
+    fill_blocks(openvino, model)
+    assert len(model.get_ops()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, {}) for name in TOWERS),
+        ("gqa-112", {"precision": "fp16"}),
+        ("qwen3-vl", {"precision": "fp16"}),
+        ("qwen", {"dialect": "opset20"}),
+    ],
+)
+def test_rows_are_repeated_and_dropped_only_where_they_meet(
+    name: str, form: dict[str, str], bundle: Callable[..., Path]
+) -> None:
+    """An operator that is not known to compute each row by itself would cut every layer in two, at every token."""
+    opened = read_bundle(bundle(name, weights="int8", **form))
+    reader = GraphReader(openvino, openvino.Core())
+    # What reads decoders of opset20 are other engines.
+    kinds_of_graphs = ("vision",) if "dialect" in form else ("vision", "decoder_")
+    for graph in (graph for graph in opened.manifest.graphs if graph.startswith(kinds_of_graphs)):
+        read = reader.read(Model.of_bundle(opened, graph))
+        before = kinds(read)
+        fill_blocks(openvino, read)
+        added = kinds(read) - before
+        if graph == "vision":
+            assert added["Gather"] == TOWERS[name]
+        else:
+            # Before and behind each attention; what comes in (twice) and goes out; two of sizes in each of two parts.
+            deepstack = sum("deepstack" in port.any_name for port in read.inputs)
+            assert added["Gather"] == 2 * before["ScaledDotProductAttention"] + 7 + DEEPSTACK * deepstack
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: ops.mvn(x, np.array([-2]), True, 1e-5, "inside_sqrt"),
+        lambda x: ops.reduce_mean(x, np.array([-2, -1]), True),
+        lambda x: ops.unsqueeze(ops.reduce_mean(x, np.array([-1]), False), np.int64(0)),
+    ],
+    ids=["a norm over rows", "a mean over rows", "a mean that leaves no features"],
+)
+def test_what_mixes_rows_sees_no_row_twice(mix: Callable[[Any], Any]) -> None:
+    def model() -> Any:
+        x = ops.parameter([-1, -1, WIDTH], np.float32, name="x")
+        layer = ops.matmul(x, matrix(np.random.default_rng(0)), False, False)
+        return openvino.Model([ops.result(mix(layer))], [x])
+
+    filled = model()
+    fill_blocks(openvino, filled)
+    x = np.random.default_rng(1).standard_normal((1, BLOCK - 2, WIDTH), np.float32)
+    (found,), (expected,) = compiled(filled)(x), compiled(model())(x)
+    assert rows_of_products(filled)(x) == [BLOCK]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_is_the_same_for_all_groups_does_not_count_them(swapped: bool) -> None:
+    x, table = (ops.parameter(shape, np.float32) for shape in ([-1, -1, WIDTH], [-1, WIDTH]))
+    added = ops.add(*((table, x) if swapped else (x, table)))
+    layer = ops.matmul(added, matrix(np.random.default_rng(0)), False, False)
+    model = openvino.Model([ops.result(layer)], [x, table])
+    fill_blocks(openvino, model)
+    rows_of = rows_of_products(model)
+    one_for_all = np.zeros((BLOCK - 1, WIDTH), np.float32)
+    assert rows_of(np.zeros((1, BLOCK - 1, WIDTH), np.float32), one_for_all) == [BLOCK]
+    assert rows_of(np.zeros((2, BLOCK - 1, WIDTH), np.float32), one_for_all) == [BLOCK - 1]
+
+
+def kinds(read: Any) -> Counter[str]:
+    return Counter(node.get_type_name() for node in read.get_ops())
+
+
+def test_amx_is_found_where_the_processor_has_it() -> None:
+    told = (
+        "print(__import__('sinkprune.runtime.backends', fromlist=['']).load_backend('openvino')._device.fills_blocks)"
+    )
+    cpuinfo = Path("/proc/cpuinfo")
+    has_amx = cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
+    # Held to AVX2, OpenVINO says that it has bf16, and cannot compute in it.
+    for held, expected in (("DEFAULT", has_amx), ("AVX512_CORE_VNNI", False), ("AVX2", False)):
+        environment = os.environ | {"ONEDNN_MAX_CPU_ISA": held}
+        found = subprocess.run(
+            [sys.executable, "-c", told], env=environment, capture_output=True, text=True, check=True
+        )
+        assert found.stdout == f"{expected}\n"

@@ -1,0 +1,238 @@
+"""The TensorRT backend's own logic, without a GPU: the library and the device are fakes, the chain is the real one.
+
+What is not seen here: TensorRT's numbers and speed, that it can be captured, and every call of the CUDA driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import Bundle, read_bundle
+from sinkprune.contract.errors import BackendError, PromptError
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.decoding import decode_one_token, prefill
+from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.prompt_rows import lay_out
+from support.programs.slow_cases import each_once
+from support.references.steps import QUESTION, ask
+from support.stand_ins.fake_tensorrt import (
+    ACTIVATIONS,
+    LIMITS,
+    FakeContext,
+    FakeEngine,
+    FakeRuntime,
+    FakeTensorRTRTX,
+    RuntimeConfig,
+    build_fake_engines,
+)
+from support.stand_ins.tensorrt_rig import Rig, rig_of
+
+Array = np.ndarray[Any, Any]
+NEW_TOKENS = 4
+CAPTURED = 3
+"""Calls of a decoder in an answer that is captured: with the second token, and twice with the third."""
+
+
+@pytest.fixture(scope="module")
+def small(bundle: Callable[..., Path]) -> Bundle:
+    return read_bundle(bundle("gqa-112", "fp32", ("retain-64", "retain-64+compact")))
+
+
+@pytest.fixture(scope="module")
+def engines(small: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines")
+    build_fake_engines(small, folder)
+    return folder
+
+
+@pytest.fixture
+def rig(small: Bundle, engines: Path) -> Rig:
+    return Rig(small, engines)
+
+
+@pytest.fixture
+def in_dialect(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str], Rig]:
+    """A rig with engines of a bundle in a dialect."""
+
+    budgets = ("retain-64", "retain-64+compact")
+    return lambda dialect: rig_of(bundle("gqa-112", "fp32", budgets, dialect), tmp_path / dialect)
+
+
+@pytest.mark.parametrize(("dialect", "has_graphs"), each_once(["opset24", "opset20"], [True, False]))
+def test_answers_and_logits_are_those_of_onnxruntime(
+    has_graphs: bool, dialect: str, in_dialect: Callable[[str], Rig], photo: Image.Image
+) -> None:
+    rig = in_dialect(dialect)
+    rig.device.has_graphs = has_graphs
+    reference = Pipeline.load(rig.pipeline.bundle.path, check_sums=False)
+    budgets = ["none", "retain-64", "retain-64+compact"]
+    expected = {budget: ask(reference, photo, budget, NEW_TOKENS) for budget in budgets}
+    # Budgets take turns, as in a robot's frames: eager, captured, replayed.
+    for turn in range(3):
+        for budget in budgets:
+            answer, logits = ask(rig.pipeline, photo, budget, NEW_TOKENS)
+            wanted, wanted_logits = expected[budget]
+            assert answer.token_ids == wanted.token_ids
+            assert answer.tokens_per_layer == wanted.tokens_per_layer
+            np.testing.assert_allclose(logits, wanted_logits, atol=1e-5, err_msg=f"{budget}, turn {turn}")
+            np.testing.assert_array_equal(answer.kept.index, wanted.kept.index)
+            for layer, places in wanted.kept.after_stage.items():
+                np.testing.assert_array_equal(answer.kept.after_stage[layer], places)
+    assert ("replay" in rig.device.calls) == has_graphs
+
+
+def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> None:
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
+
+    def addresses() -> list[Any]:
+        engines = rig.library.engines.values()
+        return [context.enqueued.copy() for engine in engines for context in engine.contexts]
+
+    rig.clear()
+    rig.device.has_graphs = False
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    first = addresses()
+    rig.clear()
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
+    rig.clear()
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    assert addresses() == first
+    assert rig.device.calls.count("allocate") == 0
+
+
+def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Image) -> None:
+    pipeline, chain, clock = rig.pipeline, rig.pipeline.chain, Stopwatch(rig.backend)
+    inputs, layout = pipeline.family.see(photo)
+    planned = schedule(pipeline.bundle.manifest, "sinkpruner", "retain-64", [layout])
+    assert planned.plan is not None and len(planned.plan.select_after) == 3
+    encoded = encode(chain, planned.plan, look(chain, inputs, clock), clock)
+    rig.clear()
+    texts = [list(range(10)), list(range(20))]
+    rows = lay_out(chain.backend, pipeline.embedding, None, texts, [(layout, encoded)], pruned=True)
+    result = prefill(chain, planned, rows, clock)
+    # The host goes on at once: it may change what it handed over.
+    rows.visual[:] = rows.text[:] = 0
+    for row in np.ones((3, chain.model.hidden_size), chain.dtype):
+        logits = decode_one_token(chain, result.cache, row)
+    assert rig.device.waits == 0
+    assert np.isfinite(rig.backend.numpy(logits)).all()
+    assert rig.device.waits == 1
+    assert clock.ms()["prefill"] > clock.ms()["select"] > 0
+
+
+def test_rows_are_joined_on_the_device_in_any_order(rig: Rig) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(shape).astype(np.float16) for shape in ((3, 8), (2, 5, 8), (1, 1, 8))]
+    rows = np.concatenate([array.reshape(-1, 8) for array in arrays])
+    for order in (np.arange(14), np.array([2, 3, 4, 0, 13, 13, 5, 6]), np.arange(14)[::-1]):
+        parts = [rig.backend.tensor(array) for array in arrays]
+        rig.clear()
+        joined = rig.backend.join(parts, order)
+        assert rig.device.waits == 0
+        del parts
+        np.testing.assert_array_equal(rig.backend.numpy(joined), rows[order][None])
+
+
+def test_a_decoded_token_waits_once(rig: Rig, photo: Image.Image) -> None:
+    rig.clear()
+    waits = []
+    for count in (2, 3):
+        ask(rig.pipeline, photo, "retain-64", count)
+        waits.append(rig.device.waits)
+        rig.clear()
+    assert waits[1] - waits[0] == 1
+
+
+def test_the_head_decodes_with_its_own_optimisation_profile(rig: Rig) -> None:
+    hidden = np.zeros((1, 1, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
+    rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+    assert [len(context.enqueued) for context in rig.contexts("head")] == [0, 1]
+
+
+def test_the_head_names_the_optimisation_profile_that_comes_nearest(rig: Rig) -> None:
+    hidden = np.zeros((1, 801, rig.pipeline.chain.model.hidden_size), rig.pipeline.chain.dtype)
+    with pytest.raises(BackendError, match=r"'hidden' of shape \[1, 801, .*'prefill' takes .* to \[1, 800,"):
+        rig.pipeline.chain.head({"hidden": rig.backend.tensor(hidden)})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new_tokens", "flag", "most"),
+    [
+        ("word " * 80, 4, "--max-prompt", LIMITS.prompt_tokens),
+        (QUESTION, LIMITS.new_tokens + 1, "--max-new-tokens 31", LIMITS.new_tokens),
+    ],
+)
+def test_a_request_beyond_the_limits_names_limit_and_flag(
+    prompt: str, new_tokens: int, flag: str, most: int, rig: Rig, photo: Image.Image
+) -> None:
+    with pytest.raises(PromptError, match=f"the {most} the engines were built for.*{flag}"):
+        rig.pipeline.generate(photo, prompt, max_new_tokens=new_tokens)
+    assert rig.enqueued() == 0
+
+
+def test_activations_of_all_engines_lie_in_one_block(rig: Rig, photo: Image.Image) -> None:
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    contexts = [context for engine in rig.library.engines.values() for context in engine.contexts]
+    used = {context.activations for context in contexts if context.enqueued}
+    assert {size for _, size in used} == {max(ACTIVATIONS.values())}
+    assert len({address for address, _ in used}) == 1
+
+
+def test_an_engine_that_needs_more_activations_moves_them_and_outdates_the_graphs(
+    small: Bundle, tmp_path: Path, photo: Image.Image
+) -> None:
+    larger = small.manifest.plan("sinkpruner", "retain-64+compact")
+    assert larger is not None
+    build_fake_engines(small, tmp_path, activations={**ACTIVATIONS, larger.graphs[-1]: 2 * max(ACTIVATIONS.values())})
+    rig = Rig(small, tmp_path)
+    for _ in range(2):
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    rig.clear()
+    _, before = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    assert rig.decode_calls() == {0}
+    rig.clear()
+    rig.pipeline.chain.load_plan(larger)
+    _, after = ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    assert rig.decode_calls() == {CAPTURED}
+    np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+def test_rtx_swaps_no_kernels_behind_captured_graphs(has_graphs: bool, small: Bundle, engines: Path) -> None:
+    rig = Rig(small, engines, FakeTensorRTRTX, has_graphs=has_graphs)
+    strategies = [
+        context.created_with.dynamic_shapes_kernel_specialization_strategy.name for context in rig.contexts("head")
+    ]
+    assert strategies == ["LAZY", "NONE" if has_graphs else "LAZY"]
+
+
+def test_the_fakes_know_no_name_that_the_library_lacks() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    for fake, real in (
+        (FakeTensorRTRTX, trt),
+        (FakeRuntime, trt.Runtime),
+        (FakeEngine, trt.ICudaEngine),
+        (FakeContext, trt.IExecutionContext),
+        (RuntimeConfig, trt.IRuntimeConfig),
+    ):
+        ours = {"compute", "output_shapes", "strategy"}
+        used = {name for name in dir(fake) if not name.startswith("_")} - ours
+        assert used <= set(dir(real)), fake
+    for enumeration, names in (
+        ("TensorIOMode", ["INPUT"]),
+        ("TensorLocation", ["DEVICE"]),
+        ("ExecutionContextAllocationStrategy", ["USER_MANAGED"]),
+        ("DynamicShapesKernelSpecializationStrategy", ["NONE"]),
+        ("ILogger", ["ERROR"]),
+    ):
+        assert set(names) <= set(dir(getattr(trt, enumeration)))
+    assert hasattr(trt.ICudaEngine, "device_memory_size_v2") and hasattr(trt.ICudaEngine, "num_io_tensors")
+    assert trt.nptype(trt.int64) is np.int64

@@ -1,0 +1,151 @@
+"""The caches of TensorRT's decoders, on fakes: which calls are captured and replayed, and what is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune.contract.errors import BackendError
+from support.references.steps import ask
+from support.stand_ins.tensorrt_rig import Rig, rig_of
+
+NEW_TOKENS = 4
+CAPTURED = 3
+"""Calls of a decoder in an answer that is captured: with the second token, and twice with the third."""
+
+
+@pytest.fixture
+def in_dialect(bundle: Callable[..., Path], tmp_path: Path) -> Callable[[str], Rig]:
+    """A rig with engines of a bundle in a dialect."""
+    return lambda dialect: rig_of(bundle("gqa-112", "fp32", ("retain-64",), dialect), tmp_path / dialect)
+
+
+@pytest.fixture
+def rig(in_dialect: Callable[[str], Rig]) -> Rig:
+    return in_dialect("opset24")
+
+
+@pytest.mark.parametrize("dialect", ["opset24", "opset20"])
+def test_decode_is_captured_with_the_second_token_and_replayed_from_then_on(
+    dialect: str, in_dialect: Callable[[str], Rig], photo: Image.Image
+) -> None:
+    """Whatever the length of the cache: one graph for a segment and the room of its cache."""
+    rig = in_dialect(dialect)
+    # A call that is captured is run, then recorded.
+    for tokens, calls in ((2, 1), (2, 2), (NEW_TOKENS, 0), (12, 0)):
+        ask(rig.pipeline, photo, "retain-64", tokens)
+        assert rig.decode_calls() == {calls}
+        assert {len(rig.contexts(graph)[0].enqueued) for graph in rig.decoders} == {1}
+        if calls == 0:
+            assert "begin_capture" not in rig.device.calls
+            assert rig.device.calls.count("replay") == (tokens - 1) * (len(rig.decoders) + 1)
+        rig.clear()
+
+
+def test_no_token_copies_or_allocates_more_than_its_rows(
+    in_dialect: Callable[[str], Rig], photo: Image.Image
+) -> None:
+    for dialect in ("opset24", "opset20"):
+        rig, counts = in_dialect(dialect), []
+        for tokens in (3, 4):
+            ask(rig.pipeline, photo, "retain-64", tokens)
+            rig.clear()
+        for tokens in (3, 4):
+            ask(rig.pipeline, photo, "retain-64", tokens)
+            assert rig.device.calls.count("allocate") == 0
+            counts.append({name: rig.device.calls.count(name) for name in ("copy", "copy_lines", "zero_lines")})
+            rig.clear()
+        # The new rows of keys and values of each layer, where the engine does not write them itself.
+        lines = 0 if dialect == "opset24" else 2 * rig.pipeline.chain.model.num_layers
+        more = {name: count - counts[0][name] for name, count in counts[1].items()}
+        assert more == {"copy": 0, "copy_lines": lines, "zero_lines": 0}
+
+
+def test_what_differs_in_a_shape_or_an_address_is_not_replayed(
+    in_dialect: Callable[[str], Rig], photo: Image.Image
+) -> None:
+    rig = in_dialect("opset20")
+    for _ in range(2):
+        ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    rig.clear()
+    # Another budget has caches of other rooms.
+    ask(rig.pipeline, photo, "none", NEW_TOKENS)
+    assert rig.decode_calls() == {CAPTURED}
+    rig.clear()
+    # Somebody holds a tensor of the size of a token's hidden state: later ones lie elsewhere.
+    model, dtype = rig.pipeline.chain.model, rig.pipeline.chain.dtype
+    held = rig.backend.tensor(np.zeros((1, 1, model.hidden_size), dtype))
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    assert rig.decode_calls() == {CAPTURED}
+    del held
+    rig.clear()
+    ask(rig.pipeline, photo, "retain-64", NEW_TOKENS)
+    assert rig.decode_calls() == {0}
+
+
+@pytest.mark.parametrize(
+    ("rows", "past", "ran"),
+    [(30, 0, "prefill"), (30, 100, "prefill"), (1, 0, "decode"), (1, 1, "decode"), (1, 300, "decode")],
+)
+def test_one_row_is_decoded_more_are_prefill(rows: int, past: int, ran: str, rig: Rig) -> None:
+    outputs = run_decoder(rig, rows, past)
+    prefill_context, decode_context = rig.contexts("decoder_0")
+    assert (len(prefill_context.enqueued), len(decode_context.enqueued)) == ((1, 0) if ran == "prefill" else (0, 1))
+    model = rig.pipeline.chain.model
+    assert outputs["key_0"].shape == (1, model.num_kv_heads, 832, model.head_dim)
+    assert outputs["key"].shape == (1, model.num_kv_heads, rows, model.head_dim)
+
+
+@pytest.mark.parametrize(("rows", "past", "ran"), [(30, 0, "prefill"), (1, 0, "prefill"), (1, 64, "decode")])
+def test_where_caches_are_rows_one_without_a_past_is_prefill(
+    rows: int, past: int, ran: str, in_dialect: Callable[[str], Rig]
+) -> None:
+    rig = in_dialect("opset20")
+    run_decoder(rig, rows, past)
+    prefill_context, decode_context = rig.contexts("decoder_0")
+    assert (len(prefill_context.enqueued), len(decode_context.enqueued)) == ((1, 0) if ran == "prefill" else (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "past", "said"),
+    [
+        (801, 0, ["'decoder_0'", "'hidden'", "[1, 801,", "'prefill'", "[1, 800,", "--max-prompt"]),
+        (1, 832, ["833 rows", "832", "--max-prompt", "--max-new-tokens"]),
+    ],
+)
+def test_shapes_beyond_an_optimisation_profile_are_refused(rows: int, past: int, said: list[str], rig: Rig) -> None:
+    with pytest.raises(BackendError) as refusal:
+        run_decoder(rig, rows, past)
+    for words in said:
+        assert words in str(refusal.value)
+    assert rig.enqueued() == 0
+
+
+def test_a_past_beyond_an_optimisation_profile_is_refused(in_dialect: Callable[[str], Rig]) -> None:
+    rig = in_dialect("opset20")
+    with pytest.raises(BackendError, match=r"'decoder_0'.*'past_\w+_0'.*896.*'decode'.*832.*--max-new-tokens"):
+        run_decoder(rig, 1, 833)
+    assert rig.enqueued() == 0
+
+
+def run_decoder(rig: Rig, rows: int, past: int) -> dict[str, Any]:
+    chain = rig.pipeline.chain
+    model, tensor = chain.model, rig.backend.tensor
+    cache = chain.decoders[0].new_cache()
+
+    def call(rows: int) -> dict[str, Any]:
+        table = np.zeros((1, rows, model.head_dim // 2), chain.dtype)
+        hidden = tensor(np.zeros((1, rows, model.hidden_size), chain.dtype))
+        return chain.decoders[0]({"hidden": hidden, "cos": tensor(table), "sin": tensor(table)}, cache)
+
+    if past:
+        call(min(past, 800))
+    while cache.length < past:
+        call(1)
+    rig.clear()
+    return call(rows)

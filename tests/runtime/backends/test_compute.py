@@ -1,0 +1,54 @@
+"""What ort-cpu computes in, where weights are quantised: rows rounded to int8, or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import UsageError
+from support.programs.commands import assert_refused, run
+from support.references.steps import QUESTION, ask
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_rows_are_rounded_unless_fp32_is_asked_for(
+    weights: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    root = bundle("gqa-112", weights=weights)
+    exact, fast = Pipeline.load(root, compute="fp32"), Pipeline.load(root)
+    assert (exact.backend.compute, fast.backend.compute) == (
+        "the graphs' types",
+        "the graphs' types, int8 where weights are",
+    )
+    _, expected = ask(Pipeline.load(root, backend="openvino", compute="fp32"), photo, "none", 3)
+    _, same = ask(exact, photo, "none", 3)
+    # Two libraries, one model
+    assert np.abs(same - expected).max() < 1e-3 * max(1, np.abs(expected).max())
+    _, rounded = ask(fast, photo, "none", 1)
+    assert 0 < np.linalg.norm(rounded - expected[:1]) < 0.1 * np.linalg.norm(expected[:1])
+
+
+def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    root, engines = bundle("gqa-112", weights="int8"), tmp_path / "engines"
+    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0
+    nodes = onnx.load(next((engines / "engines").glob("head*")), load_external_data=False).graph.node
+    levels = {a.i for node in nodes if node.op_type == "MatMulNBits" for a in node.attribute if "level" in a.name}
+    assert levels == {4}
+    question = (root, "--image", photo_file, "--prompt", QUESTION, "--engines", engines)
+    assert run("sinkprune-run", *question, "--max-new-tokens", 1).code == 0
+    assert_refused(
+        run("sinkprune-run", *question, "--compute", "fp32"), "engines for onnxruntime are built to be fastest"
+    )
+
+
+def test_a_gpu_has_no_choice(bundle: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match=r"backend 'ort-cuda' computes in the types of the bundle's graphs\. Leave"):
+        Pipeline.load(bundle("gqa-112"), backend="ort-cuda", compute="fp32")

@@ -1,0 +1,203 @@
+"""Caches of an answer: where their rows lie, what is done to them, and that requests share their memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.runtime.backends.host_buffers import HostBuffers
+from sinkprune.runtime.backends.kv_cache import ROOM, room_for
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.decoding import KVCache, decode_one_token
+from sinkprune.runtime.steps.observer import Observer
+from support.references.steps import QUESTION, ask, watched
+
+Array = np.ndarray[Any, Any]
+BUDGETS = ("retain-64", "retain-64+compact")
+DIALECTS = ["opset24", "opset20"]
+
+
+@pytest.fixture(params=DIALECTS)
+def pipe(request: pytest.FixtureRequest, bundle: Callable[..., Path]) -> Pipeline:
+    return Pipeline.load(bundle("gqa-112", "fp32", BUDGETS, request.param), check_sums=False)
+
+
+def buffers(cache: KVCache) -> list[tuple[int, Array]]:
+    """The rows that are filled, and the buffer [1,Hkv,C,h] itself, of every layer's keys and values."""
+    return [
+        (segment.length, tensor.numpy())
+        for segment in cache.segments
+        for tensor in segment.buffers.values()  # type: ignore[attr-defined]
+    ]
+
+
+def step(pipe: Pipeline, cache: KVCache) -> Array:
+    logits: Array = pipe.backend.numpy(decode_one_token(pipe.chain, cache, pipe.embedding([7])[0]))
+    return logits
+
+
+@pytest.mark.parametrize("budget", ["none", "retain-64"])
+def test_a_token_writes_its_row_and_nothing_else(budget: str, pipe: Pipeline, photo: Image.Image) -> None:
+    cache = watched(pipe, photo, QUESTION, budget=budget, max_new_tokens=1).prefill.cache
+    for _ in range(3):
+        step(pipe, cache)
+    before = [(array.ctypes.data, array.copy()) for _, array in buffers(cache)]
+    step(pipe, cache)
+    for (length, array), (address, content) in zip(buffers(cache), before, strict=True):
+        assert array.ctypes.data == address
+        changed = np.flatnonzero(np.any(array != content, axis=(0, 1, 3)))
+        assert changed.tolist() == [length - 1]
+
+
+def test_every_segment_has_room_for_its_own_rows_and_zeros_behind_them(pipe: Pipeline, photo: Image.Image) -> None:
+    ask(pipe, photo, "none", 70)
+    steps = watched(pipe, photo, QUESTION, budget="retain-64", max_new_tokens=1)
+    lengths = steps.prefill.cache.lengths
+    assert lengths == sorted(set(lengths), reverse=True)
+    for length, array in buffers(steps.prefill.cache):
+        assert array.shape[2] == room_for(length) == -(-length // ROOM) * ROOM
+        assert array[:, :, :length].any(axis=(0, 1, 3)).all()
+        assert not array[:, :, length:].any()
+
+
+def test_room_is_taken_in_the_midst_of_an_answer_and_keeps_what_was_there(pipe: Pipeline, photo: Image.Image) -> None:
+    cache = watched(pipe, photo, QUESTION, budget="retain-64", max_new_tokens=1).prefill.cache
+    rooms = [array.shape[2] for _, array in buffers(cache)]
+    for _ in range(ROOM + 1):
+        before = [array[:, :, :length].copy() for length, array in buffers(cache)]
+        assert np.isfinite(step(pipe, cache)).all()
+        for (length, array), rows in zip(buffers(cache), before, strict=True):
+            np.testing.assert_array_equal(array[:, :, : length - 1], rows)
+            assert not array[:, :, length:].any()
+    assert all(array.shape[2] == room + ROOM for (_, array), room in zip(buffers(cache), rooms, strict=True))
+
+
+def test_rows_given_one_by_one_are_those_given_at_once(pipe: Pipeline) -> None:
+    """Of a segment alone: a cache that grew holds what one that had the room from the start does."""
+    chain, count = pipe.chain, 2 * ROOM + 9
+    rng = np.random.default_rng(0)
+    hidden = rng.standard_normal((1, count, chain.model.hidden_size)).astype(chain.dtype)
+    rows = {"hidden": hidden, **dict(zip(("cos", "sin"), chain.rotary.tables(np.arange(count)), strict=True))}
+    decoder = chain.decoders[0]
+
+    def call(cache: Any, first: int, last: int) -> Array:
+        given = {name: pipe.backend.tensor(array[:, first:last].copy()) for name, array in rows.items()}
+        out: Array = pipe.backend.numpy(decoder(given, cache)["hidden_out"])
+        return out
+
+    at_once, grown = decoder.new_cache(), decoder.new_cache()
+    together = call(at_once, 0, count)
+    steps = [0, ROOM - 1, ROOM + 3, *range(ROOM + 4, count + 1)]
+    apart = [call(grown, first, last) for first, last in pairwise(steps)]
+    np.testing.assert_allclose(np.concatenate(apart, axis=1), together, atol=1e-4)
+    assert grown.length == at_once.length == count
+    for name, buffer in at_once.buffers.items():
+        np.testing.assert_allclose(grown.buffers[name].numpy(), buffer.numpy(), atol=1e-4)
+
+
+def test_answers_take_turns_each_with_its_own_caches(pipe: Pipeline, photo: Image.Image) -> None:
+    options = {"max_new_tokens": 20, "min_new_tokens": 20}
+    requests = [(photo, "none"), (photo.rotate(90), "retain-64"), (photo.resize((50, 90)), "retain-64+compact")]
+    alone = [pipe.generate(image, QUESTION, budget=budget, **options) for image, budget in requests]
+    streams = [pipe.stream(image, QUESTION, budget=budget, **options) for image, budget in requests]
+    answers: dict[int, Answer] = {}
+    while len(answers) < len(streams):
+        for number, stream in enumerate(streams):
+            ended(stream, number, answers)
+    assert [answers[number].token_ids for number in range(3)] == [answer.token_ids for answer in alone]
+
+
+def ended(stream: Iterator[str], number: int, answers: dict[int, Answer]) -> None:
+    """Ask for one more piece."""
+    try:
+        next(stream)
+    except StopIteration as done:
+        if done.value is not None:
+            answers[number] = done.value
+
+
+def test_requests_take_turns_in_the_same_memory(pipe: Pipeline, photo: Image.Image) -> None:
+    """However long they are: what a long one left behind serves a short one, and no other answer shows it."""
+
+    class Addresses(Observer):
+        seen: set[int]
+
+        def answered(self, answer: Answer) -> None:
+            self.seen = {array.ctypes.data for _, array in buffers(self.cache)}
+
+        def prefilled(self, result: Any) -> None:
+            self.cache = result.cache
+
+    held = set[int]()
+    for turn in range(6):
+        for budget, tokens in (("none", 3), ("retain-64", 70), ("none", 70)):
+            observer = Addresses()
+            pipe.generate(
+                photo, QUESTION, budget=budget, max_new_tokens=tokens, min_new_tokens=tokens, observer=observer
+            )
+            if turn < 3:
+                held |= observer.seen
+            assert observer.seen <= held
+            del observer
+    assert len(held) <= 3 * 2 * pipe.chain.model.num_layers
+
+
+def test_what_a_longer_answer_left_behind_changes_nothing(pipe: Pipeline, photo: Image.Image) -> None:
+    _, first = ask(pipe, photo, "retain-64", 5)
+    for image in (photo.rotate(180), photo):
+        ask(pipe, image, "none", 90)
+    _, second = ask(pipe, photo, "retain-64", 5)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_what_is_not_finite_in_one_answer_is_so_in_no_other(pipe: Pipeline, photo: Image.Image) -> None:
+    _, first = ask(pipe, photo, "retain-64", 5)
+    steps = watched(pipe, photo, QUESTION, budget="none", max_new_tokens=5)
+    for _, array in buffers(steps.prefill.cache):
+        array[:] = np.nan
+    del steps, array
+    _, second = ask(pipe, photo, "retain-64", 5)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_a_buffer_is_lent_once_and_comes_back_with_its_last_view() -> None:
+    pool = HostBuffers()
+    first, second = pool.lend(1000), pool.lend(1000)
+    addresses = {array.ctypes.data for array in (first, second)}
+    assert len(addresses) == 2 and all(address % 64 == 0 for address in addresses)
+    view = first[8:16].view(np.float32)
+    del first
+    third = pool.lend(10)
+    assert third.ctypes.data not in addresses
+    view[:] = 1
+    del view
+    assert {pool.lend(1000).ctypes.data} < addresses
+
+
+def test_the_smallest_block_that_fits_is_lent() -> None:
+    pool, sizes = HostBuffers(), (100, 5000, 900)
+    held = [pool.lend(size) for size in sizes]
+    of = dict(zip(sizes, (array.ctypes.data for array in held), strict=True))
+    del held
+    lent = [pool.lend(size) for size in (800, 90, 4000)]
+    assert [array.ctypes.data for array in lent] == [of[900], of[100], of[5000]]
+
+
+def test_a_larger_block_takes_the_place_of_a_smaller() -> None:
+    pool, large = HostBuffers(), 1 << 20
+    tracemalloc.start()
+    try:
+        for size in range(large // 2, large, large // 32):
+            pair = [pool.lend(size), pool.lend(size // 2)]
+            del pair
+        assert tracemalloc.get_traced_memory()[0] < 2.2 * large
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,297 @@
+"""`sinkprune-run` and `sinkprune-profile`: what they print and write, and how they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune.contract.manifest import FORMAT_VERSION
+from sinkprune.contract.reports.report import PARTS
+from sinkprune.runtime.system.cores import usable_cores
+from support.programs.commands import BIN, assert_refused, run
+
+Bundles = Callable[..., Path]
+ASK = ("--prompt", "What is in the picture?")
+COFFEE = "the model sees 67 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all."
+
+
+@pytest.fixture
+def own_bundle(bundle: Bundles, tmp_path: Path) -> Path:
+    """A bundle to damage."""
+    return Path(shutil.copytree(bundle("gqa-112"), tmp_path / "bundle"))
+
+
+def edit_manifest(root: Path, **changes: Any) -> None:
+    path = root / "bundle.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file: Path) -> None:
+    outcome = run(
+        "sinkprune-run",
+        bundle("mha-336"),
+        "--image",
+        photo_file,
+        *ASK,
+        "--budget",
+        "retain-64",
+        "--max-new-tokens",
+        5,
+    )
+    assert outcome.code == 0
+    assert outcome.stderr == f"{photo_file}: {COFFEE}\n"
+    *_, timings = outcome.stdout.splitlines()
+    assert timings.startswith("[retain-64] TTFT ")
+    assert timings.endswith("visual tokens 576 -> 129 -> 42")
+
+
+def test_run_json_is_one_object_with_the_same_answer(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    arguments = (bundle("mha-336"), "--image", photo_file, *ASK, "--budget", "retain-32", "--max-new-tokens", 5)
+    plain = run("sinkprune-run", *arguments, "--json", tmp_path / "answer.json")
+    answer = json.loads(run("sinkprune-run", *arguments, "--json").stdout)
+    assert plain.stdout.startswith(answer["text"] + "\n[retain-32] TTFT ")
+    assert json.loads((tmp_path / "answer.json").read_text())["text"] == answer["text"]
+    assert answer["visual_tokens"] == 576
+    assert answer["kept_after_sanitizer"] == 65
+    assert answer["tokens_per_layer"] == [65, 54, 36, 36, 22, 22]
+    assert set(answer["ms"]) == set(PARTS)
+    assert answer["kv_bytes"] == 2 * 64 * 4 * sum(n + answer["prompt_tokens"] for n in answer["tokens_per_layer"])
+
+
+def test_a_normal_run_warns_of_nothing(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+    photo.crop((100, 0, 500, 400)).save(tmp_path / "square.png")
+    image = ("--image", tmp_path / "square.png")
+    command = [BIN / "sinkprune-run", bundle("gqa-112"), *image, *ASK, "--max-new-tokens", "2"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_overlay_marks_kept_tokens_on_the_image(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "kept.png"
+    outcome = run(
+        "sinkprune-run",
+        *(bundle("mha-336"), "--image", photo_file, *ASK, "--budget", "retain-64"),
+        *("--max-new-tokens", 1, "--overlay", picture),
+    )
+    assert outcome.code == 0
+    with Image.open(photo_file) as photo, Image.open(picture) as drawn:
+        assert drawn.width == 1100
+        assert drawn.height > round(photo.height * 1100 / photo.width)
+        pixels = np.asarray(drawn.convert("RGB")).reshape(-1, 3)
+    for colour in ((213, 24, 40), (0, 140, 255), (20, 200, 70)):
+        assert (pixels == colour).all(axis=1).sum() > 500
+
+
+@pytest.mark.parametrize("size", [(1200, 60), (10, 600)], ids=["20:1", "1:60"])
+def test_overlay_on_tokens_narrower_than_their_outline(
+    size: tuple[int, int], bundle: Bundles, photo: Image.Image, tmp_path: Path
+) -> None:
+    image, picture = tmp_path / "image.png", tmp_path / "kept.png"
+    photo.resize(size).save(image)
+    arguments = (bundle("mha-336"), "--image", image, *ASK, "--max-new-tokens", 1, "--overlay", picture)
+    for budget in ("retain-192", "retain-64"):
+        assert run("sinkprune-run", *arguments, "--budget", budget).code == 0
+        with Image.open(picture) as drawn:
+            assert drawn.height > round(1100 * size[1] / max(size))
+
+
+def test_profile_report_has_every_field_and_adds_up(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    report_file, plot = tmp_path / "profile.json", tmp_path / "profile.png"
+    outcome = run(
+        "sinkprune-profile",
+        *(bundle("mha-336"), "--image", photo_file, *ASK, "--budgets", "none,retain-128,retain-64,retain-32"),
+        *("--new-tokens", 3, "--repeat", 3, "--json", report_file, "--plot", plot),
+    )
+    assert outcome.code == 0
+    assert "retain-64" in outcome.stdout
+    with Image.open(plot) as drawn:
+        assert drawn.width > 800
+    report = json.loads(report_file.read_text())
+    assert {"backend", "precision", "prompt_tokens", "threads", "versions", "machine"} <= set(report)
+    assert list(report["budgets"]) == ["none", "retain-128", "retain-64", "retain-32"]
+    base = report["budgets"]["none"]
+    for budget in report["budgets"].values():
+        assert set(budget["ms"]) == set(PARTS)
+        ms = {part: spread["median"] for part, spread in budget["ms"].items()}
+        assert all(spread["p95"] >= spread["median"] >= 0 for spread in budget["ms"].values())
+        assert ms["select"] < ms["prefill"] < ms["ttft"] < ms["latency"]
+        assert math.isclose(budget["speedup"]["ttft"], base["ms"]["ttft"]["median"] / ms["ttft"])
+        assert math.isclose(budget["flops_speedup"]["prefill"], base["flops"]["prefill"] / budget["flops"]["prefill"])
+        assert math.isclose(
+            budget["efficiency"]["prefill"], budget["speedup"]["prefill"] / budget["flops_speedup"]["prefill"]
+        )
+        assert budget["flops"]["ttft"] > budget["flops"]["prefill"]
+        assert budget["peak_rss_bytes"] > 50e6
+        assert math.isclose(budget["decode_tokens_per_s"], 1e3 / ms["per_token"])
+    assert base["tokens_per_layer"] == [576] * 6
+    assert base["kept_after_sanitizer"] == base["visual_tokens"] == 576
+    assert report["budgets"]["retain-64"]["tokens_per_layer"] == [129, 110, 74, 74, 42, 42]
+    assert report["budgets"]["retain-64"]["kept_after_sanitizer"] == 129
+
+
+def test_profile_always_holds_the_baseline_and_takes_one_token(
+    bundle: Bundles, photo_file: Path, tmp_path: Path
+) -> None:
+    arguments = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budgets", "retain-64", "--repeat", 1)
+    outcome = run("sinkprune-profile", *arguments, "--new-tokens", 1, "--json")
+    assert outcome.code == 0
+    report = json.loads(outcome.stdout)
+    assert list(report["budgets"]) == ["none", "retain-64"]
+    assert report["budgets"]["none"]["ms"]["per_token"] is None
+    assert report["budgets"]["none"]["decode_gb_per_s"] is None
+
+
+def test_profile_tells_long_budget_names_whole(bundle: Bundles, photo_file: Path) -> None:
+    name = "retain-64+raster+drop-sink+no-diversity+serial+visual-keys+compact"
+    arguments = (bundle("gqa-112", budgets=(name,)), "--image", photo_file, *ASK, "--repeat", 1, "--new-tokens", 2)
+    rows = [line.split() for line in run("sinkprune-profile", *arguments).stdout.splitlines()]
+    assert len(next(row for row in rows if row[:1] == [name])) == len(
+        next(row for row in rows if row[:1] == ["none"])
+    )
+
+
+@pytest.mark.parametrize("command", ["sinkprune-run", "sinkprune-profile"])
+def test_bad_questions_are_refused_before_anything_is_loaded(
+    command: str, bundle: Bundles, photo_file: Path, tmp_path: Path
+) -> None:
+    good = bundle("gqa-112")
+    budget = "--budget" if command == "sinkprune-run" else "--budgets"
+    empty, text = tmp_path / "empty.jpg", tmp_path / "text.jpg"
+    empty.touch()
+    text.write_text("no image at all")
+    truncated = tmp_path / "truncated.jpg"
+    truncated.write_bytes(photo_file.read_bytes()[:20_000])
+    image = ("--image", photo_file)
+    assert_refused(run(command, good, "--image", tmp_path / "no.jpg", *ASK), "no.jpg", "no such file")
+    assert_refused(run(command, good, "--image", empty, *ASK), "empty.jpg", "0 bytes")
+    assert_refused(run(command, good, "--image", text, *ASK), "text.jpg", "not an image")
+    assert_refused(run(command, good, "--image", truncated, *ASK), "truncated.jpg", "truncated")
+    assert_refused(run(command, good, "--image", tmp_path, *ASK), "is a folder")
+    assert_refused(run(command, good, *image, *ASK, "--threads", 5000), "threads is 5000")
+    assert_refused(run(command, good, *image, "--prompt", "  "), "prompt is empty")
+    assert_refused(run(command, good, *image, "--prompt", "W\udcff?"), "not valid UTF-8")
+    assert_refused(
+        run(command, good, *image, "--prompt", "why " * 900), "too long", "1024 positions", "visual tokens"
+    )
+    assert_refused(run(command, good, *image, *ASK, budget, "retain-65"), "retain-65", "retain-192", "none")
+    assert_refused(run(command, good, *image, *ASK, "--method", "magic"), "magic", "sinkpruner")
+    assert_refused(run(command, tmp_path, *image, *ASK), "not a bundle", "sinkprune-export")
+    assert_refused(run(command, good, *image, *ASK, "--backend", "ort-cuda"), "CUDAExecutionProvider")
+
+
+@pytest.mark.parametrize("command", ["sinkprune-run", "sinkprune-profile"])
+def test_damaged_bundles_are_refused_by_name(command: str, own_bundle: Path, photo_file: Path) -> None:
+    arguments = (own_bundle, "--image", photo_file, *ASK)
+    weights = own_bundle / "graphs/weights/decoder_1.bin"
+    content = bytearray(weights.read_bytes())
+    expected = json.loads((own_bundle / "bundle.json").read_text())["files"]["graphs/weights/decoder_1.bin"]["sha256"]
+    content[1000] ^= 1
+    weights.write_bytes(content)
+    assert_refused(run(command, *arguments), "decoder_1.bin", "altered", expected)
+    weights.unlink()
+    assert_refused(run(command, *arguments), "decoder_1.bin", "missing")
+    edit_manifest(own_bundle, format_version=99)
+    assert_refused(run(command, *arguments), "format version 99", f"reads {FORMAT_VERSION}")
+
+
+def test_a_small_image_works_and_a_panorama_says_why_not(bundle: Bundles, tmp_path: Path) -> None:
+    dot, panorama = tmp_path / "dot.png", tmp_path / "panorama.png"
+    Image.new("RGB", (1, 1), (200, 30, 30)).save(dot)
+    Image.new("RGB", (30_000, 10), (200, 30, 30)).save(panorama)
+    budget = ("--budget", "retain-64", "--max-new-tokens", 2)
+    assert run("sinkprune-run", bundle("mha-336"), "--image", dot, *ASK, *budget).code == 0
+    refused = run("sinkprune-run", bundle("mha-336"), "--image", panorama, *ASK, *budget)
+    assert_refused(refused, "30000x10", "1008000", "Crop it")
+
+
+def test_a_typed_placeholder_is_text(bundle: Bundles, photo_file: Path) -> None:
+    arguments = ("--image", photo_file, "--prompt", "Is <image> a word? <s></s>", "--max-new-tokens", 2, "--json")
+    outcome = run("sinkprune-run", bundle("gqa-112"), *arguments)
+    assert outcome.code == 0
+    assert json.loads(outcome.stdout)["visual_tokens"] == 64
+
+
+def test_pruning_that_prunes_nothing_is_an_error(photo_file: Path, tmp_path: Path) -> None:
+    config = {
+        "model_type": "llava",
+        "image_token_index": 300,
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "image_size": 14,
+            "patch_size": 14,
+        },
+        "text_config": {
+            "model_type": "llama",
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "vocab_size": 320,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert run("sinkprune-export", tmp_path, "--random-weights", "-o", tmp_path / "bundle").code == 0
+    arguments = (tmp_path / "bundle", "--image", photo_file, *ASK)
+    assert run("sinkprune-run", *arguments).code == 0
+    assert_refused(run("sinkprune-run", *arguments, "--budget", "retain-64", "--json"), "nothing was pruned")
+
+
+def test_output_files_are_checked_before_anything_is_loaded(
+    bundle: Bundles, photo_file: Path, tmp_path: Path
+) -> None:
+    arguments = (bundle("gqa-112"), "--image", photo_file, *ASK)
+    overlay = ("--budget", "retain-64", "--overlay")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "x.txt"), ".txt", ".png")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "no" / "x.png"), "folder must exist")
+    assert_refused(run("sinkprune-run", *arguments, "--overlay", tmp_path / "x.png"), "--budget")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, photo_file), "itself, which is read")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, bundle("gqa-112") / "x.png"), "lies in")
+    assert_refused(run("sinkprune-profile", *arguments, "--json", tmp_path / "no" / "x.json"), "folder must exist")
+    assert_refused(run("sinkprune-profile", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_written_is_refused(bundle: Bundles, photo_file: Path) -> None:
+    arguments = (bundle("gqa-112"), "--image", photo_file, *ASK, "--budget", "retain-64", "--max-new-tokens", 1)
+    # A folder to which even root writes nothing, and which says so only when tried.
+    outcome = run("sinkprune-run", *arguments, "--overlay", "/proc/x.png")
+    assert outcome.code == 2
+    assert outcome.stderr.startswith("error: '/proc/x.png' cannot be written")
+    assert outcome.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["sinkprune-export", "sinkprune-run", "sinkprune-profile"])
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(command, "--help")
+
+
+def test_unknown_arguments_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run("sinkprune-run", "--nonsense")
+
+
+def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file: Path) -> None:
+    ask = ("sinkprune-run", bundle("mha-336"), "--image", photo_file, *ASK, "--max-new-tokens", 2, "--threads")
+    assert "note:" not in run(*ask, 1, "--seed", 1, "--temperature", 0.5).stderr
+    cores = usable_cores()
+    noted = run(*ask, cores + 1, "--seed", 1, "--top-p", 0.9)
+    assert noted.code == 0
+    assert noted.stderr.splitlines()[-2:] == [
+        "note: --seed and --top-p changed nothing, because this answer is greedy. Add --temperature.",
+        f"note: this process may use {cores} of {cores + 1} threads at once. Give --threads {cores}.",
+    ]

@@ -1,0 +1,182 @@
+"""Every method on Qwen's families: what is kept is its reference's, and answers equal the masked full sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.plans import Plan
+from sinkprune.export.bundle_writer import Unreachable, export_bundle
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from support.programs.commands import run
+from support.programs.slow_cases import slow_except
+from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
+from support.references.qwen_sequences import qwen_sequence
+from support.references.reference import sanitize
+from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows, visionzip
+from support.references.steps import ask, deepstack_output, tower_output
+
+PROMPT = "Which colour is the cup?"
+NEW_TOKENS = 4
+METHODS = tuple(all_methods())
+BUDGETS = ("prune-66.7", "prune-88.9")
+# Of the small decoders only one is deep enough for PyramidDrop to reach a budget.
+REACHING = {
+    name: tuple(method for method in METHODS if name == "qwen3-vl" or method != "pyramiddrop")
+    for name in ("qwen-tied", "qwen2-vl", "qwen3-vl")
+}
+CASES = [(name, method) for name, methods in REACHING.items() for method in methods]
+# Each method with one checkpoint, and SinkPruner with all: methods differ in front of the decoder, checkpoints in it.
+FEW = {
+    (name, method)
+    for number, name in enumerate(REACHING)
+    for place, method in enumerate(REACHING[name])
+    if (place % len(REACHING) == number and method != "random") or method == "sinkpruner"
+}
+ONE_PIECE = [case for case in CASES if case[0] != "qwen2-vl"]
+SIZE = (300, 700)
+
+
+@pytest.fixture(scope="module")
+def bundles(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pipeline]:
+    """A loaded bundle of every method, of the checkpoint of a name."""
+    made: dict[str, Pipeline] = {}
+
+    def get(name: str) -> Pipeline:
+        if name not in made:
+            left_out: list[Unreachable] = []
+            folder = tmp_path_factory.mktemp("methods") / name
+            request = ExportRequest(str(checkpoint(name)), BUDGETS, REACHING[name], max_frames=4)
+            export_bundle(request, folder, left_out=left_out.append)
+            inside = {*IN_LLM, "sinkpruner-no-sanitizer"}.intersection(REACHING[name])
+            assert {(plan.method, plan.budget) for plan in left_out} == {(one, "prune-88.9") for one in inside}
+            made[name] = Pipeline.load(folder)
+        return made[name]
+
+    return get
+
+
+def plan_of(pipe: Pipeline, method: str, budget: str) -> Plan:
+    return pipe.bundle.manifest.plans[method][budget]
+
+
+def kept_of(method: str, plan: Plan, features: list[Array], beside: Array | None) -> tuple[Array, list[int]]:
+    """The rows [n0,D'] and the tokens that the method's reference keeps; `beside` [N,E] goes with the tokens."""
+    tokens, norms, salience = features
+    whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
+    if plan.sanitizer is None:
+        return whole, list(range(len(norms)))
+    assert plan.shares is not None
+    counts = plan.shares.resolve(len(norms))
+    if method.startswith("visionzip"):
+        options = {"filtered": method != "visionzip", "contextual": counts.diverse, "beside": beside}
+        return visionzip(tokens, norms, salience, counts.kept, **options)  # type: ignore[arg-type]
+    if method.startswith("sinkpruner"):
+        _, index = sanitize(
+            tokens,
+            norms,
+            salience,
+            reserve=counts.reserve,
+            diverse=counts.diverse,
+            remove_outliers=plan.shares.remove_outliers,
+            aggregate=plan.shares.aggregate,
+        )
+        rows = whole[index]
+        if counts.sink:
+            outliers = np.argsort(-norms, kind="stable")[: counts.outliers]
+            rows[0] = whole[outliers].astype(np.float64).mean(axis=0)
+        return rows, index
+    _, index = BEFORE_LLM[method](tokens, norms, salience, counts.kept)
+    return whole[index], index
+
+
+@pytest.mark.parametrize(("name", "method"), slow_except(FEW, [case for case in CASES if case[1] != "random"]))
+def test_answers_equal_the_masked_full_sequence(
+    name: str,
+    method: str,
+    bundles: Callable[[str], Pipeline],
+    model: Callable[[str], Any],
+    photo: Image.Image,
+) -> None:
+    budget = "prune-66.7"
+    torch_model, pipe, image = model(name), bundles(name), photo.resize(SIZE)
+    plan = plan_of(pipe, method, budget)
+    beside = deepstack_output(pipe, image)
+    flat = None if beside is None else np.concatenate([*beside[:, 0]], axis=-1)
+    rows, index = kept_of(method, plan, [array[0] for array in tower_output(pipe, image)], flat)
+    width = torch_model.model.language_model.embed_tokens.weight.shape[1]
+    sets = [rows[:, place : place + width] for place in range(width, rows.shape[1], width)]
+    sequence = qwen_sequence(
+        torch_model, pipe, image, PROMPT, rows[:, :width], index, np.stack(sets) if sets else None
+    )
+
+    answer, logits = ask(pipe, image, budget, NEW_TOKENS, PROMPT, method)
+    assert answer.kept.index.tolist() == [index]
+    assert plan.shares is not None
+    stages = dict(zip(plan.cuts, plan.shares.resolve(answer.visual_tokens).stages, strict=True))
+    asking = partial(asking_rows, method) if method in IN_LLM else (lambda hidden, visual, text: text)
+    later = embedded(torch_model, answer.token_ids[:-1])
+    masked = masked_forward(torch_model, sequence, budget, stages, later, asking)
+    assert_equals_masked(answer, logits, sequence, masked)
+
+
+@pytest.mark.parametrize("name", slow_except({"qwen3-vl"}, REACHING))
+def test_a_budget_means_the_same_for_every_method(
+    name: str, bundles: Callable[[str], Pipeline], photo: Image.Image
+) -> None:
+    pipe, image = bundles(name), photo.resize((672, 560))
+
+    def answered(method: str) -> Any:
+        return pipe.generate(image, PROMPT, method=method, budget="prune-66.7", max_new_tokens=1)
+
+    own = answered("sinkpruner")
+    layers = len(own.tokens_per_layer)
+    wanted = sum(own.tokens_per_layer) / layers
+    kept = set()
+    for method in REACHING[name]:
+        answer = answered(method)
+        assert sum(answer.tokens_per_layer) / layers == pytest.approx(wanted, abs=2), method
+        stages = (tuple(rows) for rows in answer.kept.after_stage.values())
+        kept.add((tuple(answer.kept.index.ravel()), *stages))
+    assert len(kept) == len(REACHING[name])
+
+
+@pytest.mark.parametrize(("name", "method"), slow_except(FEW & {*ONE_PIECE}, ONE_PIECE))
+def test_clips_are_answered(name: str, method: str, bundles: Callable[[str], Pipeline], photo: Image.Image) -> None:
+    """Of a clip a method keeps what it keeps of all its frames at once."""
+    clip = Clip([photo.resize((170, 140)), photo.resize((170, 140)).rotate(180)] * 2, fps=2)
+    pipe = bundles(name)
+    answer = pipe.generate(clip, PROMPT, method=method, budget="prune-66.7", max_new_tokens=2, min_new_tokens=2)
+    shares = plan_of(pipe, method, "prune-66.7").shares
+    assert shares is not None
+    assert answer.kept.index.size == shares.resolve(answer.visual_tokens).kept
+    assert len(answer.token_ids) == 2
+
+
+def test_commands_take_methods(bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path) -> None:
+    root = bundles("qwen3-vl").bundle.path
+    photo.resize((256, 192)).save(tmp_path / "photo.png")
+    asked = (root, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--budget", "prune-88.9")
+    drawn = ("--overlay", tmp_path / "kept.png", "--max-new-tokens", 1)
+    assert run("sinkprune-run", *asked, "--method", "visionzip+filter", *drawn).code == 0
+    with Image.open(tmp_path / "kept.png") as overlay:
+        assert overlay.width > 256
+    refused = run("sinkprune-run", *asked, "--method", "pyramiddrop")
+    assert refused.code == 2 and "'pyramiddrop' cannot run on as few visual tokens" in refused.stderr
+
+
+def test_plans_tell_their_shares(bundles: Callable[[str], Pipeline]) -> None:
+    manifest = read_bundle(bundles("qwen3-vl").bundle.path).manifest
+    for plans in manifest.plans.values():
+        assert all(plan.counts is None and plan.shares is not None for plan in plans.values())
+    own = manifest.plans["sinkpruner"]
+    assert {name: plan.shares for name, plan in own.items()} == manifest.budgets

@@ -1,0 +1,275 @@
+"""Each fit equals a slow reference, its tokens lie where they look, and what is not seen is reported exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
+
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BundleError, SinkpruneError, UsageError, VideoError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.families import load_family
+from sinkprune.runtime.families.llava import Llava
+from sinkprune.runtime.media.fits import FITS, Fit
+from sinkprune.runtime.overlay import draw_overlay, token_fates
+from sinkprune.runtime.processors.square import SquareProcessor
+from support.programs.slow_cases import each_once
+
+Array = np.ndarray[Any, Any]
+Bundles = Callable[..., Path]
+SIDE = 56
+SETTINGS: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "size": {"shortest_edge": SIDE},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": {"height": SIDE, "width": SIDE},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "do_pad": False,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "crops": {},
+    "pads": {"do_pad": True},
+    "stretches": {"size": {"height": SIDE, "width": SIDE}, "do_center_crop": False},
+    "stretches to another size": {"size": {"height": 40, "width": 60}, "do_center_crop": False},
+    "does nothing": {"do_resize": False, "do_center_crop": False},
+}
+"""What a checkpoint does by itself, where nobody chooses a fit."""
+SIZES = st.tuples(st.integers(1, 130), st.integers(1, 130))
+
+
+def noise(size: tuple[int, int]) -> Image.Image:
+    """A picture without two pixels alike."""
+    width, height = size
+    return Image.fromarray(
+        np.random.default_rng(width * 1000 + height).integers(0, 256, (height, width, 3), np.uint8)
+    )
+
+
+def expand2square(image: Image.Image, background: tuple[int, ...]) -> Image.Image:
+    """LLaVA's own (`llava/mm_utils.py`)."""
+    width, height = image.size
+    if width == height:
+        return image
+    if width > height:
+        result = Image.new(image.mode, (width, width), background)
+        result.paste(image, (0, (width - height) // 2))
+        return result
+    result = Image.new(image.mode, (height, height), background)
+    result.paste(image, ((height - width) // 2, 0))
+    return result
+
+
+def square_of(image: Image.Image, fit: Fit) -> Array:
+    """[SIDE,SIDE,3] uint8, step by step."""
+    width, height = image.size
+    if fit == "pad":
+        image = expand2square(image, tuple(int(mean * 255) for mean in SETTINGS["image_mean"]))
+    if fit in ("pad", "stretch"):
+        return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+    long = int(SIDE * max(width, height) / min(width, height))
+    size = (SIDE, long) if width <= height else (long, SIDE)
+    pixels, start = np.asarray(image.resize(size, Image.Resampling.BICUBIC)), (long - SIDE) // 2
+    return pixels[start : start + SIDE] if width <= height else pixels[:, start : start + SIDE]
+
+
+def floats(pixels: Array) -> Array:
+    mean, std = np.array(SETTINGS["image_mean"]), np.array(SETTINGS["image_std"])
+    return ((pixels / 255 - mean) / std).transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("own", OTHERS)
+@pytest.mark.parametrize("fit", FITS)
+@given(size=SIZES)
+@example((128, 72))
+@example((72, 128))
+@example((57, 56))
+@example((1, 130))
+def test_a_fit_equals_its_reference_whatever_the_checkpoint_does(fit: Fit, own: str, size: tuple[int, int]) -> None:
+    image = noise(size)
+    found = SquareProcessor({**SETTINGS, **OTHERS[own]}).fitted(fit, SIDE)(image)
+    assert found.shape == (3, SIDE, SIDE)
+    assert np.abs(found - floats(square_of(image, fit))).max() < 1e-5
+
+
+@given(size=SIZES)
+def test_fits_are_what_transformers_does_with_such_settings(size: tuple[int, int]) -> None:
+    image, processor = noise(size), SquareProcessor(SETTINGS)
+    stretching = {"size": {"height": SIDE, "width": SIDE}, "do_center_crop": False}
+    theirs = {
+        "crop": CLIPImageProcessorPil(**{**SETTINGS, "do_pad": None}),
+        "pad": LlavaImageProcessorPil(**{**SETTINGS, "do_pad": True}),
+        "stretch": CLIPImageProcessorPil(**{**SETTINGS, **stretching, "do_pad": None}),
+    }
+    for fit in FITS:
+        expected = theirs[fit](image, return_tensors="np")["pixel_values"][0]
+        assert np.abs(processor.fitted(fit, SIDE)(image) - expected).max() < 1e-5
+
+
+@given(side=st.integers(1, 150))
+def test_a_square_picture_is_the_same_in_every_fit(side: int) -> None:
+    image, processor = noise((side, side)), SquareProcessor(SETTINGS)
+    for fit in FITS:
+        fitted = processor.fitted(fit, SIDE)
+        assert np.array_equal(fitted(image), processor(image))
+        assert fitted.source_box(image.size) == processor.source_box(image.size) == (0, 0, side, side)
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Bundles) -> Manifest:
+    """The manifest of a bundle with 24x24 visual tokens."""
+    return read_bundle(bundle("mha-336")).manifest
+
+
+def share(family: Any, size: tuple[int, int]) -> float:
+    found: float = family.see(Image.new("RGB", size)).layout.seen_share
+    return found
+
+
+@settings(max_examples=30)
+@given(size=st.tuples(st.integers(1, 1500), st.integers(1, 1500)).filter(lambda size: max(size) < 20 * min(size)))
+@example(size=(1280, 720))
+def test_the_seen_share_is_exact(size: tuple[int, int], manifest: Manifest) -> None:
+    cropping = Fraction(336, 336 * max(size) // min(size))
+    assert share(load_family(manifest), size) == pytest.approx(float(cropping), rel=1e-12)
+    assert share(load_family(manifest, "crop"), size) == share(load_family(manifest), size)
+    assert share(load_family(manifest, "pad"), size) == 1
+    assert share(load_family(manifest, "stretch"), size) == 1
+
+
+def test_the_seen_share_is_the_part_whose_pixels_matter(manifest: Manifest) -> None:
+    family, (width, height) = load_family(manifest), (640, 336)
+    black = family.see(Image.new("RGB", (width, height))).inputs["pixel_values"]
+    seen = []
+    for column in range(width):
+        image = Image.new("RGB", (width, height))
+        image.paste((255, 255, 255), (column, 0, column + 1, height))
+        if not np.array_equal(family.see(image).inputs["pixel_values"], black):
+            seen.append(column)
+    assert (seen[0], seen[-1]) == (152, 487)
+    assert share(family, (width, height)) == len(seen) / width
+
+
+def test_a_crop_larger_than_the_resized_picture_loses_nothing(manifest: Manifest) -> None:
+    settings = {**manifest.processor, "size": {"shortest_edge": 100}}
+    assert share(Llava(replace(manifest, processor=settings)), (130, 100)) == 1
+    assert share(Llava(replace(manifest, processor=settings)), (800, 100)) == 0.42
+
+
+@pytest.mark.parametrize("size", [(1344, 756), (756, 1344), (1000, 999)], ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("fit", FITS)
+def test_a_bright_box_brightens_its_own_token(fit: Fit, size: tuple[int, int], manifest: Manifest) -> None:
+    family = load_family(manifest, fit)
+    boxes, black = family.see(Image.new("RGB", size)).layout.boxes, brightness(family, Image.new("RGB", size))
+    for token in (250, 299, 322):
+        image = Image.new("RGB", size)
+        image.paste((255, 255, 255), tuple(round(edge) for edge in boxes[token]))
+        brighter = brightness(family, image) - black
+        assert brighter[token] > 0.8 * brighter.sum()
+
+
+def brightness(family: Any, image: Image.Image) -> Array:
+    """[576] of each patch."""
+    pixels = family.see(image).inputs["pixel_values"][0].mean(axis=0)
+    patches: Array = pixels.reshape(24, 14, 24, 14).mean(axis=(1, 3)).ravel()
+    return patches
+
+
+def test_a_padded_answer_is_that_of_llavas_padded_picture(
+    bundle: Bundles, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    options: dict[str, Any] = {"budget": "retain-64", "max_new_tokens": 6, "min_new_tokens": 6}
+    root = bundle("gqa-112")
+    mean = read_bundle(root).manifest.processor["image_mean"]
+    square = expand2square(photo, tuple(int(value * 255) for value in mean))
+    found = Pipeline.load(root, fit="pad").generate(photo, "What is this?", **options)
+    expected = pipeline("gqa-112").generate(square, "What is this?", **options)
+    assert found.token_ids == expected.token_ids
+    assert np.array_equal(found.kept.index, expected.kept.index)
+    assert np.allclose(found.kept.layout.boxes + np.array([0, 100, 0, 100]), expected.kept.layout.boxes)
+    cropped = pipeline("gqa-112").generate(photo, "What is this?", **options)
+    assert not np.array_equal(found.kept.index, cropped.kept.index)
+    assert (found.kept.layout.seen_share, cropped.kept.layout.seen_share) == (1, 2 / 3)
+
+
+@pytest.mark.parametrize("name", ["next", "qwen", "qwen2-vl", "qwen3-vl"])
+@pytest.mark.parametrize("fit", FITS)
+def test_families_that_see_the_whole_picture_refuse_a_fit(fit: Fit, name: str, bundle: Bundles) -> None:
+    root = bundle(name)
+    with pytest.raises(UsageError, match=f"fit is '{fit}', but models of family '.+' see the whole picture already"):
+        load_family(read_bundle(root).manifest, fit)
+    with pytest.raises(UsageError, match=r"whole picture already\. Leave out fit"):
+        Pipeline.load(root, fit=fit)
+    assert share(load_family(read_bundle(root).manifest), (90, 40)) == 1
+
+
+@pytest.mark.parametrize("fit", ["", "Pad", "letterbox", 1, ["pad"], True])
+def test_an_unknown_fit_is_refused_with_those_that_there_are(fit: Any, bundle: Bundles) -> None:
+    with pytest.raises(UsageError, match="expected one of crop, pad, stretch, or None"):
+        Pipeline.load(bundle("gqa-112"), fit=fit)
+
+
+def test_no_fit_makes_a_model_of_images_take_clips(manifest: Manifest) -> None:
+    clip = Clip([Image.new("RGB", (64, 36))] * 4, fps=2)
+    for fit in (None, *FITS):
+        with pytest.raises(VideoError, match="takes no video"):
+            load_family(manifest, fit).shown(clip)
+
+
+def test_a_damaged_bundle_is_still_refused_as_one(manifest: Manifest) -> None:
+    broken = replace(manifest, processor={**manifest.processor, "image_mean": [0.5]})
+    with pytest.raises(BundleError, match="malformed"):
+        load_family(broken, "pad")
+
+
+def test_a_panorama_too_long_to_crop_can_be_stretched(manifest: Manifest) -> None:
+    panorama = Image.new("RGB", (30000, 10))
+    for fit in (None, "crop", "pad"):
+        with pytest.raises(SinkpruneError, match="30000x10"):
+            load_family(manifest, fit).see(panorama)  # type: ignore[arg-type]
+    assert load_family(manifest, "stretch").see(panorama).layout.seen_share == 1
+
+
+@pytest.mark.parametrize(("size", "fit"), each_once([(640, 360), (200, 480)], [None, *FITS]))
+def test_the_overlay_hatches_what_is_not_seen_and_draws_tokens_in_place(
+    fit: Fit | None, size: tuple[int, int], bundle: Bundles
+) -> None:
+    image = Image.new("RGB", size, (255, 0, 255))
+    answer = Pipeline.load(bundle("mha-336"), fit=fit).generate(image, "What?", budget="retain-64", max_new_tokens=1)
+    scale = 1100 / max(size)
+    drawn = np.asarray(draw_overlay([image], answer.method, answer.kept))[: round(size[1] * scale)]
+    boxes = answer.kept.layout.boxes
+    white = (drawn == 250).all(axis=2)
+    rows, columns = np.indices(white.shape)
+    left, top = boxes[:, :2].min(axis=0) * scale
+    right, bottom = boxes[:, 2:].max(axis=0) * scale
+    outside = (columns < left) | (columns >= right) | (rows < top) | (rows >= bottom)
+    inside = (columns > left + 1) & (columns < right - 1) & (rows > top + 1) & (rows < bottom - 1)
+    assert outside.any() == (fit in (None, "crop"))
+    if outside.any():
+        assert 0.1 < white[outside].mean() < 0.15
+        assert outside.mean() == pytest.approx(1 - answer.kept.layout.seen_share, abs=0.01)
+    assert not white[inside].any()
+    fates = token_fates(answer.kept)
+    within = ((boxes[:, :2] >= 0) & (boxes[:, 2:] <= size)).all(axis=1)
+    assert (fates.kept & within).any()
+    for tokens, colour in ((fates.salience, (0, 140, 255)), (fates.diversity, (20, 200, 70))):
+        for token in np.flatnonzero(tokens & within):
+            x, y, *_ = np.rint(boxes[token] * scale).astype(int) + 1
+            assert tuple(drawn[y + 5, x]) == tuple(drawn[y, x + 5]) == colour

@@ -1,0 +1,255 @@
+"""Image files of strangers: only the formats we name, within stated limits; all else is an `ImageError`."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from sinkprune.contract.errors import ImageError
+from sinkprune.runtime.media.images import FORMATS, MOST_BYTES, MOST_PIXELS, MOST_WEBP_PIXELS, read_image, to_rgb
+from support.programs.repository import ROOT
+from support.programs.slow_cases import each_once, slow
+
+CORPUS = sorted((ROOT / "tests" / "fuzz" / "corpus" / "pictures").iterdir())
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n0 0 moveto\nshowpage\n%%EOF\n"
+# Run in a process of its own: the peak of what a picture adds to the libraries.
+_PEAK = """
+import re, sys
+from sinkprune.runtime.media.images import read_image
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+before = peak()
+read_image(sys.argv[1])
+print(peak() - before)
+"""
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def named(folder: Path, data: bytes, name: str = "photo.jpg") -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def test_an_eps_named_jpg_starts_no_ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "called"
+    program = named(tmp_path, f"#!/bin/sh\necho called >> '{trace}'\n".encode(), "gs")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(ImageError, match=r"photo\.jpg' is not an image Pillow can read"):
+        read_image(named(tmp_path, EPS))
+    assert not trace.exists()
+    with pytest.raises(OSError), Image.open(tmp_path / "photo.jpg") as opened:
+        opened.load()
+    assert trace.exists(), "the trap does not work"
+
+
+def test_no_other_plugin_is_asked(tmp_path: Path, photo: Image.Image) -> None:
+    asked = []
+
+    def accept(prefix: bytes) -> bool:
+        asked.append(prefix)
+        return False
+
+    Image.preinit()
+    Image.register_open("TRAP", lambda file, name: None, accept)
+    try:
+        read_image(named(tmp_path, encoded(photo, "TIFF")))
+        with pytest.raises(ImageError, match="JPEG, PNG, WEBP, BMP, GIF, TIFF or PPM"):
+            read_image(named(tmp_path, EPS))
+        assert not asked
+    finally:
+        Image.ID.remove("TRAP")
+        del Image.OPEN["TRAP"]
+
+
+@pytest.mark.parametrize("kind", ["AVIF", "JPEG2000", "DDS", "ICO", "TGA", "PCX"])
+def test_other_formats_are_refused_whole(kind: str, tmp_path: Path, photo: Image.Image) -> None:
+    try:
+        data = encoded(photo.resize((16, 16)), kind)
+    except (KeyError, OSError):
+        pytest.skip(f"this Pillow writes no {kind}")
+    with pytest.raises(ImageError, match="is not an image Pillow can read"):
+        read_image(named(tmp_path, data))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_all_formats_are_read_by_what_they_hold_not_by_their_name(
+    kind: str, tmp_path: Path, photo: Image.Image
+) -> None:
+    data = encoded(photo, kind)
+    with Image.open(io.BytesIO(data)) as expected:
+        assert np.array_equal(np.asarray(read_image(named(tmp_path, data, "photo.eps"))), expected.convert("RGB"))
+
+
+def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.jpg")
+    with pytest.raises(ImageError, match=r"fifo\.jpg' is a FIFO, expected a regular file\. Give a JPEG"):
+        read_image(tmp_path / "fifo.jpg")
+    with pytest.raises(ImageError, match="is a device"):
+        read_image("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(ImageError, match="is a socket"):
+            read_image(tmp_path / "socket")
+    for name in ("nul\0.jpg", "\ud800.jpg", "x" * 300):
+        with pytest.raises(ImageError):
+            read_image(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("PNG", (MOST_PIXELS // 8192 + 1, 8192)),
+        ("GIF", (MOST_PIXELS // 8192 + 1, 8192)),
+        slow(("WEBP", (8192, 6145))),
+    ],
+)
+def test_one_column_too_many_is_refused_before_decoding(kind: str, size: tuple[int, int], tmp_path: Path) -> None:
+    most = MOST_WEBP_PIXELS if kind == "WEBP" else MOST_PIXELS
+    assert most < size[0] * size[1] < 1.01 * most
+    path = named(tmp_path, encoded(Image.new("L", size), kind))
+    # No pixels are left to decode, and nobody misses them.
+    path.write_bytes(path.read_bytes()[: 60 if kind == "PNG" else None])
+    with pytest.raises(ImageError, match=rf"photo\.jpg'.*has {size[0]}x{size[1]} pixels.*at most {most}.*Scale it"):
+        read_image(path)
+
+
+def test_a_file_larger_than_its_pixels_could_be_is_not_read(tmp_path: Path, photo: Image.Image) -> None:
+    path = named(tmp_path, encoded(photo, "BMP"))
+    os.truncate(path, MOST_BYTES + 1)
+    with pytest.raises(ImageError, match="has 269484033 bytes, expected at most 269484032"):
+        read_image(path)
+
+
+def test_what_cameras_append_to_a_jpeg_is_ignored(tmp_path: Path, photo: Image.Image) -> None:
+    """Motion photos have a video after the picture, and a thumbnail within the EXIF data."""
+    data = encoded(photo, "JPEG", progressive=True)
+    thumbnail = b"\xff\xe1\x0f\xff" + b"\xff\xda" * 0x7FE + b"\0"
+    camera = data[:2] + thumbnail + data[2:] + b"\0\2" + b"\xff\xda\0\2" * 1000
+    with Image.open(io.BytesIO(data)) as expected:
+        assert np.array_equal(np.asarray(read_image(named(tmp_path, camera))), expected.convert("RGB"))
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
+def test_what_was_once_found_is_read_or_refused(path: Path) -> None:
+    try:
+        assert read_image(path).mode == "RGB"
+    except ImageError as error:
+        assert f"'{path}'" in str(error)
+
+
+def plain_rgb(image: Image.Image) -> Image.Image:
+    """What transformers shows a model, in as many copies as it takes."""
+    image = ImageOps.exif_transpose(image)
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image.convert("RGB")
+    over = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", over.size, (255, 255, 255, 255)), over).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    ("form", "orientation"),
+    each_once(
+        [
+            *[(mode, "PNG") for mode in ("1", "L", "P", "RGB", "LA", "RGBA")],
+            *[(mode, "TIFF") for mode in ("1", "L", "P", "RGB", "LA", "RGBA", "CMYK", "LAB")],
+            *[("RGB", "JPEG"), ("CMYK", "JPEG"), ("L", "JPEG"), ("RGBA", "WEBP"), ("RGB", "WEBP")],
+        ],
+        [None, 1, 3, 6, 7],
+    ),
+)
+def test_odd_modes_give_the_pixels_that_pillow_gives(
+    form: tuple[str, str], orientation: int | None, tmp_path: Path
+) -> None:
+    """Large enough to be made opaque in several strips."""
+    mode, kind = form
+    values = np.random.default_rng(0).integers(0, 256, (1201, 1003, 4), dtype=np.uint8)
+    picture = Image.fromarray(values)
+    if mode != "RGBA":
+        picture = picture.convert(mode) if mode in ("LA", "L", "1") else picture.convert("RGB").convert(mode)
+    exif = Image.Exif()
+    if orientation:
+        exif[0x112] = orientation
+    options: dict[str, object] = {"transparency": 3} if (mode, kind) in (("P", "PNG"), ("L", "PNG")) else {}
+    data = encoded(picture, kind, exif=exif, **options)
+    with Image.open(io.BytesIO(data)) as expected:
+        found = read_image(named(tmp_path, data))
+        assert found.size == plain_rgb(expected).size
+        assert np.array_equal(np.asarray(found), np.asarray(plain_rgb(expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "kind", "rows"),
+    [
+        ("RGB", "JPEG", 8192),
+        ("CMYK", "JPEG", 8192),
+        ("P", "PNG", 8192),
+        ("LA", "PNG", 8192),
+        ("RGBA", "PNG", 8192),
+        ("I;16", "PNG", 8192),
+        ("RGBA", "TIFF", 8192),
+        ("P", "GIF", 8192),
+        ("RGBA", "WEBP", 6144),
+    ],
+)
+def test_the_largest_pictures_take_less_than_a_gigabyte(mode: str, kind: str, rows: int, tmp_path: Path) -> None:
+    picture = Image.new("RGBA", (8192, rows), (200, 100, 50, 90))
+    if mode == "I;16":
+        picture = Image.fromarray(np.full((rows, 8192), 999, np.uint16))
+    elif mode != "RGBA":
+        picture = picture.convert(mode) if mode == "LA" else picture.convert("RGB").convert(mode)
+    options: dict[str, object] = {"transparency": 3} if mode == "P" else {}
+    exif = Image.Exif()
+    exif[0x112] = 6
+    options |= {"progressive": True, "exif": exif} if kind == "JPEG" else {}
+    path = named(tmp_path, encoded(picture, kind, **options))
+    done = subprocess.run([sys.executable, "-c", _PEAK, path], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1e9
+
+
+def test_arrays_and_pictures_in_memory_have_the_same_limit() -> None:
+    with pytest.raises(ImageError, match="the image is too large"):
+        to_rgb(np.broadcast_to(np.zeros(3, np.uint8), (20_000, 20_000, 3)))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM"])
+def test_greyscale_of_16_bits_is_scaled_by_its_range(kind: str, tmp_path: Path) -> None:
+    depths = np.linspace(0, 65535, 1201 * 1003).astype(np.uint16).reshape(1201, 1003)
+    path = named(tmp_path, encoded(Image.fromarray(depths), kind))
+    expected = np.rint(depths / 257).astype(np.uint8)
+    grey = np.asarray(read_image(path))
+    assert (grey == expected[..., None]).all()
+    with Image.open(path) as opened:
+        assert np.array_equal(np.asarray(to_rgb(opened)), grey)
+
+
+def test_greyscale_of_16_bits_is_turned_and_its_transparent_value_is_white(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6
+    depths = Image.fromarray(np.array([[0, 257], [514, 65535]], np.uint16))
+    path = named(tmp_path, encoded(depths, "PNG", exif=exif, transparency=514))
+    assert np.asarray(read_image(path))[..., 0].tolist() == [[255, 0], [255, 1]]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path) -> None:
+    picture = Image.fromarray(np.ones((4, 4), dtype))
+    said = r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale its values to 8 bits\."
+    with pytest.raises(ImageError, match=said):
+        read_image(named(tmp_path, encoded(picture, "TIFF")))
+    with pytest.raises(ImageError, match=said):
+        to_rgb(picture)

@@ -1,0 +1,48 @@
+"""The line about 16-bit pictures, whose values were scaled to 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune.runtime.media.images import had_16_bits, read_image, to_rgb
+from support.programs.commands import run
+
+SAID = (
+    "16-bit greyscale was divided by 257. Its largest value is now 16 of 255. If that is too dark, scale the picture "
+    "to 8 bits yourself.\n"
+)
+
+
+@pytest.fixture
+def depth(tmp_path: Path) -> Path:
+    """Millimetres up to 4 metres, as a depth camera writes them."""
+    path = tmp_path / "depth.png"
+    Image.fromarray(np.linspace(0, 4000, 90 * 90).astype(np.uint16).reshape(90, 90)).save(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("sinkprune-run", ("--max-new-tokens", 1)),
+        ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup", 0, "--new-tokens", 1)),
+    ],
+)
+def test_a_line_names_the_largest_value(
+    command: str, options: tuple[object, ...], bundle: Callable[..., Path], depth: Path
+) -> None:
+    outcome = run(command, bundle("gqa-112"), "--image", depth, "--prompt", "What is this?", *options)
+    assert (outcome.code, outcome.stderr) == (0, f"{depth}: {SAID}")
+
+
+def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None:
+    grey = tmp_path / "grey.png"
+    Image.new("L", (4, 4), 9).save(grey)
+    assert not had_16_bits(read_image(grey))
+    with Image.open(depth) as opened:
+        assert had_16_bits(to_rgb(opened)) and had_16_bits(read_image(depth))

@@ -1,0 +1,200 @@
+"""Video files give the frames that were written, whole ones of every kind; cut and damaged ones are refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune.contract.errors import VideoError
+from sinkprune.runtime.media.clip import ClipSize, shown
+from sinkprune.runtime.media.video_file import VideoFile
+from support.models.clips import LIMITS, frames
+from support.models.video_files import trimmed, write_video
+from support.programs.slow_cases import every
+
+av = pytest.importorskip("av")
+
+SIZE, COUNT = (160, 112), 30
+KINDS = {
+    "mp4": "libx264",
+    "mov": "mpeg4",
+    "mkv": "libx264",
+    "webm": "libvpx-vp9",
+    "avi": "mpeg4",
+    "wmv": "wmv2",
+    "flv": "libx264",
+    "gif": "gif",
+    "ts": "libx264",
+}
+FAST_START = {"movflags": "faststart"}
+"""The header of an MP4 stands in front, and is there when the end is not."""
+CUT = [
+    *[(suffix, codec, {}) for suffix, codec in KINDS.items() if suffix != "ts"],
+    ("mp4", "libx264", FAST_START),
+    ("mp4", "libx264", {"movflags": "frag_keyframe+empty_moov"}),
+    ("mkv", "mpeg4", {}),
+    ("mkv", "libx265", {}),
+    ("mkv", "libsvtav1", {}),
+    ("webm", "libvpx", {}),
+    ("avi", "mjpeg", {}),
+]
+
+
+@pytest.fixture
+def pictures(photo: Image.Image) -> list[Image.Image]:
+    """A camera that moves to the right."""
+    return frames(COUNT, SIZE, photo)
+
+
+def read(path: Path) -> list[Image.Image]:
+    """All frames, as a request for them would read them."""
+    video = VideoFile(path)
+    return video.read(range(video.count))
+
+
+def test_a_file_gives_the_frames_that_were_written(pictures: list[Image.Image], tmp_path: Path) -> None:
+    video = VideoFile(write_video(tmp_path / "clip.mp4", pictures[:20]))
+    assert (video.count, video.fps) == (20, 10.0)
+    taken = shown(video, LIMITS, 2)
+    assert taken.size == ClipSize(160, 112, 4, 2.0)
+    for frame, index in zip(taken.frames, (0, 5, 10, 15), strict=True):
+        written, neighbour = (np.asarray(pictures[i], float) for i in (index, index + 2))
+        found = np.asarray(frame, float)
+        assert np.abs(found - written).mean() < 6
+        assert np.abs(found - written).mean() < np.abs(found - neighbour).mean()
+
+
+@pytest.mark.parametrize(("suffix", "codec", "flags"), [*CUT, ("ts", "libx264", {})])
+def test_whole_files_of_every_kind_are_read(
+    suffix: str, codec: str, flags: dict[str, str], pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    path = write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec, flags=flags)
+    assert len(read(path)) == COUNT
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lengths": (1, 7, 2, 25)}, {"audio_seconds": 6.0}],
+    ids=["frames of different lengths", "sound that goes on"],
+)
+@pytest.mark.parametrize("suffix", [kind for kind in KINDS if kind not in ("gif", "mov")])
+def test_whole_files_out_of_the_ordinary_are_read(
+    suffix: str, options: dict[str, Any], pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    codec = KINDS[suffix]
+    assert len(read(write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec, **options))) == COUNT
+
+
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+@pytest.mark.parametrize(("start", "seconds", "left"), [(0.7, 1, 10), (0, 1, 10), (0.7, 2.3, 23)])
+def test_a_trim_shows_the_frames_of_its_edit_list(
+    codec: str, start: float, seconds: float, left: int, pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    path = write_video(tmp_path / "clip.mp4", pictures, codec=codec, flags=FAST_START)
+    found = read(trimmed(path, start, seconds))
+    assert len(found) == left
+    first = np.asarray(pictures[round(start * 10)], float)
+    assert np.abs(np.asarray(found[0], float) - first).mean() < 8
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 4])
+    with pytest.raises(VideoError, match=r"clip\.mp4' is broken"):
+        read(path)
+
+
+@pytest.mark.parametrize(("suffix", "codec", "flags"), CUT)
+@pytest.mark.parametrize("share", [pytest.param(0.5, marks=pytest.mark.slow), 0.9])
+def test_a_file_without_its_end_is_refused_and_not_used_as_far_as_it_goes(
+    share: float, suffix: str, codec: str, flags: dict[str, str], pictures: list[Image.Image], tmp_path: Path
+) -> None:
+    path = write_video(tmp_path / f"clip.{suffix}", pictures, codec=codec, flags=flags)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(VideoError, match=rf"clip\.{suffix}' is broken"):
+        read(path)
+
+
+def test_a_file_cut_between_two_frames_is_refused(pictures: list[Image.Image], tmp_path: Path) -> None:
+    whole = write_video(tmp_path / "clip.avi", pictures).read_bytes()
+    for share in (0.3, 0.7):
+        (tmp_path / "cut.avi").write_bytes(whole[: whole.rindex(b"00dc", 0, int(len(whole) * share))])
+        with pytest.raises(VideoError, match=r"cut\.avi' is broken"):
+            read(tmp_path / "cut.avi")
+    path = write_video(tmp_path / "clip.mp4", pictures, flags=FAST_START)
+    with av.open(str(path)) as container:
+        starts = [packet.pos for packet in container.demux(video=0) if packet.size]
+    path.write_bytes(path.read_bytes()[: starts[20]])
+    with pytest.raises(VideoError, match=r"clip\.mp4' is broken: its header says 3\.00 seconds and it ends after 2"):
+        read(path)
+    whole = write_video(tmp_path / "clip.gif", pictures, codec="gif").read_bytes()
+    assert whole[-1:] == b";"
+    (tmp_path / "cut.gif").write_bytes(whole[:-1])
+    with pytest.raises(VideoError, match=r"cut\.gif' is broken"):
+        read(tmp_path / "cut.gif")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "codec", "flags"),
+    every(2, (kind for kind in [*CUT, ("ts", "mpeg4", {})] if kind[1] not in ("libx265", "wmv2"))),
+)
+def test_a_file_with_a_stretch_of_zeros_is_refused(
+    suffix: str, codec: str, flags: dict[str, str], photo: Image.Image, tmp_path: Path
+) -> None:
+    """Long enough to hide where a frame begins: a codec may make something of any bytes within one."""
+    noise = np.random.default_rng(0).integers(0, 256, (COUNT, *SIZE[::-1], 3), dtype=np.uint8)
+    pictures = frames(COUNT, SIZE, photo)
+    noisy = [Image.blend(*pair, 0.4) for pair in zip(pictures, map(Image.fromarray, noise), strict=True)]
+    path = write_video(tmp_path / f"clip.{suffix}", noisy, codec=codec, flags=flags)
+    whole = path.read_bytes()
+    start, length = len(whole) // 2, len(whole) // 5
+    path.write_bytes(whole[:start] + bytes(length) + whole[start + length :])
+    with pytest.raises(VideoError, match=rf"clip\.{suffix}' is broken"):
+        read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"no video at all" * 100])
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_files_that_are_no_videos(suffix: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / f"clip.{suffix}").write_bytes(content)
+    with pytest.raises(VideoError, match=rf"clip\.{suffix}' is broken or no video: .*[a-z]\. Give") as caught:
+        VideoFile(tmp_path / f"clip.{suffix}")
+    assert "Errno" not in str(caught.value)
+    with pytest.raises(VideoError, match="no such file"):
+        VideoFile(tmp_path / "none.mp4")
+
+
+def test_a_file_without_frames_and_one_of_sound_alone(pictures: list[Image.Image], tmp_path: Path) -> None:
+    for name in ("empty.mkv", "empty.avi"):
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("mpeg4", rate=10)
+            stream.width, stream.height = SIZE
+            container.start_encoding()
+        with pytest.raises(VideoError, match=rf"{name}'") as caught:
+            VideoFile(tmp_path / name)
+        assert "Errno" not in str(caught.value)
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=48000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+        frame.sample_rate = 48000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    with pytest.raises(VideoError, match=r"sound\.mp4' has no video"):
+        VideoFile(tmp_path / "sound.mp4")
+
+
+def test_a_codec_that_is_not_known_is_told(pictures: list[Image.Image], tmp_path: Path) -> None:
+    path = write_video(tmp_path / "clip.avi", pictures)
+    path.write_bytes(path.read_bytes().replace(b"FMP4", b"ZZZZ"))
+    with pytest.raises(VideoError, match=r"clip\.avi' is of a codec that PyAV does not know"):
+        VideoFile(path)
+
+
+def test_a_missing_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "clip.mp4").write_bytes(b"x")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(VideoError, match=r"sinkprune\[video\]"):
+        VideoFile(tmp_path / "clip.mp4")

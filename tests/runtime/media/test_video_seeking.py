@@ -1,0 +1,164 @@
+"""Frames that are sought are those of a full decode, and only frames near them are decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from sinkprune.contract.errors import VideoError
+from sinkprune.runtime.media import keyframe_index
+from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
+from sinkprune.runtime.media.video_file import VideoFile
+from support.models.clips import VIDEO_BUDGETS, frames
+from support.models.video_files import trimmed, turned, write_video
+from support.programs.commands import run
+
+av = pytest.importorskip("av")
+
+SIZE, COUNT = (96, 64), 40
+SAMPLES = [(0,), (39,), (7, 8, 9), (0, 13, 26, 39), (19, 21, 38), tuple(range(1, 40))]
+SOUGHT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "B-frames": ("mp4", "libx264", {"coding": {"g": "10", "bf": "3"}}),
+    "short groups": ("mp4", "libx264", {"coding": {"g": "2", "bf": "1"}}),
+    "open groups": ("mp4", "libx264", {"coding": {"x264-params": "keyint=10:min-keyint=10:open-gop=1:bframes=3"}}),
+    "intra refresh": ("mkv", "libx264", {"coding": {"x264-params": "keyint=10:intra-refresh=1:bframes=0"}}),
+    "MPEG-4 with B-frames": ("mov", "mpeg4", {"coding": {"g": "9", "bf": "2"}}),
+    "HEVC": ("mp4", "libx265", {"coding": {"x265-params": "keyint=10:min-keyint=10:open-gop=1:log-level=none"}}),
+    "Matroska": ("mkv", "libx264", {"coding": {"g": "10", "bf": "2"}}),
+    "VP9": ("webm", "libvpx-vp9", {"coding": {"g": "10"}}),
+    "frames of different lengths": ("mp4", "libx264", {"coding": {"g": "10", "bf": "2"}, "lengths": (1, 7, 2, 25)}),
+    "sound": ("mp4", "libx264", {"coding": {"g": "10"}, "audio_seconds": 4.0}),
+    "fragments": ("mp4", "libx264", {"coding": {"g": "10"}, "flags": {"movflags": "frag_keyframe+empty_moov"}}),
+}
+DECODED_WHOLE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "AVI": ("avi", "mpeg4", {"coding": {"g": "10", "bf": "2"}}),
+    "TS": ("ts", "libx264", {"coding": {"g": "10", "bf": "2"}}),
+    "one keyframe": ("mp4", "libx264", {}),
+}
+
+
+def written(folder: Path, photo: Image.Image, kind: tuple[str, str, Mapping[str, Any]]) -> Path:
+    suffix, codec, options = kind
+    return write_video(folder / f"clip.{suffix}", frames(COUNT, SIZE, photo), codec=codec, **options)
+
+
+def assert_as_the_full_decode(path: Path) -> None:
+    """Every sample holds the frames that reading all of them gives."""
+    video = VideoFile(path)
+    whole = [np.asarray(frame) for frame in video.read(range(video.count))]
+    assert len(whole) == video.count
+    for sample in SAMPLES:
+        wanted = [index for index in sample if index < video.count]
+        for found, index in zip(video.read(wanted), wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(found), whole[index], err_msg=f"frame {index} of {wanted}")
+
+
+@pytest.mark.parametrize("name", [*SOUGHT, *DECODED_WHOLE])
+def test_samples_are_the_frames_of_the_full_decode(name: str, photo: Image.Image, tmp_path: Path) -> None:
+    path = written(tmp_path, photo, (SOUGHT | DECODED_WHOLE)[name])
+    assert VideoFile(path).can_seek == (name in SOUGHT)
+    assert_as_the_full_decode(path)
+
+
+@pytest.mark.parametrize(("start", "seconds"), [(0.7, 2), (1.5, 1.3)])
+def test_samples_of_a_trim(start: float, seconds: float, photo: Image.Image, tmp_path: Path) -> None:
+    path = trimmed(written(tmp_path, photo, SOUGHT["B-frames"]), start, seconds)
+    assert_as_the_full_decode(path)
+
+
+@pytest.mark.parametrize("name", ["B-frames", "Matroska", "VP9", "frames of different lengths"])
+def test_only_the_group_of_a_frame_is_decoded(
+    name: str, photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    video = VideoFile(written(tmp_path, photo, SOUGHT[name]))
+    seen: list[int] = []
+
+    class Stream:
+        """A container that counts the packets that are decoded."""
+
+        def __init__(self, container: Any) -> None:
+            self.seek, self._container = container.seek, container
+
+        def demux(self, stream: Any) -> Any:
+            for packet in self._container.demux(stream):
+                seen.append(packet.pts)
+                yield packet
+
+    group = KeyframeIndex._group
+    monkeypatch.setattr(KeyframeIndex, "_group", lambda self, container, *rest: group(self, Stream(container), *rest))
+    assert len(video.read([3, 4, 33])) == 3
+    assert 0 < len(seen) < 32
+
+
+def test_an_index_that_misleads_has_all_frames_decoded(
+    photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, photo, SOUGHT["B-frames"])
+    video = VideoFile(path)
+    expected = np.asarray(video.read(range(COUNT))[13])
+    # As in a file whose times are not those of its frames.
+    video._index._times = [time + 1 for time in video._index._times]
+    with video._stream() as (container, stream, _), pytest.raises(LostFrameError):
+        list(video._index.frames(container, stream, [13]))
+    np.testing.assert_array_equal(np.asarray(video.read([13])[0]), expected)
+    assert keyframe_index.LostFrameError is LostFrameError
+
+
+def test_damage_near_a_sought_frame_is_refused(photo: Image.Image, tmp_path: Path) -> None:
+    path = written(tmp_path, photo, SOUGHT["B-frames"])
+    with av.open(str(path)) as container:
+        places = [(packet.pos, packet.size) for packet in container.demux(video=0) if packet.size]
+    data, (start, size) = bytearray(path.read_bytes()), places[20]
+    data[start + 4 : start + size] = bytes(size - 4)
+    path.write_bytes(data)
+    with pytest.raises(VideoError, match=r"clip\.mp4' is broken"):
+        VideoFile(path).read([25])
+
+
+@pytest.mark.parametrize(
+    ("matrix", "orientation"),
+    [
+        ((1, 0, 0, 1), 1),
+        ((-1, 0, 0, 1), 2),
+        ((-1, 0, 0, -1), 3),
+        ((1, 0, 0, -1), 4),
+        ((0, 1, 1, 0), 5),
+        ((0, 1, -1, 0), 6),
+        ((0, -1, -1, 0), 7),
+        ((0, -1, 1, 0), 8),
+    ],
+)
+def test_a_clip_is_turned_as_a_picture_of_that_orientation(
+    matrix: tuple[int, int, int, int], orientation: int, photo: Image.Image, tmp_path: Path
+) -> None:
+    path = written(tmp_path, photo, SOUGHT["B-frames"])
+    plain = VideoFile(path).read([3])[0]
+    plain.getexif()[0x0112] = orientation
+    expected = ImageOps.exif_transpose(plain)
+    video = VideoFile(turned(path, matrix))
+    for found in (video.read([3])[0], video.read(range(COUNT))[3]):
+        assert found.size == ((SIZE[1], SIZE[0]) if orientation > 4 else SIZE)
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_another_angle_is_refused(photo: Image.Image, tmp_path: Path) -> None:
+    path = turned(written(tmp_path, photo, SOUGHT["B-frames"]), (0.5, 0.8, -0.8, 0.5))
+    with pytest.raises(VideoError, match=r"display matrix is .*expected a turn by 0, 90, 180 or 270 degrees"):
+        VideoFile(path).read([3])
+
+
+@pytest.mark.parametrize(("suffix", "told"), [("avi", True), ("mp4", False)])
+def test_a_long_video_that_is_decoded_as_a_whole_is_reported(
+    suffix: str, told: bool, bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    path = tmp_path / f"clip.{suffix}"
+    write_video(path, frames(COUNT, SIZE, photo) * 8, fps=30, codec="mpeg4", coding={"g": "30"})
+    asked = ["--video", path, "--prompt", "What happens?", "--budget", "prune-80", "--max-new-tokens", 1]
+    outcome = run("sinkprune-run", bundle("qwen", "fp32", VIDEO_BUDGETS, max_frames=8), *asked)
+    assert outcome.code == 0, outcome.stderr
+    assert ("decodes all 320 frames, because no list of keyframes" in outcome.stderr) == told

@@ -1,0 +1,146 @@
+"""LLaVA-NeXT's image processor equals transformers' own, and rows, boxes and groups follow its tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import LlavaNextImageProcessorPil
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.llava_next.modeling_llava_next import unpad_image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.runtime.families.llava import Llava
+from sinkprune.runtime.families.llava_next import LlavaNext
+from sinkprune.runtime.overlay import draw_overlay
+from sinkprune.runtime.processors.llava_next import LlavaNextProcessor
+from support.models.llava_next_checkpoints import PINPOINTS, SIDE
+from support.references.steps import layout_of
+
+# Square, wide, tall, ragged, smaller than a tile, larger than every canvas, longer than any
+SIZES = [(224, 224), (640, 210), (150, 500), (333, 517), (10, 7), (1, 1), (1400, 1301), (1000, 5), (3, 700)]
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    return read_bundle(bundle("next")).manifest
+
+
+@pytest.fixture(scope="module")
+def family(manifest: Manifest) -> LlavaNext:
+    return LlavaNext(manifest)
+
+
+def their_rows(size: tuple[int, int]) -> list[int]:
+    """`pack_image_features` of transformers, on token numbers."""
+    side = SIDE // 14
+    height, width = select_best_resolution((size[1], size[0]), PINPOINTS)
+    rows, columns = height // SIDE, width // SIDE
+    tokens = torch.arange(side**2, (1 + rows * columns) * side**2).view(rows, columns, side, side)
+    canvas = tokens.permute(0, 2, 1, 3).reshape(1, rows * side, columns * side)
+    lines = unpad_image(canvas, (size[1], size[0]))[0].tolist()
+    return [*range(side**2), *(token for line in lines for token in [*line, -1])]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("resample", [2, 3])
+def test_tiles_equal_transformers(size: tuple[int, int], resample: int, photo: Image.Image) -> None:
+    known = read_family("preset", PRESETS["llava-next-7b"]).processor({"resample": resample})
+    image = photo.resize(size)
+    square = {"height": 336, "width": 336}
+    theirs = LlavaNextImageProcessorPil(size={"shortest_edge": 336}, crop_size=square, resample=resample)
+    expected = theirs(image, return_tensors="np")["pixel_values"][0]
+    found = LlavaNextProcessor(known, 336)(image)
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-5
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.tuples(st.integers(1, 3000), st.integers(1, 3000)))
+def test_unpruned_rows_are_those_that_transformers_packs(family: LlavaNext, size: tuple[int, int]) -> None:
+    layout = layout_of(family, size)
+    assert layout.unpruned_rows.tolist() == their_rows(size)
+    assert layout.unpruned_rows.max() < layout.groups * layout.tokens
+    assert len(layout.unpruned_rows) <= len(family.largest()["image"].unpruned_rows)
+
+
+@settings(deadline=None)
+@given(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), st.permutations(PINPOINTS))
+def test_the_canvas_is_the_one_transformers_chooses(
+    manifest: Manifest, size: tuple[int, int], pinpoints: list[list[int]]
+) -> None:
+    canvas = LlavaNextProcessor({**manifest.processor, "image_grid_pinpoints": pinpoints}, SIDE).canvas(size)
+    assert (canvas.height, canvas.width) == tuple(select_best_resolution((size[1], size[0]), pinpoints))
+
+
+def test_flops_count_every_tile(family: LlavaNext, manifest: Manifest) -> None:
+    whole, tiles = layout_of(Llava(manifest), (224, 224)), layout_of(family, (224, 224))
+    assert tiles.tower_flops == 5 * whole.tower_flops
+    assert tiles.projector_flops == whole.projector_flops
+
+
+def test_groups_are_the_whole_image_and_its_tiles(family: LlavaNext) -> None:
+    sizes = {(112, 112): 3, (224, 112): 3, (224, 224): 5, (336, 112): 4, (112, 336): 4, (2000, 10): 4}
+    assert {size: layout_of(family, size).groups for size in sizes} == sizes
+    largest = family.largest()["image"]
+    assert largest.groups == 5
+    # Five tiles of 8x8, 16 lines of 16
+    assert len(largest.unpruned_rows) == 5 * 64 + 16
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_boxes_of_the_tiles_cover_the_image(size: tuple[int, int], family: LlavaNext) -> None:
+    layout = layout_of(family, size)
+    boxes, (whole, tiles) = layout.boxes, layout.views
+    assert len(boxes) == tiles.stop == layout.groups * 64
+    assert [*boxes[whole].min(axis=0)[:2], *boxes[whole].max(axis=0)[2:]] == pytest.approx([0, 0, *size])
+    left, top, right, bottom = *boxes[tiles].min(axis=0)[:2], *boxes[tiles].max(axis=0)[2:]
+    assert left <= 0
+    assert top <= 0
+    assert right >= size[0] - 1e-6
+    assert bottom >= size[1] - 1e-6
+    areas = (boxes[tiles, 2] - boxes[tiles, 0]) * (boxes[tiles, 3] - boxes[tiles, 1])
+    assert areas.sum() == pytest.approx((right - left) * (bottom - top))
+
+
+def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
+    black = Image.new("RGB", (300, 200))
+    spotted = black.copy()
+    spotted.paste((255, 255, 255), (250, 20, 256, 26))
+    (after, layout), (before, _) = family.see(spotted), family.see(black)
+    change = after["pixel_values"] - before["pixel_values"]
+    patches = np.abs(change).reshape(-1, 3, 8, 14, 8, 14).sum(axis=(1, 3, 5)).reshape(-1)
+    for view in layout.views:
+        left, top, right, bottom = layout.boxes[view][patches[view].argmax()]
+        assert left <= 256
+        assert right >= 250
+        assert top <= 26
+        assert bottom >= 20
+
+
+def test_an_image_without_pixels_is_refused(family: LlavaNext) -> None:
+    with pytest.raises(ImageError, match="0x10"):
+        family.see(Image.new("RGB", (0, 10)))
+
+
+def test_the_overlay_has_a_picture_of_each_view(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("next")
+    answer = pipe.generate(photo, "What?", budget="retain-320", max_new_tokens=1)
+    drawn = draw_overlay([photo] * 2, "sinkpruner", answer.kept)
+    layout = replace(answer.kept.layout, views=answer.kept.layout.views[:1])
+    one = draw_overlay([photo], "sinkpruner", replace(answer.kept, layout=layout))
+    assert (one.width, drawn.width) == (1100, 2212)
+    assert one.crop((0, 0, 1100, 600)).tobytes() == drawn.crop((0, 0, 1100, 600)).tobytes()

@@ -1,0 +1,242 @@
+"""Preprocessing equals transformers' CLIP and LLaVA image processors, and token boxes lie where tokens look."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from transformers import CLIPImageProcessorPil, LlavaImageProcessorPil
+from transformers.image_utils import load_image
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import ImageError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.runtime.families.llava import Llava
+from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.processors.square import SquareProcessor
+from support.references.steps import layout_of
+
+SETTINGS: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "size": {"shortest_edge": 336},
+    "resample": 3,
+    "do_center_crop": True,
+    "crop_size": {"height": 336, "width": 336},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "do_pad": False,
+}
+SIZES = [(333, 517), (517, 333), (336, 336), (1, 1), (2, 700), (300, 2), (100, 37), (337, 336), (671, 1009)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no crop": {"do_center_crop": False},
+    "no crop, square size": {"do_center_crop": False, "size": {"height": 224, "width": 224}},
+    "bilinear": {"resample": 2},
+    "lanczos": {"resample": 1},
+    "height and width": {"size": {"height": 336, "width": 448}},
+    "crop larger than the image": {"size": {"shortest_edge": 215}},
+    "crop larger in height only": {
+        "size": {"height": 201, "width": 400},
+        "crop_size": {"height": 336, "width": 224},
+    },
+    "crop of odd size": {"crop_size": {"height": 225, "width": 331}},
+    "no resize": {"do_resize": False},
+    "no rescale": {"do_rescale": False, "do_normalize": False},
+    "other scale": {"rescale_factor": 1 / 127.5},
+    "no normalize": {"do_normalize": False},
+    "other mean and std": {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]},
+}
+COLOUR_KEYS: dict[str, Any] = {"P": 3, "L": 20, "RGB": (36, 3, 2)}
+LARGE_SIZES = [(1500, 1000), (1000, 1500), (1200, 1200), (1344, 1008), (901, 1733)]
+TOKENS = [(0, 0), (0, 23), (7, 12), (11, 5), (12, 12), (16, 18), (23, 0), (23, 23)]
+
+
+def theirs(path: Path, settings: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """What transformers computes for the file."""
+    kind = LlavaImageProcessorPil if settings["do_pad"] else CLIPImageProcessorPil
+    processor = kind(**(settings if settings["do_pad"] else {**settings, "do_pad": None}))
+    with Image.open(path) as image:
+        pixels: np.ndarray[Any, Any] = processor(ImageOps.exif_transpose(image), return_tensors="np")["pixel_values"][
+            0
+        ]
+    return pixels
+
+
+def assert_equal_to_transformers(path: Path, settings: dict[str, Any]) -> None:
+    expected = theirs(path, settings)
+    found = SquareProcessor(settings)(read_image(path))
+    assert found.dtype == np.float32
+    assert found.flags.c_contiguous
+    assert found.shape == expected.shape
+    assert np.abs(found - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize("do_pad", [False, True], ids=["clip", "llava padded"])
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_equals_transformers_at_odd_sizes(
+    size: tuple[int, int], do_pad: bool, photo: Image.Image, tmp_path: Path
+) -> None:
+    path = tmp_path / "photo.png"
+    photo.resize(size).save(path)
+    assert_equal_to_transformers(path, {**SETTINGS, "do_pad": do_pad})
+
+
+def test_llava_processor_without_padding_is_the_square_processor(photo_file: Path) -> None:
+    expected = LlavaImageProcessorPil(**SETTINGS)(load_image(str(photo_file)), return_tensors="np")
+    found = SquareProcessor(SETTINGS)(read_image(photo_file))
+    assert np.abs(found - expected["pixel_values"][0]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("do_pad", [False, True], ids=["clip", "llava padded"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_transformers_with_other_settings(variant: str, do_pad: bool, photo_file: Path) -> None:
+    assert_equal_to_transformers(photo_file, {**SETTINGS, **VARIANTS[variant], "do_pad": do_pad})
+
+
+def save_mode(photo: Image.Image, mode: str, folder: Path) -> Path:
+    """The photo in a file of another pixel mode, `mode+key` with one of its colours transparent."""
+    mode, key = mode.removesuffix("+key"), mode.endswith("+key")
+    alpha = Image.linear_gradient("L").resize(photo.size)
+    if mode == "CMYK":
+        image, name = photo.convert("CMYK"), "print.jpg"
+    elif mode in ("LA", "RGBA"):
+        image, name = photo.convert(mode.removesuffix("A") or "RGB"), "transparent.png"
+        image.putalpha(alpha)
+    else:
+        image, name = photo.convert(mode), "other.png"
+    image.save(folder / name, **({"transparency": COLOUR_KEYS[mode]} if key else {}))
+    with Image.open(folder / name) as saved:
+        assert saved.mode == mode
+    return folder / name
+
+
+@pytest.mark.parametrize("do_pad", [False, True], ids=["clip", "llava padded"])
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P", "1", "CMYK", "P+key", "L+key", "RGB+key"])
+def test_equals_transformers_for_other_pixel_modes(
+    mode: str, do_pad: bool, photo: Image.Image, tmp_path: Path
+) -> None:
+    path = save_mode(photo.resize((317, 211)), mode, tmp_path)
+    assert_equal_to_transformers(path, {**SETTINGS, "do_pad": do_pad})
+
+
+@pytest.mark.parametrize("suffix", ["webp", "bmp", "gif", "tiff"])
+def test_equals_transformers_for_other_file_formats(suffix: str, photo: Image.Image, tmp_path: Path) -> None:
+    path = tmp_path / f"photo.{suffix}"
+    photo.resize((317, 211)).save(path)
+    assert_equal_to_transformers(path, SETTINGS)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_equals_transformers_for_photos_turned_by_exif(orientation: int, photo: Image.Image, tmp_path: Path) -> None:
+    path = tmp_path / "turned.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photo.save(path, exif=exif, quality=95)
+    assert read_image(path).size == (photo.size if orientation < 5 else photo.size[::-1])
+    assert_equal_to_transformers(path, SETTINGS)
+    upright = SquareProcessor(SETTINGS)(photo)
+    turned = SquareProcessor(SETTINGS)(read_image(path))
+    assert (np.abs(turned - upright).mean() < 0.05) == (orientation == 1)
+
+
+def test_a_panorama_is_refused_with_its_size_and_the_ratio_that_works() -> None:
+    with pytest.raises(ImageError) as caught:
+        SquareProcessor(SETTINGS)(Image.new("RGB", (30000, 10)))
+    message = str(caught.value)
+    assert "30000x10" in message
+    assert str(336 * 3000) in message
+    ratio = int(message.split(" below ")[1].split(":1")[0])
+    assert SquareProcessor(SETTINGS).source_box((ratio, 1))[1::2] == (0, 1)
+
+
+def test_a_panorama_is_refused_before_padding_makes_it_a_giant_square() -> None:
+    with pytest.raises(ImageError, match="12000x10"):
+        SquareProcessor({**SETTINGS, "do_pad": True})(Image.new("RGB", (12000, 10)))
+
+
+def test_an_image_without_pixels_is_refused_with_its_size() -> None:
+    with pytest.raises(ImageError, match="0x10"):
+        SquareProcessor(SETTINGS)(Image.new("RGB", (0, 10)))
+
+
+@pytest.fixture(scope="module")
+def manifest(bundle: Callable[..., Path]) -> Manifest:
+    """The manifest of a bundle with 24x24 visual tokens."""
+    return read_bundle(bundle("mha-336")).manifest
+
+
+def family(manifest: Manifest, **settings: Any) -> Llava:
+    return Llava(dataclasses.replace(manifest, processor={**manifest.processor, **settings}))
+
+
+def patch_brightness(llava: Llava, manifest: Manifest, image: Image.Image) -> np.ndarray[Any, Any]:
+    """[24,24] mean brightness of each patch the vision tower sees, 0 black and 1 white."""
+    pixels = llava.see(image).inputs["pixel_values"][0]
+    mean, std = (np.array(manifest.processor[name])[:, None, None] for name in ("image_mean", "image_std"))
+    grey = (pixels * std + mean).mean(axis=0)
+    patches: np.ndarray[Any, Any] = grey.reshape(24, 14, 24, 14).mean(axis=(1, 3))
+    return patches
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"do_pad": True}, {"do_center_crop": False, "size": {"height": 336, "width": 336}}],
+    ids=["crop", "pad", "squeeze"],
+)
+@pytest.mark.parametrize("size", LARGE_SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+def test_a_bright_square_in_a_tokens_box_brightens_that_patch_alone(
+    size: tuple[int, int], settings: dict[str, Any], manifest: Manifest
+) -> None:
+    llava = family(manifest, **settings)
+    boxes = layout_of(llava, size).boxes
+    assert boxes.shape == (576, 4)
+    seen = 0
+    for row, column in TOKENS:
+        left, top, right, bottom = (round(edge) for edge in boxes[row * 24 + column])
+        if left < 0 or top < 0 or right > size[0] or bottom > size[1]:
+            assert settings.get("do_pad"), "only padding lies outside the image"
+            continue
+        image = Image.new("RGB", size)
+        image.paste((255, 255, 255), (left, top, right, bottom))
+        brightness = patch_brightness(llava, manifest, image)
+        padding = patch_brightness(llava, manifest, Image.new("RGB", size))
+        brightness -= padding
+        assert brightness[row, column] > 0.9
+        brightness[row, column] = 0
+        assert brightness.max() < 0.07
+        seen += 1
+    assert seen >= 2
+
+
+def test_token_boxes_of_a_square_crop_tile_the_middle_of_the_image(manifest: Manifest) -> None:
+    boxes = layout_of(family(manifest), (1008, 672)).boxes
+    assert boxes[0].tolist() == [168, 0, 196, 28]
+    assert boxes[1].tolist() == [196, 0, 224, 28]
+    assert boxes[24].tolist() == [168, 28, 196, 56]
+    assert boxes[-1].tolist() == [812, 644, 840, 672]
+
+
+def test_token_boxes_of_a_padded_image_reach_into_the_padding(manifest: Manifest) -> None:
+    boxes = layout_of(family(manifest, do_pad=True), (672, 336)).boxes
+    assert boxes[0].tolist() == [0, -168, 28, -140]
+    assert boxes[-1].tolist() == [644, 476, 672, 504]
+
+
+@pytest.mark.parametrize("size", [(333, 517), (100, 37), (1, 1)])
+def test_the_source_box_of_a_crop_larger_than_the_image_surrounds_it(size: tuple[int, int]) -> None:
+    settings = {**SETTINGS, "size": {"shortest_edge": 100}}
+    left, top, right, bottom = SquareProcessor(settings).source_box(size)
+    assert left < 0 < top + bottom
+    scale = min(size) / 100
+    assert right - left == pytest.approx(336 * scale, rel=0.01)
+    assert bottom - top == pytest.approx(336 * scale, rel=0.01)
+    assert (left + right) / 2 == pytest.approx(size[0] / 2, abs=scale)
+    assert (top + bottom) / 2 == pytest.approx(size[1] / 2, abs=scale)

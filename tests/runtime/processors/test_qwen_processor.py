@@ -1,0 +1,118 @@
+"""Qwen's image processor equals transformers' own, and tokens, boxes and positions follow its grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import ImageError
+from sinkprune.export.families import read_family
+from sinkprune.export.presets import PRESETS
+from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.steps.prompt_rows import positions
+from support.models.qwen_checkpoints import IMAGE_TOKEN
+from support.references.steps import layout_of, patch_grid
+
+SIZES = [(56, 56), (600, 400), (400, 600), (333, 1111), (28, 28), (3, 5), (1, 200), (1000, 5), (1400, 1300)]
+QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
+
+sizes = st.tuples(st.integers(1, 4000), st.integers(1, 4000))
+limits = st.tuples(st.integers(1, 10**6), st.integers(784, 2 * 10**7)).map(lambda pair: (min(pair), max(784, *pair)))
+
+
+def settings(least: int = 56 * 56, most: int = 376320) -> dict[str, object]:
+    return QWEN.processor({"min_pixels": least, "max_pixels": most})
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+@pytest.mark.parametrize("limits", [(3136, 376320), (784, 100352), (200704, 200704)], ids=str)
+def test_pixels_and_grid_equal_transformers(
+    size: tuple[int, int], limits: tuple[int, int], photo: Image.Image
+) -> None:
+    image = photo.resize(size)
+    reference = Qwen2VLImageProcessorPil(min_pixels=limits[0], max_pixels=limits[1])(image, return_tensors="np")
+    processor = QwenProcessor(settings(*limits))
+    assert [list(processor.grid(size))] == reference["image_grid_thw"].tolist()
+    pixels = processor(image)
+    assert pixels.dtype == np.float32
+    np.testing.assert_allclose(pixels, reference["pixel_values"], atol=1e-5)
+
+
+@given(sizes, limits)
+def test_no_image_has_more_tokens_than_the_bundle_is_made_for(size: tuple[int, int], pixels: tuple[int, int]) -> None:
+    known = settings(*pixels)
+    if max(size) > 200 * min(size):
+        with pytest.raises(ImageError, match="200:1"):
+            QwenProcessor(known).grid(size)
+        return
+    grid = QwenProcessor(known).grid(size)
+    assert (grid.h * 14, grid.w * 14) == smart_resize(size[1], size[0], 28, *pixels)
+    assert grid.patches // 4 <= QWEN.tokens_of(known).most
+
+
+def test_qwen2_vl_has_the_same_processor() -> None:
+    other = read_family("preset", PRESETS["qwen2-vl-7b"])
+    assert other.processor({}) == QWEN.processor({})
+    assert other.tokens_of(other.processor({})) == QWEN.tokens_of(QWEN.processor({}))
+
+
+def test_the_paper_runs_have_480_tokens_at_most() -> None:
+    assert QWEN.tokens_of(settings(3136, 376320)).most == 480
+    assert QWEN.tokens_of(QWEN.processor({})).most == 1280
+
+
+def test_an_image_without_pixels_is_refused() -> None:
+    with pytest.raises(ImageError, match="0x10"):
+        QwenProcessor(settings()).grid((0, 10))
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen2-vl"])
+@pytest.mark.parametrize("size", [(600, 400), (28, 28), (100, 900)])
+def test_boxes_tile_the_image_in_raster_order(
+    size: tuple[int, int], name: str, pipeline: Callable[..., Pipeline]
+) -> None:
+    layout = layout_of(pipeline(name).family, size)
+    boxes = layout.boxes
+    assert len(boxes) == layout.tokens
+    assert boxes[0, :2].tolist() == [0, 0]
+    assert boxes[-1, 2:].tolist() == pytest.approx(size)
+    areas = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    assert areas.sum() == pytest.approx(size[0] * size[1])
+    corners = [(top, left) for left, top, _, _ in boxes.tolist()]
+    assert corners == sorted(corners)
+
+
+@pytest.mark.parametrize("name", ["qwen", "qwen2-vl"])
+@pytest.mark.parametrize("size", [(600, 400), (28, 28), (100, 900)])
+@pytest.mark.parametrize(("before", "after"), [(5, 7), (0, 3)])
+def test_positions_equal_transformers_and_dropped_tokens_leave_gaps(
+    size: tuple[int, int],
+    before: int,
+    after: int,
+    name: str,
+    model: Callable[[str], Any],
+    pipeline: Callable[..., Pipeline],
+) -> None:
+    torch_model, layout = model(name), layout_of(pipeline(name).family, size)
+    n, grid = layout.tokens, patch_grid(pipeline(name), Image.new("RGB", size))
+    ids = torch.tensor([[7] * before + [IMAGE_TOKEN] * n + [7] * after])
+    expected, delta = torch_model.model.get_rope_index(ids, (ids == IMAGE_TOKEN).int(), torch.tensor([list(grid)]))
+    found = positions([before, after], [(layout, np.arange(n))])
+    assert found.rows.tolist() == expected[:, 0].tolist()
+    assert found.next == before + n + after + int(delta)
+
+    kept = np.array([n - 1, *range(0, n, 3)])
+    pruned = positions([before, after], [(layout, kept)])
+    rows = [*range(before), *(before + kept).tolist(), *range(before + n, before + n + after)]
+    assert pruned.rows.tolist() == expected[:, 0, rows].tolist()
+    assert pruned.next == found.next

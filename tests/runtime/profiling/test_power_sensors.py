@@ -1,0 +1,263 @@
+"""Power sensors on stand-ins: what they count, and how they say that they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from sinkprune.contract.errors import NoSensorError, PowerError
+from sinkprune.runtime.power import Reading, Sensor, open_sensor
+from sinkprune.runtime.power.meter import measuring
+from support.stand_ins import power_stand_ins as boards
+from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
+
+NOBODY = 65534
+
+
+def readings(sensor: Sensor, count: int) -> list[Reading]:
+    """The first `count` of a sensor."""
+    sensor.start()
+    try:
+        return [sensor.read() for _ in range(count)]
+    finally:
+        sensor.stop()
+
+
+def watts(found: list[Reading]) -> float:
+    return (found[-1].joules - found[0].joules) / (found[-1].seconds - found[0].seconds)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected", "rails"),
+    [
+        (boards.ORIN_NANO_BUSY, 12.479, "VDD_IN"),
+        (boards.AGX_ORIN_7_2, 9.110, "VDD_GPU_SOC + VDD_CPU_CV + VIN_SYS_5V0"),
+    ],
+)
+def test_tegrastats_counts_joules_of_the_whole_board(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, expected: float, rails: str
+) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [line])
+    sensor = open_sensor("auto", on_gpu=True, root=tmp_path)
+    assert (sensor.name, sensor.measures) == ("tegrastats", f"{rails} of this board")
+    found = readings(sensor, 4)
+    assert watts(found) == pytest.approx(expected)
+    assert 0.25 < found[-1].seconds - found[0].seconds < 2
+    assert found[0].joules == 0 and found[0].temperatures["tj"] > 40 and found[0].clocks["cpu"] > 700
+
+
+def test_the_power_between_two_lines_is_the_mean_of_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", ["VDD_IN 4000mW/1mW", "VDD_IN 6000mW/1mW"])
+    found = readings(open_sensor("tegrastats", on_gpu=False), 5)
+    assert watts(found) == pytest.approx(5.0)
+
+
+def test_a_clock_that_jumps_and_lines_that_are_none_change_no_joules(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    jumping = [
+        boards.ORIN_NANO.replace("04-27-2026 14:59:41", moment)
+        for moment in ("01-01-1970 00:00:07", "11-22-2026 06:00:00", "11-21-2026 23:59:59")
+    ]
+    install_tegrastats(monkeypatch, tmp_path / "bin", ["tegrastats: warning", *jumping, "VDD_CPU_GPU_CV 5mW/5mW"])
+    with measuring(open_sensor("tegrastats", on_gpu=False), 1.0) as meter:
+        assert meter.idle.watts == pytest.approx(4.761)
+        assert meter.idle.p5 == pytest.approx(4.761) == pytest.approx(meter.idle.p95)
+        report = meter.report()
+    assert report.failure is None and 80 < report.period_ms < 250
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (
+            [boards.WITHOUT_RAILS],
+            "tells of no power rails. Some boards tell them to root only: run this command with sudo",
+        ),
+        ([boards.XAVIER], "tells of the rails CPU, GPU, SOC, SYS5V, VDDRQ, expected VIN, or VDD_IN, or "),
+    ],
+)
+def test_a_board_whose_power_is_not_told_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], said: str
+) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", lines)
+    with pytest.raises(PowerError, match=said):
+        open_sensor("auto", on_gpu=False, root=tmp_path)
+
+
+def test_a_tegrastats_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR], last=3, end="cannot open ina3221.")
+    sensor = open_sensor("tegrastats", on_gpu=False)
+    with pytest.raises(PowerError, match=r"bin/tegrastats' ended with exit code 1: cannot open ina3221\.$"):
+        readings(sensor, 4)
+
+
+def test_a_tegrastats_that_falls_silent_is_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR], last=2)
+    with pytest.raises(PowerError, match=r"has told nothing for 3 seconds\.$"):
+        readings(open_sensor("tegrastats", on_gpu=False), 3)
+
+
+def test_a_tegrastats_that_loses_a_rail_is_dead_and_a_short_loss_is_a_gap(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rail, other = "VDD_IN 4000mW/1mW", "VDD_SOC 9000mW/1mW"
+    install_tegrastats(monkeypatch, tmp_path / "bin", [rail, *[other] * 5])
+    found = readings(open_sensor("tegrastats", on_gpu=False), 3)
+    assert watts(found) == pytest.approx(4.0) and found[1].seconds - found[0].seconds > 0.4
+    install_tegrastats(monkeypatch, tmp_path / "bin", [rail, rail, *[other] * 1000])
+    with pytest.raises(PowerError, match=r"has printed no VDD_IN for 3 seconds\.$"):
+        readings(open_sensor("tegrastats", on_gpu=False), 3)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys\nwhile True: sys.stdout.write('x' * 4096)", "prints a line without end, expected one of some"),
+        ("import time\nwhile True: print(end='x', flush=True); time.sleep(0.2)", "has told nothing for 3 seconds"),
+    ],
+)
+def test_a_tegrastats_that_never_ends_a_line_is_dead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, said: str
+) -> None:
+    command = install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR])
+    command.write_text(f"#!{sys.executable}\n{program}\n")
+    with pytest.raises(PowerError, match=said):
+        open_sensor("tegrastats", on_gpu=False)
+
+
+def test_rapl_counts_packages_and_memory_once_and_past_their_range(tmp_path: Path) -> None:
+    tree = Powercap(tmp_path, microjoules=Powercap.RANGE - 500_000)
+    sensor = open_sensor("rapl", on_gpu=False, root=tmp_path)
+    assert sensor.measures == "package-0 + dram of this machine's processors"
+    with tree.drawing(watts=40):
+        found = readings(sensor, 25)
+    assert found[-1].joules > 0.6
+    assert watts(found) == pytest.approx(44, rel=0.2)
+
+
+def test_a_counter_that_stands_still_is_dead(tmp_path: Path) -> None:
+    Powercap(tmp_path)
+    with pytest.raises(PowerError, match=r"^the RAPL counter has not moved for 3 seconds\.$"):
+        readings(open_sensor("rapl", on_gpu=False, root=tmp_path), 1)
+
+
+@contextmanager
+def open_to_all() -> Iterator[Path]:
+    """A folder whose parents anybody may pass, and where the block has no rights of root's."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    user = os.geteuid()
+    try:
+        yield folder
+    finally:
+        os.seteuid(user)
+        shutil.rmtree(folder)
+
+
+def test_a_counter_for_root_only_says_how_to_read_it() -> None:
+    with open_to_all() as folder:
+        for path in Powercap(folder).files():
+            path.chmod(0o400)
+        if os.geteuid() == 0:
+            os.seteuid(NOBODY)
+        else:
+            for path in folder.rglob("energy_uj"):
+                path.chmod(0)
+        with pytest.raises(PowerError) as refused:
+            open_sensor("auto", on_gpu=False, root=folder)
+    assert not isinstance(refused.value, NoSensorError)
+    assert "energy_uj' may not be read: no permission. Run this command with sudo, or " in str(refused.value)
+    assert f"sudo chmod a+r {folder}/sys/class/powercap/intel-rapl:*/energy_uj" in str(refused.value)
+
+
+def test_a_counter_that_says_no_number_is_told(tmp_path: Path) -> None:
+    Powercap(tmp_path).files()[1].write_text("asleep")
+    with pytest.raises(PowerError, match=r"intel-rapl:0/energy_uj' tells no number: invalid literal"):
+        open_sensor("rapl", on_gpu=False, root=tmp_path)
+
+
+def test_nvml_counts_the_joules_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_pynvml(monkeypatch, tmp_path / "nvml")
+    monkeypatch.setenv("PATH", "")
+    Powercap(tmp_path)
+    sensor = open_sensor("auto", on_gpu=True, root=tmp_path)
+    assert (sensor.name, sensor.measures) == ("nvml", "NVIDIA H100 GPU-0, the board")
+    found = readings(sensor, 5)
+    assert watts(found) == pytest.approx(300, rel=0.05)
+    assert (found[0].temperatures, found[0].clocks) == ({"gpu": 41.0}, {"gpu": 1980.0})
+
+
+def test_a_gpu_without_a_counter_is_read_by_its_power(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = install_pynvml(monkeypatch, tmp_path / "nvml")
+    told = json.loads(state.read_text()) | {"milliwatts_counted": "NVMLError_NotSupported"}
+    state.write_text(json.dumps(told | {"temperature": "NVMLError_NotSupported", "clock": "NVMLError_NotSupported"}))
+    sensor = open_sensor("nvml", on_gpu=True)
+    found = readings(sensor, 5)
+    assert watts(found) == pytest.approx(300) and "the mean of a second" in sensor.measures
+    assert (found[0].temperatures, found[0].clocks) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("visible", "order", "gpu"),
+    [("GPU-abc,GPU-def", "", "GPU-abc"), ("2,0", "PCI_BUS_ID", "GPU-2"), ("2,0", "", None), ("", "PCI_BUS_ID", None)],
+)
+def test_of_several_gpus_the_one_that_computes_must_be_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str, order: str, gpu: str | None
+) -> None:
+    state = install_pynvml(monkeypatch, tmp_path / "nvml")
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"count": 4}))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    if gpu is None:
+        with pytest.raises(PowerError, match=r"has 4 GPUs, and which of them computes is not said\. Set CUDA_VIS"):
+            open_sensor("nvml", on_gpu=True)
+    else:
+        assert f"NVIDIA H100 {gpu}, " in open_sensor("nvml", on_gpu=True).measures
+
+
+@pytest.mark.parametrize(
+    ("answers", "said", "absent"),
+    [
+        ({"init": "NVMLError_LibraryNotFound"}, "NVIDIA's driver cannot be asked: NVMLError_LibraryNotFound", True),
+        ({"count": 0}, "knows of no GPU", True),
+        ({"milliwatts_counted": "NVMLError_NoPermission"}, "may not be read: no permission. Run", False),
+        ({"name": "NVMLError_LibraryNotFound"}, "power cannot be read: NVMLError_LibraryNotFound", False),
+    ],
+)
+def test_a_gpu_that_cannot_be_asked_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, object], said: str, absent: bool
+) -> None:
+    state = install_pynvml(monkeypatch, tmp_path / "nvml")
+    state.write_text(json.dumps(json.loads(state.read_text()) | answers))
+    with pytest.raises(PowerError, match=said) as refused:
+        open_sensor("nvml", on_gpu=True)
+    assert isinstance(refused.value, NoSensorError) == absent
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_no_sensor_names_all_that_was_looked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_gpu: bool
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    if on_gpu:
+        # It does not see what computes.
+        Powercap(tmp_path)
+    with pytest.raises(
+        NoSensorError, match=r"^no power sensor was found\. Looked for tegrastats: there is no "
+    ) as none:
+        open_sensor("auto", on_gpu=on_gpu, root=tmp_path)
+    rapl = "does not see the GPU" if on_gpu else f"there is no RAPL counter of a processor below '{tmp_path}/sys"
+    assert f"; rapl: {rapl}" in str(none.value)
+    assert "; nvml: nvidia-ml-py is not installed. Install it with: pip install 'sinkprune[nvml]'. " in str(
+        none.value
+    )

@@ -1,0 +1,220 @@
+"""`sinkprune-profile --rate`: frames, what is told of them, and what the machine was like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.power.conditions import read_conditions
+from sinkprune.runtime.power.meter import measuring
+from sinkprune.runtime.profiling.frame_clock import frame_clock
+from sinkprune.runtime.profiling.rate import at_rate
+from support.programs.commands import assert_refused, run
+from support.stand_ins import power_stand_ins as boards
+from support.stand_ins.power_stand_ins import SteadyDraw, install_tegrastats
+
+ASK = ("--prompt", "What is this?", "--new-tokens", 2)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """A root with two zones of one kind, one that is asleep, clocks of two clusters and of a GPU."""
+    files = {
+        "sys/class/thermal/thermal_zone0/type": "cpu-thermal",
+        "sys/class/thermal/thermal_zone0/temp": "48500",
+        "sys/class/thermal/thermal_zone1/type": "acpitz",
+        "sys/class/thermal/thermal_zone1/temp": "20000",
+        "sys/class/thermal/thermal_zone2/type": "acpitz",
+        "sys/class/thermal/thermal_zone2/temp": "-5000",
+        "sys/class/thermal/thermal_zone3/type": "cv0-thermal",
+        "sys/devices/system/cpu/cpufreq/policy0/scaling_cur_freq": "1510400",
+        "sys/devices/system/cpu/cpufreq/policy4/scaling_cur_freq": "729600",
+        "sys/class/devfreq/17000000.gpu/cur_freq": "306000000",
+        "sys/class/devfreq/15340000.vic/cur_freq": "115200000",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    return tmp_path
+
+
+def test_conditions_are_what_the_system_tells(machine: Path) -> None:
+    found = read_conditions(machine)
+    assert found.temperatures == {"cpu-thermal": 48.5, "acpitz": 20.0, "acpitz 2": -5.0}
+    assert found.clocks == {"cpu": 1120.0, "gpu": 306.0}
+    assert read_conditions(machine / "nowhere") == ({}, {})
+
+
+def test_budgets_follow_each_other_at_the_rate(
+    pipeline: Callable[..., Pipeline], photo: Image.Image, machine: Path
+) -> None:
+    shown: list[tuple[str, int]] = []
+    other = photo.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    report = at_rate(
+        *(pipeline("gqa-112"), [[photo], [other]], "What?", ["none", "retain-64"], frame_clock(20, 0.5)),
+        new_tokens=2,
+        root=machine,
+        on_frames=lambda budget, frames: shown.append((budget, frames)),
+    )
+    assert (report.rate_hz, report.duration_s, report.pictures) == (20, 0.5, 2)
+    assert list(report.rates) == ["none", "retain-64"]
+    for name, budget in report.rates.items():
+        assert budget.frames == 10 == budget.answered + budget.missed
+        assert budget.answered == len(budget.answered_frames) == len(budget.answer_latency_ms)
+        assert sum(frames for told, frames in shown if told == name) == budget.answered_frames[-1] + 1
+        assert budget.answered_frames[0] == 0 and list(budget.answered_frames) == sorted(set(budget.answered_frames))
+        assert budget.seconds >= 0.5 and budget.energy is None
+        late, busy = budget.latency_ms, budget.busy_ms
+        assert 0 < busy.p50 <= late.p50 <= late.p95 <= late.p99 <= late.maximum == max(budget.answer_latency_ms)
+    none, pruned = report.rates.values()
+    assert none.start_s == 0 and pruned.start_s >= 0.5
+    assert none.visual_tokens == none.kept_after_sanitizer > pruned.kept_after_sanitizer
+    conditions = report.conditions
+    assert conditions.temperatures_c["cpu-thermal"] == (48.5,) * len(conditions.seconds)
+    assert conditions.clocks_mhz["gpu"] == (306.0,) * len(conditions.seconds)
+    assert len(conditions.seconds) >= 3 and set(conditions.watts) == {None}
+    assert conditions.seconds[0] < 0 and conditions.seconds[-1] >= 1.0
+
+
+def test_frames_that_come_too_fast_are_missed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    report = at_rate(pipeline("gqa-112"), [photo], "What?", ["none"], frame_clock(1000, 0.3), new_tokens=16, warmup=0)
+    budget = report.rates["none"]
+    # However fast the machine is: no request of sixteen tokens takes less than a millisecond and a quarter.
+    assert budget.frames == 300 and budget.missed > 60
+    # Half a frame's time old on average.
+    assert budget.latency_ms.mean - budget.busy_ms.mean > 0.1
+
+
+def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    class Told(list[Image.Image]):
+        asked: ClassVar[list[int]] = []
+
+        def __getitem__(self, place: Any) -> Any:
+            self.asked.append(place)
+            return super().__getitem__(place)
+
+    pictures = Told([photo] * 3)
+    report = at_rate(pipeline("gqa-112"), pictures, "What?", ["none"], frame_clock(10, 0.7), new_tokens=1, warmup=2)
+    answered = report.rates["none"].answered_frames
+    assert pictures.asked == [0, 1, *(frame % 3 for frame in answered)]
+
+
+def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> None:
+    with pytest.raises(UsageError, match="0 pictures and 1 budgets, expected one of each"):
+        at_rate(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
+
+
+def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    sensor = SteadyDraw(watts=11)
+    with measuring(sensor, 0.5) as meter:
+        sensor.draw(watts=33)
+        # Waits for a reading: between two, energy is interpolated.
+        meter.curve()
+        pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)
+        report = at_rate(pipe, [photo], "What?", ["retain-64"], frames, new_tokens=2, meter=meter)
+    assert report.power is not None and report.power.sensor == "rapl"
+    assert report.power.idle.watts == pytest.approx(11)
+    budget = report.rates["retain-64"]
+    assert budget.energy is not None
+    assert budget.energy.watts == pytest.approx(33)
+    assert budget.energy.joules_per_frame_with_idle == pytest.approx(
+        budget.energy.watts * budget.seconds / budget.answered
+    )
+    idle = report.power.idle.watts * budget.seconds / budget.answered
+    assert budget.energy.joules_per_frame == pytest.approx(budget.energy.joules_per_frame_with_idle - idle)
+    told = [watts for watts in report.conditions.watts if watts is not None]
+    assert told and told[-1] == pytest.approx(33)
+
+
+@pytest.fixture
+def frames(photo: Image.Image, tmp_path: Path) -> Path:
+    """A folder of three pictures, and a file that is hidden."""
+    folder = tmp_path / "frames"
+    folder.mkdir()
+    for number in range(3):
+        photo.crop((40 * number, 0, 400 + 40 * number, 400)).save(folder / f"{number}.png")
+    (folder / ".listing").write_text("no picture")
+    return folder
+
+
+def test_the_command_writes_and_draws_a_rate(
+    bundle: Callable[..., Path], frames: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR, boards.THOR_IDLE])
+    report_file, plot = tmp_path / "rate.json", tmp_path / "rate.png"
+    outcome = run(
+        *("sinkprune-profile", bundle("gqa-112"), "--frames", frames, *ASK, "--budgets", "none,retain-64"),
+        *("--rate", 10, "--duration", 1, "--power", "--idle", 1, "--json", report_file, "--plot", plot),
+    )
+    assert outcome.code == 0, outcome.stderr
+    rows = [line.split() for line in outcome.stdout.splitlines()]
+    assert next(row for row in rows if row[:1] == ["budget"])[3:8] == ["missed", "p50", "p95", "p99", "max"]
+    assert "joules by tegrastats (VIN of this board), a reading every " in outcome.stdout
+    report = json.loads(report_file.read_text())
+    assert report["pictures"] == 3 and report["power"]["idle"]["readings"] >= 5
+    for budget in report["rates"].values():
+        assert budget["frames"] == 10
+        energy = budget["energy"]
+        # Readings more than a second apart, as on a busy machine, give no joules.
+        assert energy is not None or report["power"]["longest_gap_ms"] > 1000
+        if energy is not None:
+            assert energy["watts"] == pytest.approx(27.8, abs=0.6)
+            assert abs(energy["joules_per_frame"]) < 0.2 * energy["joules_per_frame_with_idle"]
+    conditions = report["conditions"]
+    assert conditions["temperatures_c"]["tj"][0] in (39.906, 51.218)
+    # Which line is the newest is chance, and not all of them tell the GPU's clock.
+    assert conditions["clocks_mhz"]["cpu"] and len(conditions["watts"]) == len(conditions["seconds"])
+    with Image.open(plot) as drawn:
+        assert drawn.width > 800 and drawn.height > 800
+
+
+def test_the_images_of_one_prompt_stay_together(bundle: Callable[..., Path], frames: Path, tmp_path: Path) -> None:
+    images = ("--image", frames / "0.png", "--image", frames / "1.png")
+    outcome = run(
+        *("sinkprune-profile", bundle("gqa-112", "fp32", ("retain-64",), max_images=3), *images, *ASK),
+        *("--rate", 20, "--duration", 0.2, "--json"),
+    )
+    assert outcome.code == 0, outcome.stderr
+    found = json.loads(outcome.stdout)
+    assert found["pictures"] == 1 and found["rates"]["none"]["visual_tokens"] == 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--rate", 5, "--repeat", 3), "--repeat counts rounds, and --rate goes by time"),
+        (("--duration", 3), "--duration is for frames at a steady rate. Add --rate, or leave it out."),
+        (("--rate", "0"), "--rate is 0.0, expected from 0.01 to 1000 frames a second."),
+        (("--rate", 5, "--duration", "inf"), "--duration is inf, expected from 0.1 to 86400 seconds."),
+        (("--rate", 5, "--power", "tegrastats"), "there is no 'tegrastats' in PATH"),
+        (("--idle", "0.1"), "--idle is 0.1, expected from 0.5 to 3600 seconds."),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    bundle: Callable[..., Path], photo_file: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], said: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert_refused(run("sinkprune-profile", bundle("gqa-112"), "--image", photo_file, *ASK, *given), said)
+
+
+def test_frames_that_are_none_are_refused(bundle: Callable[..., Path], frames: Path, tmp_path: Path) -> None:
+    def asked(folder: Path, *given: object) -> Any:
+        return run("sinkprune-profile", bundle("gqa-112"), "--frames", folder, *ASK, *given)
+
+    assert_refused(asked(frames), "--frames is for frames at a steady rate. Add --rate, or leave it out.")
+    assert_refused(asked(frames / "0.png", "--rate", 5), "0.png' is no folder. --frames takes a folder of pictures")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert_refused(asked(empty, "--rate", 5), "empty' holds no files, expected pictures.")
+    inside = frames / "rate.json"
+    (frames / "3.txt").write_text("no picture")
+    assert_refused(asked(frames, "--rate", 5), "3.txt", "Give a JPEG, PNG")
+    inside.write_text("{}")
+    assert_refused(asked(frames, "--rate", 5, "--json", inside), "rate.json' itself, which is read")

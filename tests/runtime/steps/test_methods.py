@@ -1,0 +1,173 @@
+"""Every method runs in the chain: it answers, keeps what its plan says, and is drawn and profiled like SinkPruner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BudgetError
+from sinkprune.export.bundle_writer import Unreachable, export_bundle
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.overlay import token_fates
+from sinkprune.runtime.profiling.profile import profile
+from support.programs.commands import assert_refused, run
+from support.references.masking import Sequence, embedded, masked_forward
+from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows
+
+PROMPT = "Describe the image, please: which colour is the cup?"
+LAYERS, TOKENS = 8, 64
+BUDGETS = ("retain-192", "retain-192+compact", "retain-32")
+METHODS = tuple(all_methods())
+
+
+@pytest.fixture(scope="module")
+def left_out() -> list[Unreachable]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def root(
+    checkpoint: Callable[[str], Path], left_out: list[Unreachable], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A bundle of every method."""
+    output = tmp_path_factory.mktemp("methods") / "bundle"
+    request = ExportRequest(str(checkpoint("gqa-112")), budgets=BUDGETS, methods=METHODS)
+    export_bundle(request, output, left_out=left_out.append)
+    return output
+
+
+@pytest.fixture(scope="module")
+def pipe(root: Path) -> Pipeline:
+    return Pipeline.load(root)
+
+
+def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
+    manifest = read_bundle(root).manifest
+    assert manifest.cut_after == (1, 2, 4, 6)
+    selects = {method: tuple(map(int, plans["retain-192"].select_after)) for method, plans in manifest.plans.items()}
+    inside = {"fastv": (1,), "pyramiddrop": (2, 4, 6), "sparsevlm": (1, 2, 4)}
+    before = dict.fromkeys((*BEFORE_LLM, "random"), ())
+    assert selects == dict.fromkeys(METHODS, (1, 2, 4)) | inside | before
+    for path in (root / "graphs").glob("*/retain-192/*.onnx"):
+        assert path.stat().st_size < 40_000
+
+
+def test_what_a_method_cannot_reach_is_left_out_and_told(root: Path, left_out: list[Unreachable]) -> None:
+    missing = {(plan.method, plan.budget) for plan in left_out}
+    assert missing == {
+        (method, "retain-32") for method in ("fastv", "pyramiddrop", "sparsevlm", "sinkpruner-no-sanitizer")
+    }
+    manifest = read_bundle(root).manifest
+    for method in METHODS:
+        held = [name for name in BUDGETS if (method, name) not in missing]
+        assert list(manifest.plans[method]) == held
+    with pytest.raises(BudgetError, match=r"'fastv' cannot run on as few .* 'retain-32' .* it can at: retain-192"):
+        manifest.plan("fastv", "retain-32")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_answers_and_keeps_what_its_plan_says(
+    method: str, root: Path, pipe: Pipeline, photo: Image.Image
+) -> None:
+    manifest = pipe.bundle.manifest
+    wanted = sum(answer_of(pipe, photo, "sinkpruner").tokens_per_layer) / LAYERS
+    answer = answer_of(pipe, photo, method)
+    assert len(answer.token_ids) == 4
+    counts = manifest.plans[method]["retain-192"].counts
+    assert answer.kept.index.shape == (1, counts.kept)
+    assert sum(answer.tokens_per_layer) / LAYERS == pytest.approx(wanted, abs=0.5)
+    assert answer.tokens_per_layer[0] == counts.kept
+    assert answer.tokens_per_layer[-1] == min(counts.kept, *counts.stages, counts.kept)
+    fates = token_fates(answer.kept)
+    assert fates.kept.sum() == counts.kept - counts.sink
+    assert fates.survived.sum() in (answer.tokens_per_layer[-1], answer.tokens_per_layer[-1] - counts.sink)
+
+
+def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "retain-192", tokens: int = 4) -> Any:
+    return pipe.generate(image, PROMPT, method=method, budget=budget, max_new_tokens=tokens, min_new_tokens=tokens)
+
+
+@pytest.mark.parametrize("budget", ["retain-192", "retain-192+compact"])
+@pytest.mark.parametrize("method", IN_LLM)
+def test_dropping_inside_the_llm_equals_masking(
+    method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
+) -> None:
+    pixels = torch.from_numpy(pipe.family.see(photo).inputs["pixel_values"])
+    torch_model = model("gqa-112")
+    with torch.no_grad():
+        image = torch_model.get_image_features(pixels).pooler_output[0].numpy()
+    question = pipe.prompts.encode(["", PROMPT])
+    rows = np.concatenate(
+        [embedded(torch_model, question.texts[0]), image, embedded(torch_model, question.texts[-1])]
+    )
+    start = len(question.texts[0])
+    visual, text = list(range(start, start + TOKENS)), list(range(start + TOKENS, len(rows)))
+    plan = pipe.bundle.manifest.plans[method][budget]
+    stages = dict(zip(map(int, plan.select_after), plan.counts.stages, strict=True))
+
+    answer = answer_of(pipe, photo, method, budget, tokens=5)
+    later = embedded(torch_model, answer.token_ids[:-1])
+    asking = partial(asking_rows, method)
+    masked = masked_forward(torch_model, Sequence(rows, visual, text), budget, stages, later, asking)
+    assert {layer: (kept + start).tolist() for layer, kept in answer.kept.after_stage.items()} == {
+        layer: [row for row in kept if row in visual] for layer, kept in masked.survivors.items()
+    }
+    assert masked.logits[len(rows) - 1 :].argmax(axis=1).tolist() == answer.token_ids
+
+
+def test_methods_keep_different_tokens(pipe: Pipeline, photo: Image.Image) -> None:
+    kept = {method: answer_of(pipe, photo, method).kept for method in METHODS}
+    whole = {
+        method: (tuple(one.index.ravel()), *(tuple(rows) for rows in one.after_stage.values()))
+        for method, one in kept.items()
+    }
+    assert len(set(whole.values())) == len(METHODS)
+
+
+@pytest.mark.parametrize("method", ["visionzip+filter", "random", "pyramiddrop"])
+def test_a_method_is_chosen_in_run_and_drawn(method: str, root: Path, photo_file: Path, tmp_path: Path) -> None:
+    ask = (root, "--image", photo_file, "--prompt", PROMPT, "--method", method)
+    budget = ("--budget", "retain-192", "--max-new-tokens", 1)
+    assert run("sinkprune-run", *ask, *budget, "--overlay", tmp_path / "kept.png").code == 0
+    with Image.open(tmp_path / "kept.png") as drawn:
+        assert drawn.width == 1100
+
+
+def test_a_profile_of_another_method_measures_the_budgets_it_holds(
+    root: Path, pipe: Pipeline, photo: Image.Image, photo_file: Path
+) -> None:
+    report = profile(pipe, photo, PROMPT, ["retain-192"], method="fastv", new_tokens=1, repeat=1, warmup=0)
+    assert report.method == "fastv"
+    tokens = report.budgets["retain-192"].tokens_per_layer
+    assert tokens[:3] == (64, 64, tokens[-1])
+    assert report.budgets["retain-192"].flops.prefill < report.budgets["none"].flops.prefill
+    ask = (root, "--image", photo_file, "--prompt", PROMPT, "--method", "fastv")
+    assert_refused(run("sinkprune-profile", *ask, "--budgets", "retain-32"), "'fastv'", "'retain-32'", "retain-192")
+
+
+def test_an_export_that_leaves_a_method_without_a_plan_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    request = (checkpoint("gqa-112"), "-o", tmp_path / "out", "--methods", "uniform,fastv", "--budgets", "retain-32")
+    assert_refused(run("sinkprune-export", *request), "'fastv' reaches none", "retain-32", "all 64 visual tokens")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_says_what_it_left_out(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source, methods = checkpoint("gqa-112"), ("--methods", "fastv", "--budgets", "retain-192,retain-32")
+    outcome = run("sinkprune-export", source, "-o", tmp_path / "out", *methods, "--json")
+    assert outcome.code == 0
+    assert outcome.stderr.count("\n") == 1
+    assert outcome.stderr.startswith("left out: method 'fastv' at budget 'retain-32': layers 0 to 1 run on all 64")
+    assert '"unreachable": [{"method": "fastv", "budget": "retain-32", "why": "layers 0 to 1' in outcome.stdout
+    assert not (tmp_path / "out/graphs/fastv/retain-32").exists()

@@ -1,0 +1,140 @@
+"""Numbers that are not finite are refused before anything is chosen by them: NaN would choose anything."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import BundleError, NumericsError
+from sinkprune.contract.precision import DTYPES
+from sinkprune.contract.reports.report import PARTS
+from sinkprune.runtime.backends import Backend, Engine, Tensor
+from support.programs.commands import assert_refused, run
+from support.programs.slow_cases import each_once
+
+ALL = {"gqa-112": "retain-64", "next": "retain-160", "qwen": "prune-80", "qwen2-vl": "prune-80"}
+"""A small bundle of every family, and a budget of its."""
+Bundles = Callable[..., Path]
+
+
+def filled(source: Path, target: Path, graph: str, value: float) -> Path:
+    """A copy of a bundle whose weights of one graph are all of one number."""
+    path = Path(shutil.copytree(source, target))
+    weights, manifest = path / "graphs" / "weights" / f"{graph}.bin", json.loads((path / "bundle.json").read_text())
+    dtype = DTYPES[manifest["precision"]]
+    np.full(weights.stat().st_size // dtype.itemsize, value, dtype).tofile(weights)
+    return path
+
+
+def with_processor(source: Path, target: Path, **settings: Any) -> Path:
+    """A copy of a bundle with other settings of its image processor."""
+    path = Path(shutil.copytree(source, target))
+    manifest = json.loads((path / "bundle.json").read_text())
+    manifest["processor"] |= settings
+    (path / "bundle.json").write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.mark.parametrize(("name", "value", "budget"), each_once(ALL, [np.nan, np.inf, 1e38], ["pruned", "none"]))
+def test_a_tower_whose_features_are_not_finite_is_refused(
+    name: str, value: float, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def noting(graph: str, engine: Engine, backend: Backend) -> Engine:
+        def run_noted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            ran.append(graph)
+            return engine(inputs)
+
+        return run_noted
+
+    broken = filled(bundle(name), tmp_path / "broken", "vision", value)
+    pipeline = Pipeline.load(broken, check_sums=False, wrap=noting)
+    with pytest.raises(NumericsError, match=r"norms or salience that are not finite.*--precision fp32"):
+        pipeline.generate(photo, "What is this?", budget=ALL[name] if budget == "pruned" else "none")
+    assert ran == ["vision"]
+    with pytest.raises(NumericsError, match="not finite"):
+        pipeline.encode(photo)
+
+
+def test_tokens_that_overflow_behind_the_norms_are_refused(bundle: Bundles, photo: Image.Image) -> None:
+    # Qwen's merger stands between the features whose norms are told and the tokens.
+    ran: list[str] = []
+
+    def overflowing(graph: str, engine: Engine, backend: Backend) -> Engine:
+        def run_noted(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            ran.append(graph)
+            given = engine(inputs)
+            if graph == "vision":
+                tokens = backend.numpy(given["tokens"])
+                tokens[0, -1, 0] = np.inf
+                given["tokens"] = backend.tensor(tokens)
+            return given
+
+        return run_noted
+
+    pipeline = Pipeline.load(bundle("qwen"), wrap=overflowing)
+    with pytest.raises(NumericsError, match="tokens that are not finite"):
+        pipeline.generate(photo, "What is this?", budget="prune-80")
+    assert ran == ["vision"]
+
+
+@pytest.mark.parametrize(
+    ("value", "graph", "budget"),
+    each_once([np.nan, 1e38], ["projector", "decoder_0", "decoder_1", "head"], ["retain-64", "none"]),
+)
+def test_states_and_logits_that_are_not_finite_are_refused(
+    value: float, graph: str, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
+) -> None:
+    pipeline = Pipeline.load(filled(bundle("gqa-112"), tmp_path / "broken", graph, value), check_sums=False)
+    with pytest.raises(NumericsError, match="logits that are not finite"):
+        pipeline.generate(photo, "What is this?", budget=budget, max_new_tokens=2)
+
+
+def test_an_overflow_of_fp16_is_refused(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+    broken = filled(bundle("gqa-112", "fp16", ("retain-64",)), tmp_path / "broken", "vision", 6e4)
+    with pytest.raises(NumericsError, match="not finite"):
+        Pipeline.load(broken, check_sums=False).generate(photo, "What is this?", budget="retain-64")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"rescale_factor": 1e300}, {"image_std": [0.5, 0.0, 0.5]}, {"image_mean": [1e300, 0.5, 0.5]}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ALL)
+def test_settings_that_make_no_finite_pixels_are_refused(
+    name: str, settings: dict[str, Any], bundle: Bundles, tmp_path: Path
+) -> None:
+    broken = with_processor(bundle(name), tmp_path / "broken", **settings)
+    with pytest.raises(BundleError, match=r"not finite in float32.*preprocessor_config\.json"):
+        Pipeline.load(broken, check_sums=False)
+
+
+def test_pixels_must_be_finite_in_the_bundles_precision(bundle: Bundles, photo: Image.Image, tmp_path: Path) -> None:
+    # 255 * 1000 fits fp32 alone.
+    plain = {"rescale_factor": 1e3, "do_normalize": False}
+    Pipeline.load(with_processor(bundle("gqa-112"), tmp_path / "fp32", **plain), check_sums=False)
+    halved = with_processor(bundle("gqa-112", "fp16", ("retain-64",)), tmp_path / "fp16", **plain)
+    with pytest.raises(BundleError, match="not finite in float16"):
+        Pipeline.load(halved, check_sums=False)
+
+
+def test_the_command_refuses_them_too(bundle: Bundles, photo_file: Path, tmp_path: Path) -> None:
+    broken = filled(bundle("gqa-112"), tmp_path / "broken", "vision", np.nan)
+    options = ("--skip-sums", "--image", photo_file, "--prompt", "What is this?", "--budget", "retain-64")
+    assert_refused(run("sinkprune-run", broken, *options), "norms or salience that are not finite")
+
+
+def test_the_tower_is_measured_though_it_is_waited_for(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    answer = pipeline("gqa-112").generate(photo, "What is this?", budget="retain-64", max_new_tokens=1)
+    assert set(answer.ms) == set(PARTS)
+    assert all(answer.ms[part] for part in ("vision", "sanitizer", "projector"))

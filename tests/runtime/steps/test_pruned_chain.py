@@ -1,0 +1,249 @@
+"""A pruned answer equals the full sequence with the dropped tokens masked, in the checkpoint's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.budgets import OPTIONS, prune_layers
+from sinkprune.contract.families import parse_budget
+from sinkprune.contract.plans import Plan
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.backends import Backend, Engine
+from sinkprune.runtime.steps.answer import Answer
+from sinkprune.runtime.steps.decoding import Prefill, decode_one_token, surviving_rows
+from support.models.small_models import SHAPES
+from support.programs.slow_cases import slow_except
+from support.references.masking import Sequence, assert_survivors, embedded, masked_forward
+from support.references.reference import sanitize
+from support.references.steps import layout_of, tower_output, watched
+
+Array = np.ndarray[Any, Any]
+
+PROMPT = "Describe the image, please: which colour is the cup?"
+NEW_TOKENS = 8
+# Visual tokens before the first stage and after each, of 576 and of 64.
+COUNTS = {
+    "mha-336": {
+        "retain-192": (385, 345, 195, 138),
+        "retain-128": (257, 230, 130, 92),
+        "retain-64": (129, 110, 74, 42),
+        "retain-32": (65, 54, 36, 22),
+        "retain-64+compact": (129, 110, 74, 42),
+        "retain-64+no-sanitizer": (576, 110, 74, 42),
+        "retain-64+visual-keys": (129, 110, 74, 42),
+        "retain-64+raster": (129, 110, 74, 42),
+        "retain-64+keep-outliers": (128, 110, 74, 42),
+        "retain-64+drop-sink": (128, 110, 74, 42),
+        "retain-64+no-diversity": (65, 65, 65, 42),
+        "retain-32+serial+raster+visual-keys+compact": (65, 54, 36, 22),
+    },
+    "gqa-112": {
+        "retain-192": (43, 38, 21, 15),
+        "retain-128": (29, 25, 14, 10),
+        "retain-64": (15, 12, 8, 4),
+        "retain-32": (7, 6, 4, 2),
+        "retain-64+compact": (15, 12, 8, 4),
+        "retain-64+no-sanitizer": (64, 12, 8, 4),
+        "retain-64+visual-keys": (15, 12, 8, 4),
+        "retain-64+raster": (15, 12, 8, 4),
+        "retain-64+keep-outliers": (14, 12, 8, 4),
+        "retain-64+drop-sink": (14, 12, 8, 4),
+        "retain-64+no-diversity": (8, 8, 8, 4),
+        "retain-32+serial+raster+visual-keys+compact": (7, 6, 4, 2),
+    },
+}
+BUDGETS = tuple(COUNTS["mha-336"])
+# The larger picture with every third budget: what differs by its size is the same for all.
+CASES = [
+    (name, budget) for name in SHAPES for place, budget in enumerate(BUDGETS) if name != "mha-336" or place % 3 == 0
+]
+
+
+@torch.no_grad()
+def expected_sequence(model: Any, pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Sequence, list[int]]:
+    """[before ; Z ; after] by the reference's sanitizer and transformers' projector, and Z's source indices."""
+    tokens, norms, salience = (array[0] for array in tower_output(pipe, image))
+    options = parse_budget("llava", budget)
+    index = list(range(len(tokens)))
+    if options.sanitizer:
+        tokens, index = sanitize(
+            tokens,
+            norms,
+            salience,
+            reserve=options.reserve.of(len(tokens)),
+            diverse=options.diverse.of(len(tokens)),
+            batch=options.diversity_group_size,
+            remove_outliers=options.remove_outliers,
+            aggregate=options.aggregate,
+            raster=options.order == "raster",
+        )
+    image_rows = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0]
+    question = pipe.prompts.encode(["", PROMPT])
+    before, after = (embedded(model, ids) for ids in (question.texts[0], question.texts[-1]))
+    rows = np.concatenate([before, image_rows.numpy(), after])
+    start, end = len(before), len(before) + len(image_rows)
+    return Sequence(rows, list(range(start, end)), list(range(end, len(rows)))), index
+
+
+def stages_of(name: str, budget: str) -> dict[int, int]:
+    """Visual rows each pruning layer leaves."""
+    return dict(zip(prune_layers(SHAPES[name].num_layers), COUNTS[name][budget][1:], strict=True))
+
+
+def lengths_of(name: str, budget: str, text: int) -> list[int]:
+    """The sequence length of every layer: T + n0, T + K1, T + K2, T + K3."""
+    cuts = prune_layers(SHAPES[name].num_layers)
+    return [text + COUNTS[name][budget][sum(layer > cut for cut in cuts)] for layer in range(SHAPES[name].num_layers)]
+
+
+def run_prefill(pipe: Pipeline, image: Image.Image, budget: str) -> tuple[Prefill, int]:
+    """The chain's own prefill of the image and `PROMPT`; also its number of rows."""
+    steps = watched(pipe, image, PROMPT, budget=budget, max_new_tokens=1)
+    return steps.prefill, steps.rows.length
+
+
+def plan_of(pipe: Pipeline, budget: str) -> Plan | None:
+    """The plan of a budget."""
+    return pipe.bundle.manifest.plan("sinkpruner", budget)
+
+
+def cache_lengths(result: Prefill) -> list[int]:
+    """How many rows of every layer's buffers are filled: behind them all are zero."""
+    buffers = [cache.buffers.items() for cache in result.cache.segments]
+    keys = [tensor.numpy() for segment in buffers for name, tensor in segment if "key" in name]
+    return [int(np.flatnonzero(np.any(key != 0, axis=(0, 1, 3)))[-1]) + 1 for key in keys]
+
+
+@pytest.mark.parametrize(("name", "budget"), slow_except(CASES[::2], CASES))
+def test_prefill_and_decode_equal_the_masked_full_sequence(
+    name: str,
+    budget: str,
+    model: Callable[[str], Any],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    torch_model, pipe = model(name), pipeline(name, "fp32", BUDGETS)
+    sequence, index = expected_sequence(torch_model, pipe, photo, budget)
+    stages = stages_of(name, budget)
+    masked = masked_forward(torch_model, sequence, budget, stages)
+
+    result, rows = run_prefill(pipe, photo, budget)
+    text = rows - COUNTS[name][budget][0]
+    assert rows == len(sequence.rows)
+    planned = schedule(pipe.bundle.manifest, "sinkpruner", budget, [layout_of(pipe.family, photo.size)])
+    survivors = surviving_rows(pipe.chain, planned, result)
+    assert {layer: kept.tolist() for layer, kept in survivors.items()} == masked.survivors
+    logits = [pipe.backend.numpy(result.logits)[0]]
+    assert np.abs(logits[0] - masked.logits[-1]).max() < 1e-3
+    lengths = lengths_of(name, budget, text)
+    assert result.tokens_per_layer == lengths
+    assert cache_lengths(result) == lengths
+    position = [length if "compact" in budget else rows for length in lengths]
+    assert positions_of(result) == position
+
+    ids = [int(logits[0].argmax())]
+    for _ in range(NEW_TOKENS):
+        step = decode_one_token(pipe.chain, result.cache, pipe.embedding([ids[-1]])[0])
+        logits.append(pipe.backend.numpy(step)[0])
+        ids.append(int(logits[-1].argmax()))
+    assert cache_lengths(result) == [length + NEW_TOKENS for length in lengths]
+    assert positions_of(result) == [place + NEW_TOKENS for place in position]
+
+    longer = masked_forward(torch_model, sequence, budget, stages, later=embedded(torch_model, ids[:-1]))
+    assert longer.survivors == masked.survivors
+    assert np.abs(np.array(logits) - longer.logits[rows - 1 :]).max() < 1e-3
+    assert longer.logits[rows - 1 :].argmax(axis=1).tolist() == ids
+
+    answer = pipe.generate(photo, PROMPT, budget=budget, max_new_tokens=NEW_TOKENS + 1, min_new_tokens=NEW_TOKENS + 1)
+    assert answer.token_ids == ids
+    assert answer.kept.index.tolist() == [index]
+    assert_survivors(answer, sequence, masked)
+    assert answer.tokens_per_layer == lengths_of(name, budget, 0)
+    assert answer.prompt_tokens == text
+
+
+def positions_of(result: Prefill) -> list[int]:
+    """The position id of the next token in every layer."""
+    per_segment = zip(result.cache.segments, result.cache.next_positions, strict=True)
+    return [position for cache, position in per_segment for _ in range(len(cache.buffers) // 2)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_fp16_keeps_the_same_lengths(name: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline(name, "fp16", ("retain-64", "retain-64+compact"))
+    for budget in ("retain-64", "retain-64+compact"):
+        result, rows = run_prefill(pipe, photo, budget)
+        lengths = lengths_of(name, budget, rows - COUNTS[name][budget][0])
+        assert cache_lengths(result) == lengths
+        assert np.isfinite(pipe.backend.numpy(result.logits)).all()
+        assert answer_of(pipe, photo, budget).tokens_per_layer == lengths_of(name, budget, 0)
+
+
+def answer_of(pipe: Pipeline, image: Image.Image, budget: str) -> Answer:
+    """A short greedy answer."""
+    return pipe.generate(image, PROMPT, budget=budget, max_new_tokens=4, min_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_one_bundle_serves_every_budget_and_none_on_weights_loaded_once(
+    name: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    loaded: list[str] = []
+
+    def counted(graph: str, engine: Engine, backend: Backend) -> Engine:
+        loaded.append(graph)
+        return engine
+
+    pipe = Pipeline.load(bundle(name, "fp32", BUDGETS), check_sums=False, wrap=counted)
+    manifest = pipe.bundle.manifest
+    planned = {graph for plan in manifest.plans["sinkpruner"].values() for graph in plan.graphs}
+    weighted = {*manifest.graphs} - planned
+    assert weighted == {
+        "vision",
+        "projector",
+        "decoder_0",
+        "decoder_1",
+        "decoder_2",
+        "decoder_3",
+        "head",
+    }
+
+    before = answer_of(pipe, photo, "none")
+    assert sorted(loaded) == sorted(weighted)
+    first = {budget: answer_of(pipe, photo, budget) for budget in BUDGETS}
+    again = {budget: answer_of(pipe, photo, budget) for budget in reversed(BUDGETS)}
+    after = answer_of(pipe, photo, "none")
+    assert sorted(loaded) == sorted(weighted | planned)
+
+    visual = SHAPES[name].image_size // 14
+    assert before.tokens_per_layer == [visual**2] * SHAPES[name].num_layers
+    assert before.kept.after_stage == {}
+    for one, other in [(before, after), *((first[budget], again[budget]) for budget in BUDGETS)]:
+        assert (one.text, one.token_ids) == (other.text, other.token_ids)
+        assert one.tokens_per_layer == other.tokens_per_layer
+        np.testing.assert_array_equal(one.kept.index, other.kept.index)
+    for budget, answer in first.items():
+        assert (answer.budget, answer.method) == (budget, "sinkpruner")
+        assert answer.tokens_per_layer == lengths_of(name, budget, 0)
+
+
+def test_a_plan_is_its_weightless_graphs_and_little_else(bundle: Callable[..., Path]) -> None:
+    folder = bundle("mha-336", "fp32", BUDGETS) / "graphs" / "sinkpruner"
+    for budget in BUDGETS:
+        names = {path.name for path in (folder / budget).iterdir()}
+        selects = {f"select_after_{layer}.onnx" for layer in prune_layers(SHAPES["mha-336"].num_layers)}
+        assert names == selects | (set() if "no-sanitizer" in budget else {"sanitizer.onnx"})
+        assert all(path.stat().st_size < 200_000 for path in (folder / budget).iterdir())
+
+
+def test_every_option_runs_end_to_end() -> None:
+    # Clips have a test of their own.
+    assert {option for budget in BUDGETS for option in budget.split("+")[1:]} == set(OPTIONS) - {"per-frame"}

@@ -1,0 +1,121 @@
+"""Requests: what is refused when one is made, and what its steps tell whoever watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import BudgetError, BundleError, PromptError, UsageError
+from sinkprune.contract.schedule import schedule
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.steps.decoding import prefill
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.request import Request, new_request
+from support.references.steps import QUESTION, watched
+
+
+def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
+    assert new_request("a.jpg", "Why?").texts == ("", "Why?")
+    assert new_request(["a.jpg", "b.jpg"], "Why?").texts == ("", "", "Why?")
+    around = new_request(["a.jpg"], ["See ", "."], budget="retain-64")
+    assert (around.pictures, around.texts, around.budget) == (("a.jpg",), ("See ", "."), "retain-64")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_new_tokens": 0}, "max new tokens is 0"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"top_p": 2.0}, "top-p is 2"),
+        ({"seed": -3}, "seed is -3"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
+        ({"temperature": None}, "temperature is None"),
+        ({"top_p": "most"}, "top-p is 'most'"),
+        ({"min_new_tokens": "a"}, "min new tokens is 'a'"),
+        ({"min_new_tokens": -1}, "min new tokens is -1"),
+    ],
+)
+def test_what_no_bundle_can_answer_is_refused_at_once(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        new_request("a.jpg", "Why?", **options)
+
+
+def test_texts_must_fit_the_pictures() -> None:
+    with pytest.raises(PromptError, match="places for 1 images, and 2 were given"):
+        Request(("a.jpg", "b.jpg"), ("", "Why?"))
+    with pytest.raises(PromptError, match="empty"):
+        new_request("a.jpg", " \n")
+
+
+@pytest.mark.parametrize("kind", [TypeError, UsageError])
+def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]) -> None:
+    known = "budget, method, max_new_tokens, min_new_tokens, temperature, top_p, seed, deadline_ms"
+    with pytest.raises(kind) as refused:
+        new_request("a.jpg", "Why?", bugdet="retain-64")
+    said = "there is no option 'bugdet'; did you mean 'budget'? Options are: "
+    assert str(refused.value).startswith(said)
+    assert set(known.split(", ")) <= set(str(refused.value).removeprefix(said).removesuffix(".").split(", "))
+    with pytest.raises(kind, match=r"^there is no option 'zzz'\. Options are: budget, "):
+        new_request("a.jpg", "Why?", zzz=1)
+    with pytest.raises(kind, match="no option 'texts'"):
+        new_request("a.jpg", "Why?", texts=("", "Why?"))
+
+
+def test_a_stream_refuses_before_anything_is_asked_for(pipeline: Callable[..., Pipeline]) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        pipeline("gqa-112").stream("a.jpg", "")
+    with pytest.raises(BudgetError, match="retain-65"):
+        next(pipeline("gqa-112").stream("a.jpg", "Why?", budget="retain-65"))
+
+
+def test_every_step_is_told_in_its_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    told: list[str] = []
+
+    class Names(Observer):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("seen", "encoded", "laid_out", "prefilled", "chose", "answered"):
+                told.append(name)
+            return super().__getattribute__(name)
+
+    pipeline("gqa-112").generate(photo, QUESTION, observer=Names(), max_new_tokens=3, min_new_tokens=3)
+    assert told == ["seen", "encoded", "laid_out", "prefilled", *["chose"] * 3, "answered"]
+
+
+def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112")
+    pruned = watched(pipe, photo, budget="retain-64", max_new_tokens=1)
+    planned = schedule(pipe.bundle.manifest, "sinkpruner", "none", [pruned.pictures[0].layout])
+    with pytest.raises(BundleError, match="kept 15 visual tokens, the bundle says 64"):
+        prefill(pipe.chain, planned, pruned.rows, Stopwatch(pipe.backend))
+
+
+@pytest.mark.parametrize(("name", "budget"), [("gqa-112", "none"), ("gqa-112", "retain-64"), ("qwen", "prune-80")])
+def test_what_the_steps_tell_fits_together(
+    name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline(name)
+    steps = watched(pipe, photo, budget=budget, max_new_tokens=4, min_new_tokens=4)
+    answer, (features,) = steps.answer, steps.features
+    assert [int(logits.argmax()) for logits in steps.logits] == answer.token_ids
+    assert steps.pictures[0].layout is answer.kept.layout
+    np.testing.assert_array_equal(features.kept_index, answer.kept.index)
+    hidden = pipe.backend.numpy(steps.rows.hidden)[0]
+    assert len(hidden) == steps.rows.length == steps.prefill.tokens_per_layer[0]
+    embeddings = pipe.backend.numpy(features.embeddings)
+    np.testing.assert_array_equal(hidden[steps.rows.visual], embeddings.reshape(-1, embeddings.shape[-1]))
+    text = np.setdiff1d(np.arange(len(hidden)), steps.rows.visual)
+    ids = pipe.prompts.encode(["", QUESTION])
+    np.testing.assert_array_equal(hidden[text], pipe.embedding([*ids.texts[0], *ids.texts[-1]]))
+    for layer, kept in steps.prefill.keep_index.items():
+        # The engines keep as many rows as the schedule says.
+        text_rows = steps.rows.length - len(steps.rows.visual)
+        assert len(pipe.backend.numpy(kept)) - text_rows == answer.kept.schedule.after[layer]
+    assert answer.ms["latency"] is not None
+    assert answer.ms["ttft"] is not None
+    assert answer.ms["latency"] > answer.ms["ttft"]

@@ -1,0 +1,306 @@
+"""Streaming: pieces add up to the answer, characters come whole, stop tokens end it unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import LlavaForConditionalGeneration, PreTrainedTokenizerFast
+
+from sinkprune import Pipeline
+from sinkprune.contract.errors import UsageError
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.steps.answer import Answer
+from support.models.checkpoints import IMAGE_TOKEN, Shape, make_checkpoint
+from support.programs.slow_cases import each_once
+
+STOP = 2
+FIRST_BYTE = 3
+FIRST_WORD = FIRST_BYTE + 256 + 1
+
+
+def in_bytes(text: str) -> list[int]:
+    """The byte-fallback tokens of `text`."""
+    return [FIRST_BYTE + byte for byte in text.encode()]
+
+
+def word(number: int) -> int:
+    """A token that reads as a space and ``w<number>``."""
+    return FIRST_WORD + number
+
+
+SCRIPTS = {
+    "whole": [*in_bytes("é日🙂"), word(0), STOP, word(1), word(2), word(3)],
+    "half then stop": [word(0), in_bytes("é")[0], STOP, word(1)],
+    "half then word": [word(0), *in_bytes("🙂")[:2], word(1), word(2), STOP, word(3)],
+    "whole, half, word": [*in_bytes("日"), in_bytes("🙂")[0], word(1), STOP, word(2)],
+    "ordinary stop token": [word(0), word(1), word(9), word(2)],
+    "words": [word(0), word(1), word(2), STOP, word(3)],
+}
+"""What the models below say. They say each token after the one before it, so none may occur twice."""
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and words, as in Llama's vocabulary: bytes are no special tokens."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": STOP}
+    vocabulary |= {f"<0x{byte:02X}>": FIRST_BYTE + byte for byte in range(256)}
+    vocabulary["▁"] = len(vocabulary)
+    while len(vocabulary) < IMAGE_TOKEN:
+        vocabulary[f"▁w{len(vocabulary) - FIRST_WORD}"] = len(vocabulary)
+    vocabulary |= {"<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ("<unk>", "<s>", "</s>", "<image>", "<pad>")
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
+    )
+
+
+def make_scripted_checkpoint(folder: Path, script: list[int]) -> Path:
+    """A checkpoint that answers any prompt with `script`, over and over.
+
+    Its blocks add nothing to the residual stream, so the head sees the last token's embedding; the head's row of each
+    token is the embedding of the token it follows.
+    """
+    assert len(set(script)) == len(script)
+    make_checkpoint(folder, Shape(image_size=112, num_layers=4))
+    tokenizer = byte_fallback_tokenizer()
+    tokenizer.save_pretrained(folder)
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    language_model = model.model.language_model
+    last_of_prompt = tokenizer("ASSISTANT:")["input_ids"][-1]
+    with torch.no_grad():
+        for layer in language_model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        table = torch.nn.functional.normalize(language_model.embed_tokens.weight, dim=1)
+        language_model.embed_tokens.weight.copy_(table)
+        model.lm_head.weight.zero_()
+        for before, token in zip([last_of_prompt, script[-1], *script], [script[0], *script], strict=False):
+            model.lm_head.weight[token] += table[before]
+    model.generation_config.eos_token_id = [STOP, word(9)]
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pipeline]:
+    """A real pipeline over a checkpoint that says what `SCRIPTS` holds under a name."""
+    made: dict[str, Pipeline] = {}
+
+    def get(name: str) -> Pipeline:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("scripted")
+            make_scripted_checkpoint(folder / "checkpoint", SCRIPTS[name])
+            request = ExportRequest(str(folder / "checkpoint"), budgets=("retain-64",))
+            export_bundle(request, folder / "bundle")
+            made[name] = Pipeline.load(folder / "bundle")
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def small() -> Image.Image:
+    """An image; the scripted models do not look at it."""
+    return Image.new("RGB", (112, 112), (90, 120, 30))
+
+
+def streamed(pipe: Pipeline, image: Image.Image, **options: object) -> tuple[list[str], Answer]:
+    """The pieces `stream` yields and the answer it returns."""
+    pieces: list[str] = []
+    stream = pipe.stream(image, "What is this?", **options)  # type: ignore[arg-type]
+    while True:
+        try:
+            pieces.append(next(stream))
+        except StopIteration as end:
+            return pieces, end.value
+
+
+def test_the_scripted_model_says_its_script(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
+    script = SCRIPTS["whole"]
+    _, answer = streamed(scripted("whole"), small, max_new_tokens=30, min_new_tokens=30)
+    assert answer.token_ids == (script * 3)[:30]
+
+
+def test_characters_of_several_tokens_come_whole(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
+    pieces, answer = streamed(scripted("whole"), small)
+    assert pieces == ["é", "日", "🙂", " w0"]
+    assert answer.text == "é日🙂 w0"
+
+
+@pytest.mark.parametrize("length", range(1, 11))
+def test_no_replacement_character_before_the_end_wherever_the_answer_is_cut(
+    length: int, scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("whole"), small, max_new_tokens=length)
+    assert answer.finish == "length"
+    assert answer.token_ids == SCRIPTS["whole"][:length]
+    assert "\ufffd" not in "".join(pieces[:-1])
+    ends = {"é": 2, "日": 5, "🙂": 9, " w0": 10}
+    assert answer.text.rstrip("\ufffd") == "".join(part for part, end in ends.items() if end <= length)
+    assert answer.text.endswith("\ufffd") == (length not in ends.values())
+    assert "".join(pieces) == answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    each_once(SCRIPTS, [{}, {"max_new_tokens": 4}, {"min_new_tokens": 20, "max_new_tokens": 30}]),
+)
+def test_pieces_add_up_to_the_text_generate_returns(
+    name: str, options: dict[str, int], scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pipe = scripted(name)
+    pieces, answer = streamed(pipe, small, **options)
+    heard: list[str] = []
+    whole = pipe.generate(small, "What is this?", on_text=heard.append, **options)
+    assert all(pieces)
+    assert heard == pieces
+    assert "".join(pieces) == answer.text == whole.text
+    assert whole.token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("budget", ["none", "retain-64"])
+@pytest.mark.parametrize("seed", range(3))
+def test_pieces_add_up_for_sampled_answers_too(
+    budget: str, seed: int, pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline("gqa-112")
+    options = {"budget": budget, "temperature": 1.5, "seed": seed, "max_new_tokens": 24}
+    pieces, answer = streamed(pipe, photo, **options)
+    assert len(pieces) > 2
+    assert "".join(pieces) == answer.text
+    again = pipe.generate(photo, "What is this?", **options)
+    assert (again.text, again.token_ids) == (answer.text, answer.token_ids)
+
+
+def test_another_seed_gives_another_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112")
+    texts = {
+        pipe.generate(photo, "What is this?", temperature=1.5, seed=seed, max_new_tokens=12).text for seed in range(4)
+    }
+    assert len(texts) == 4
+
+
+def test_a_seed_changes_nothing_of_a_greedy_answer(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("gqa-112")
+    texts = {pipe.generate(photo, "What is this?", seed=seed, max_new_tokens=8).text for seed in (None, 1, 2)}
+    assert len(texts) == 1
+
+
+def test_a_stop_token_ends_the_answer_and_is_not_shown(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("words"), small)
+    assert pieces == ["w0", " w1", " w2"]
+    assert answer.token_ids == [word(0), word(1), word(2), STOP]
+    assert answer.finish == "stop"
+
+
+def test_a_stop_token_that_is_an_ordinary_word_is_not_shown_either(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("ordinary stop token"), small)
+    assert pieces == ["w0", " w1"]
+    assert answer.token_ids[-1] == word(9)
+    assert answer.finish == "stop"
+
+
+def test_a_stop_token_in_the_last_place_counts_as_stop(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    _, answer = streamed(scripted("words"), small, max_new_tokens=4)
+    assert (answer.finish, answer.text) == ("stop", "w0 w1 w2")
+    _, answer = streamed(scripted("words"), small, max_new_tokens=3)
+    assert (answer.finish, answer.text) == ("length", "w0 w1 w2")
+
+
+@pytest.mark.parametrize(("least", "length"), [(0, 4), (3, 4), (4, 9), (8, 9), (9, 12)])
+def test_stop_tokens_are_ignored_before_min_new_tokens(
+    least: int, length: int, scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    script = SCRIPTS["words"]
+    _, answer = streamed(scripted("words"), small, min_new_tokens=least, max_new_tokens=12)
+    assert answer.token_ids == (script * 3)[:length]
+    assert answer.finish == ("stop" if length < 12 else "length")
+    assert "</s>" not in answer.text
+    assert answer.text.split() == [f"w{t - FIRST_WORD}" for t in answer.token_ids if t != STOP]
+
+
+def test_half_a_character_before_a_stop_token_is_shown_as_one_replacement(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("half then stop"), small)
+    assert pieces == ["w0", "\ufffd"]
+    assert answer.finish == "stop"
+
+
+def test_half_a_character_that_is_never_completed_waits_for_the_next_word(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("half then word"), small)
+    assert pieces == ["w0", "\ufffd\ufffd w1", " w2"]
+    assert answer.text == "w0\ufffd\ufffd w1 w2"
+
+
+def test_what_was_shown_stands_when_half_a_character_follows_it(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("whole, half, word"), small)
+    assert pieces[0] == "日"
+    assert answer.text.startswith("日\ufffd")
+    assert answer.text.replace("\ufffd", "") == "日 w1"
+
+
+def test_one_token_has_no_time_per_token(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
+    _, one = streamed(scripted("words"), small, max_new_tokens=1)
+    assert one.token_ids == [word(0)]
+    assert one.ms["per_token"] is None
+    # Turning tokens into text is waited for too.
+    assert one.ms["ttft"] < one.ms["latency"] < one.ms["ttft"] + 5
+    _, two = streamed(scripted("words"), small, max_new_tokens=2)
+    assert two.ms["per_token"] is not None
+    assert two.ms["per_token"] > 0
+    assert 0 < two.ms["latency"] - (two.ms["ttft"] + two.ms["per_token"]) < 5
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, 3.0, "4"], ids=repr)
+def test_at_least_one_whole_token_must_be_asked_for(
+    count: Any, scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    with pytest.raises(UsageError, match=f"max new tokens is {count!r}"):
+        scripted("words").generate(small, "What is this?", max_new_tokens=count)
+
+
+def test_a_count_may_be_numpys(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
+    assert scripted("words").generate(small, "What?", max_new_tokens=np.int64(2)).text == "w0 w1"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str)
+def test_sampling_options_out_of_range_are_refused(
+    options: dict[str, float], scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    with pytest.raises(UsageError):
+        scripted("words").generate(small, "What is this?", **options)
+
+
+def test_the_first_piece_comes_before_the_answer_is_finished(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    stream = scripted("words").stream(small, "What is this?", max_new_tokens=200, min_new_tokens=200)
+    assert [next(stream) for _ in range(3)] == ["w0", " w1", " w2"]
+    stream.close()  # type: ignore[attr-defined]

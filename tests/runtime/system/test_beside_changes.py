@@ -1,0 +1,179 @@
+"""A loaded pipeline goes on, whatever becomes of the bundle's folder: it holds what was checked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BundleError
+from sinkprune.contract.manifest import EMBEDDING
+from sinkprune.contract.precision import WeightsName
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+from support.programs.commands import run
+from support.programs.slow_cases import slow_except
+
+BUDGETS = ("retain-128", "retain-64")
+QUESTION = "What is on the table?"
+
+
+@pytest.fixture
+def copied(bundle: Callable[..., Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(bundle("gqa-112", "fp32", BUDGETS), tmp_path / "bundle"))
+
+
+def answers(pipeline: Pipeline, photo: Image.Image) -> list[tuple[list[int], list[int]]]:
+    found = [
+        pipeline.generate(photo, QUESTION, budget=budget, max_new_tokens=4) for budget in ("none", *reversed(BUDGETS))
+    ]
+    return [(answer.token_ids, list(answer.tokens_per_layer)) for answer in found]
+
+
+def swap_plans(root: Path) -> None:
+    """Each budget gets the other's selection graphs."""
+    plans = root / "graphs" / "sinkpruner"
+    (plans / BUDGETS[0]).rename(plans / "aside")
+    (plans / BUDGETS[1]).rename(plans / BUDGETS[0])
+    (plans / "aside").rename(plans / BUDGETS[1])
+
+
+def empty(root: Path) -> None:
+    """Nothing but folders is left."""
+    for path in root.rglob("*"):
+        if path.is_file():
+            path.unlink()
+
+
+def cut_off_weights(root: Path) -> None:
+    """Every file of weights but the embedding has no bytes any more."""
+    for path in (root / "graphs" / "weights").iterdir():
+        os.truncate(path, 0)
+
+
+@pytest.mark.parametrize(
+    ("alter", "backend"),
+    slow_except(
+        [(swap_plans, "ort-cpu"), (shutil.rmtree, "ort-cpu"), (cut_off_weights, "openvino")],
+        product([swap_plans, empty, shutil.rmtree, cut_off_weights], ["ort-cpu", "openvino"]),
+    ),
+)
+def test_a_loaded_pipeline_answers_as_before(
+    alter: Callable[[Path], object], backend: str, copied: Path, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    expected = answers(Pipeline.load(bundle("gqa-112", "fp32", BUDGETS), backend=backend), photo)
+    loaded = Pipeline.load(copied, backend=backend)
+    alter(copied)
+    assert answers(loaded, photo) == expected
+
+
+def mapped(folder: Path) -> list[str]:
+    """The lines of this process's memory map that name files of the folder."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights"),
+    slow_except(
+        [("openvino", "int4"), ("ort-cpu+openvino", "fp32"), *product(["ort-cpu"], ("fp32", "fp16", "int4"))],
+        product(("ort-cpu", "openvino", "ort-cpu+openvino"), ("fp32", "fp16", "bf16", "int8", "int4", "uint4")),
+    ),
+)
+def test_no_file_stays_mapped(
+    weights: WeightsName, backend: str, bundle: Callable[..., Path], photo: Image.Image
+) -> None:
+    """So that nothing depends on which matrices a library packs on this processor."""
+    path = bundle("gqa-112", "fp32", BUDGETS, weights=weights)
+    loaded = Pipeline.load(path, backend=backend, check_sums=False)
+    assert not mapped(path)
+    answers(loaded, photo)
+    assert not mapped(path)
+
+
+def test_engines_for_openvino_are_not_read_again(
+    bundle: Callable[..., Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    engines = tmp_path / "engines"
+    outcome = run("sinkprune-build", bundle("gqa-112", "fp32", BUDGETS), "-o", engines, "--target", "openvino")
+    assert outcome.code == 0, outcome.stderr
+    loaded = Pipeline.load(engines)
+    expected = answers(loaded, photo)
+    assert not mapped(engines)
+    for path in engines.rglob("*.bin"):
+        os.truncate(path, 0)
+    assert answers(loaded, photo) == expected
+
+
+def test_onnxruntime_loads_from_memory_what_it_would_leave_mapped(
+    copied: Path, photo: Image.Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are no matrices stand in for a matrix that it does not pack on some processor."""
+    expected = answers(Pipeline.load(copied), photo)
+    monkeypatch.setattr(OrtBackend, "_hold_small_weights", lambda *given: [])
+    loaded = Pipeline.load(copied)
+    assert not mapped(copied)
+    cut_off_weights(copied)
+    assert answers(loaded, photo) == expected
+
+
+def test_a_new_export_in_its_place_is_for_the_next_pipeline(
+    copied: Path, checkpoint: Callable[[str], Path], photo: Image.Image
+) -> None:
+    loaded = Pipeline.load(copied)
+    before = read_bundle(copied).sha256
+    export_bundle(ExportRequest(str(checkpoint("mha-336")), budgets=BUDGETS), copied, force=True)
+    assert read_bundle(copied).sha256 != before
+    new = Pipeline.load(copied)
+    # The old one's pictures have 64 tokens, the new one's 576.
+    assert loaded.generate(photo, QUESTION, max_new_tokens=2).visual_tokens == 64
+    assert new.generate(photo, QUESTION, max_new_tokens=2).visual_tokens == 576
+    assert answers(loaded, photo) == answers(loaded, photo)
+
+
+@pytest.mark.parametrize("change", ["cut off", "written over", "written over with its time set back"])
+def test_an_embedding_altered_in_place_is_an_error_and_no_signal(
+    change: str, tmp_path: Path, large_table: Path, photo: Image.Image
+) -> None:
+    root = Path(shutil.copytree(large_table, tmp_path / "bundle"))
+    loaded = Pipeline.load(root)
+    table = root / EMBEDDING
+    if change == "cut off":
+        os.truncate(table, 4096)
+    else:
+        before = table.stat()
+        with table.open("r+b") as file:
+            # Behind the header
+            file.seek(before.st_size // 8)
+            file.write(bytes(before.st_size - file.tell()))
+        if change.endswith("set back"):
+            os.utime(table, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(BundleError, match=r"'weights/embedding\.safetensors' was altered or replaced"):
+        loaded.generate(photo, QUESTION, max_new_tokens=2)
+
+
+def test_a_bundle_replaced_while_it_is_loaded_is_refused(copied: Path) -> None:
+    opened = read_bundle(copied)
+    shutil.copytree(copied, copied.with_name("new"))
+    copied.rename(copied.with_name("old"))
+    copied.with_name("new").rename(copied)
+    with pytest.raises(BundleError, match="was altered or replaced since it was opened"):
+        Pipeline.load(opened)
+
+
+@pytest.fixture(scope="module")
+def large_table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle with an embedding table of more than a megabyte, which is not kept in memory."""
+    from support.models.heads_of_64 import CONFIG, export_random
+
+    text = {**CONFIG["text_config"], "vocab_size": 2048}
+    return export_random(
+        tmp_path_factory.mktemp("large"), {**CONFIG, "text_config": text}, budgets=("retain-64",)
+    ).path

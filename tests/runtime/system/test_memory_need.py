@@ -1,0 +1,225 @@
+"""What a command needs of memory: told beforehand, near the truth, refused where it is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.errors import BackendError
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import WeightForms, WeightsName
+from sinkprune.contract.schedule import schedule
+from sinkprune.contract.system.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
+from sinkprune.contract.system.system_memory import available_bytes
+from sinkprune.runtime.backends import free_memory
+from sinkprune.runtime.backends.free_memory import free_bytes
+from sinkprune.runtime.backends.known import BACKENDS, ON_CPU
+from sinkprune.runtime.families import load_family
+from support.programs.commands import BIN, assert_refused, run
+from support.programs.slow_cases import every
+
+# Under a limit of so many bytes beyond what the process has; prints the peak of one without.
+_PROGRAM = """
+import re, resource, sys
+from pathlib import Path
+from sinkprune.calibration.commands import calibrate, evaluate
+from sinkprune.runtime.commands import profile, run
+room, command, *arguments = sys.argv[1:]
+if int(room):
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + int(room),) * 2)
+code = {"run": run, "profile": profile, "evaluate": evaluate, "calibrate": calibrate}[command].main(arguments)
+print(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+sys.exit(code)
+"""
+
+
+def in_own_process(room: int, command: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", _PROGRAM, str(room), command, *map(str, arguments)]
+    # Each further arena of malloc takes 64 MiB of address space, as soon as a thread happens to need one.
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def need_of(
+    manifest: Manifest, budget: str = "none", backend: str = "ort-cpu", built: bool = False, tokens: int = 80
+) -> MemoryNeed:
+    layouts = [next(iter(load_family(manifest).largest().values()))]
+    rows = schedule(manifest, "sinkpruner", budget, layouts)
+    return running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
+
+
+def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112")).manifest
+    lm, needs = manifest.language_model, [need_of(manifest, budget) for budget in ("none", "retain-64")]
+    none, pruned = needs
+    row = 2 * lm.num_kv_heads * lm.head_dim * 4
+    assert none.cache == round(1.1 * row * lm.num_layers * (64 + 80))
+    planned = manifest.plans["sinkpruner"]["retain-64"]
+    assert planned.counts is not None
+    kept = [planned.counts.kept, *planned.counts.stages]
+    layers = sum(len(segment) * (left + 80) for segment, left in zip(manifest.segments, kept, strict=True))
+    assert pruned.cache == round(1.1 * row * layers)
+    assert pruned.weights == none.weights
+    assert pruned.activations < none.activations
+
+
+def test_more_tokens_than_positions_are_no_matter_of_memory(bundle: Callable[..., Path], photo_file: Path) -> None:
+    asked = ("--image", photo_file, "--prompt", "What?", "--max-new-tokens", 10_000_000)
+    assert_refused(run("sinkprune-run", bundle("gqa-112"), *asked), "1024 positions")
+
+
+def test_weights_are_counted_as_the_backend_holds_them(bundle: Callable[..., Path]) -> None:
+    for form, held in (("fp32", 1.0), ("int8", 1.4), ("int4", 1.2)):
+        manifest = read_bundle(bundle("gqa-112", weights=form)).manifest
+        need = need_of(manifest)
+        bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
+        vision = 1.0 if form == "fp32" else 1.4
+        others = sum(bytes_of.values()) - bytes_of["vision"]
+        assert need.weights == pytest.approx(held * others + vision * bytes_of["vision"], rel=1e-6)
+        assert need.loading > 0
+        mapped = need_of(manifest, built=True)
+        assert mapped.loading == 0
+        # OpenVINO packs what it loads, of engines too.
+        assert need_of(manifest, backend="openvino", built=True) == need_of(manifest, backend="openvino")
+
+
+def test_what_the_tower_gives_beside_its_tokens_is_counted(bundle: Callable[..., Path]) -> None:
+    """DeepStack: the tower's rows, and the decoder's, whole and split by layer."""
+    manifest = read_bundle(bundle("qwen3-vl")).manifest
+    decoder, layout = manifest.graphs["decoder_0"], next(iter(load_family(manifest).largest().values()))
+    left = tuple(tensor for tensor in decoder.inputs if tensor.name != "deepstack")
+    assert len(left) == len(decoder.inputs) - 1
+    graphs = {**manifest.graphs, "decoder_0": replace(decoder, inputs=left)}
+    needs = [need_of(one) for one in (manifest, replace(manifest, graphs=graphs))]
+    rows = layout.all_tokens + 2 * (layout.all_tokens + 80)
+    added = rows * manifest.deepstack_width * 4
+    assert needs[0].activations - needs[1].activations == pytest.approx(1.1 * added, abs=1)
+    assert replace(needs[0], activations=0) == replace(needs[1], activations=0)
+
+
+def test_every_form_of_weights_is_counted(bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112")).manifest
+    for form in get_args(WeightsName):
+        for backend in ("ort-cpu", "openvino"):
+            need = need_of(replace(manifest, weights=WeightForms(form, form, 32)), backend=backend)
+            assert need.weights >= sum(map(manifest.weight_bytes, manifest.graphs))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ON_CPU])
+def test_a_gpu_holds_what_files_hold_and_a_gigabyte_beside(backend: str, bundle: Callable[..., Path]) -> None:
+    manifest = read_bundle(bundle("gqa-112", weights="int4")).manifest
+    need, here = need_of(manifest, backend=backend), need_of(manifest)
+    sizes = [manifest.weight_bytes(graph) for graph in manifest.graphs]
+    assert (need.weights, need.loading) == (sum(sizes), max(sizes))
+    assert (need.cache, need.activations) == (here.cache, here.activations)
+    assert need.on_gpu and need.bytes > 1 << 30
+    assert not here.on_gpu
+
+
+def test_of_what_a_gpu_needs_only_half_of_weights_and_cache_is_sure() -> None:
+    need = MemoryNeed(2_000_000_000, 3_000_000_000, 500_000_000, 1_000_000_000, 1 << 30, on_gpu=True)
+    told = r"about 6.1 GB of the GPU's memory \(weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB\)"
+    need.check("it", 1_250_000_000, "")
+    with pytest.raises(TooLittleMemoryError, match=rf"it needs {told}, 1.2 GB are free\. "):
+        need.check("it", 1_249_999_999, "")
+
+
+def test_what_is_free_is_asked_of_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DeviceStandIn:
+        def memory(self) -> tuple[int, int]:
+            return 5, 8
+
+    def no_gpu() -> DeviceStandIn:
+        raise BackendError("no GPU")
+
+    for opened, free in ((DeviceStandIn, 5), (no_gpu, 0)):
+        monkeypatch.setattr(free_memory, "open_device", opened)
+        assert {free_bytes(name) for name in ("ort-cuda", "tensorrt", "tensorrt-rtx")} == {free}
+        for name in ("ort-cpu", "openvino"):
+            assert free_bytes(name) == pytest.approx(available_bytes(), rel=0.2)
+
+
+def test_the_words() -> None:
+    need = MemoryNeed(weights=2_000_000_000, loading=3_000_000_000, cache=500_000_000, activations=1_000_000_000)
+    assert need.bytes == (100 << 20) + 5_000_000_000
+    assert replace(need, loading=0).bytes == (100 << 20) + 3_500_000_000
+    told = "about 5.1 GB (weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB)"
+    assert told_need(need, 17_200_000_000) == f"needs {told}, 17.2 GB are free"
+    assert told_need(need, 0) == f"needs {told}"
+    need.check("it", 0, "")
+    need.check("it", need.bytes, "")
+    with pytest.raises(TooLittleMemoryError, match=r"it needs about 5.1 GB .*, 5.1 GB are free\. .* or less\.$"):
+        need.check("it", need.bytes - 1, "less")
+
+
+@pytest.mark.parametrize("command", every(2, ["run", "profile", "evaluate", "calibrate"]))
+def test_too_little_memory_is_refused_with_both_numbers(
+    command: str, bundle: Callable[..., Path], photo_file: Path
+) -> None:
+    asked = ("--image", photo_file, "--prompt", "What is this?") if command in ("run", "profile") else ()
+    done = in_own_process(80 << 20, command, bundle("gqa-112"), *asked)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: not enough memory: '")
+    assert re.search(r", (0\.1 GB|\d+ MB) are free", done.stderr)
+    assert re.search(r"on ort-cpu needs about 0\.1 GB \(weights \d+ MB", done.stderr)
+    assert "--weights int4" in done.stderr
+
+
+@pytest.mark.parametrize("form", ["fp32", "int8", "int4"])
+def test_a_small_need_is_near_the_peak_and_not_told(
+    form: WeightsName, bundle: Callable[..., Path], photo_file: Path
+) -> None:
+    asked = ("--image", photo_file, "--fit", "pad", "--prompt", "What is this?", "--json", "--max-new-tokens", 4)
+    done = in_own_process(0, "run", bundle("gqa-112", weights=form), *asked)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    answer, peak = done.stdout.splitlines()
+    memory = json.loads(answer)["memory"]
+    assert 0.7 <= memory["needed_bytes"] / (int(peak) * 1024) <= 1.4
+    assert memory["free_bytes"] > memory["needed_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int4", "int8", "fp32"])
+def test_the_need_of_the_1b_preset(form: str, tmp_path: Path, photo_file: Path) -> None:
+    """Within 20 % of the peak; told; and int4 takes less than twice its files."""
+    path = tmp_path / "bundle"
+    options = ("--random-weights", "--weights", form, "--budgets", "retain-64")
+    subprocess.run([BIN / "sinkprune-export", "llava-1.1b", *options, "-o", path], check=True, capture_output=True)
+    done = in_own_process(0, "run", path, "--image", photo_file, "--prompt", "What?", "--json", "--max-new-tokens", 8)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("needs about ")
+    answer, peak = done.stdout.splitlines()
+    assert 0.8 <= json.loads(answer)["memory"]["needed_bytes"] / (int(peak) * 1024) <= 1.2
+    weights = sum(file.stat().st_size for file in (path / "graphs" / "weights").iterdir())
+    assert int(peak) * 1024 <= 2 * weights
+
+
+def test_a_profile_tells_the_peak_of_each_stage_and_the_time_to_load(
+    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "profile.json"
+    asked = ("--image", photo_file, "--prompt", "What?", "--repeat", 1, "--new-tokens", 3, "--budgets", "retain-64")
+    outcome = run("sinkprune-profile", bundle("gqa-112"), *asked, "--json", path)
+    assert outcome.code == 0, outcome.stderr
+    report = json.loads(path.read_text())
+    assert 0 < report["load_ms"] < report["first_answer_ms"]
+    for name, budget in report["budgets"].items():
+        stages = budget["stage_peak_rss_bytes"]
+        sanitizer = ["sanitizer"] if name != "none" else []
+        assert list(stages) == ["vision", *sanitizer, "projector", "prefill", "decode"]
+        assert max(stages.values()) <= budget["peak_rss_bytes"]
+        assert f"{name}: peak memory in MB: vision" in outcome.stdout
+    assert "the first answer began at" in outcome.stdout

@@ -1,0 +1,96 @@
+"""System messages become the ids that transformers' templates give them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sinkprune import Pipeline, PromptError
+from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE
+from support.models.qwen_checkpoints import TEMPLATE as QWEN_TEMPLATE
+from support.programs.commands import assert_refused, run
+from support.references.prompt_encoders import SPECIALS, Pairs
+
+SYSTEM, QUESTION = "  Answer in one word, as a robot.\nBe brief. ", "What is on the table?"
+QWEN = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+# Of llava-hf/llava-1.5-7b-hf: what a system message says stands without a role.
+LLAVA = (
+    "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' '}}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+WRITES = (
+    "{% for m in messages %}{% if m.role == 'system' %}[SYS]{{ m['content'] | trim }}[/SYS]{% else %}"
+    "{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}ASSISTANT:"
+)
+"""Its system message is a str, and would be written as Python writes a list."""
+TEMPLATES = {"small": (TEMPLATE, True), "llava": (LLAVA, True), "qwen": (QWEN, True), "str": (WRITES, False)}
+"""Each with whether its system message is in parts."""
+WITHOUT = {
+    "left out": LLAVA.replace(
+        "{% for message in messages %}", "{% for message in messages if message.role == 'user' %}"
+    ),
+    "refused": "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    + LLAVA,
+}
+
+
+def test_the_templates_differ_in_what_they_do_with_it() -> None:
+    assert len({template for template, _ in TEMPLATES.values()} | set(WITHOUT.values())) == 6
+    assert "<image>" in QWEN and "is string" in QWEN
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("tokenizer", ["trained llama", "byte-level"])
+@pytest.mark.parametrize("system", [SYSTEM, "", "'quoted'"])
+def test_a_system_message_is_written_as_by_transformers(
+    template: str, tokenizer: str, system: str, both: Pairs
+) -> None:
+    source, in_parts = TEMPLATES[template]
+    pair = both(tokenizer, source)
+    content: Any = [{"type": "text", "text": system}] if in_parts else system
+    user = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    rendered = pair.theirs.apply_chat_template(
+        [{"role": "system", "content": content}, {"role": "user", "content": user}],
+        chat_template=source,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert system.strip() in rendered
+    prompt = pair.ours.encode(["", QUESTION], system=system)
+    assert [*prompt.texts[0], IMAGE_TOKEN, *prompt.texts[1]] == pair.theirs(rendered)["input_ids"]
+
+
+@pytest.mark.parametrize("template", WITHOUT)
+def test_a_template_without_a_place_for_it_is_told(template: str, both: Pairs) -> None:
+    encoder = both("trained llama", WITHOUT[template]).ours
+    assert encoder.encode(["", QUESTION]).text_tokens > 0
+    with pytest.raises(PromptError, match="chat template has no place for a system message"):
+        encoder.encode(["", QUESTION], system=SYSTEM)
+
+
+def test_special_tokens_typed_into_it_stay_text(both: Pairs) -> None:
+    prompt = both("trained llama", LLAVA).ours.encode(["", QUESTION], system="a <image> and </s> in <s>")
+    assert len(prompt.texts) == 2
+    assert not set(SPECIALS.values()) & {*prompt.texts[0][1:], *prompt.texts[1]}
+
+
+def test_the_model_is_given_it(pipeline: Callable[..., Pipeline], photo: Image.Image, photo_file: Path) -> None:
+    pipe = pipeline("gqa-112")
+    plain = pipe.generate(photo, QUESTION, max_new_tokens=1)
+    told = pipe.generate(photo, QUESTION, system=SYSTEM, max_new_tokens=1)
+    words = pipe.prompts.encode(["", QUESTION], system=SYSTEM)
+    assert told.prompt_tokens == words.text_tokens > plain.prompt_tokens
+    ask = (pipe.bundle.path, "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
+    outcome = run("sinkprune-run", *ask, "--system", SYSTEM, "--json")
+    assert json.loads(outcome.stdout)["prompt_tokens"] == told.prompt_tokens, outcome.stderr
+    with pytest.raises(PromptError, match="the system message is a int"):
+        pipe.generate(photo, QUESTION, system=3)
+    assert_refused(run("sinkprune-run", *ask, "--system", "\ud800"), "the system message is not valid UTF-8")

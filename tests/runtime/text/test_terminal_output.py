@@ -1,0 +1,69 @@
+"""What `sinkprune-run` writes: escaped on a terminal, as it is to a program; names of files always escaped."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sinkprune.runtime.commands.run as command
+from sinkprune import Pipeline
+from support.programs.commands import assert_refused, run
+
+SAID = "a\x1b[2Jb\n\tc\r\x9b1m"
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Talkative:
+    """A pipeline whose model says `SAID` before anything else."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+
+    def generate(self, *arguments: Any, on_text: Callable[[str], None], **options: Any) -> Any:
+        on_text(SAID)
+        return self._pipeline.generate(*arguments, on_text=on_text, **options)
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, SAID), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
+def test_an_answer_moves_no_cursor(
+    stream: type[io.StringIO],
+    shown: str,
+    bundle: Callable[..., Path],
+    photo_file: Path,
+    pipeline: Callable[..., Pipeline],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "load_pipeline", lambda *_: Talkative(pipeline("gqa-112")))
+    arguments = (bundle("gqa-112"), "--image", photo_file, "--prompt", "What is this?", "--max-new-tokens", 2)
+    with redirect_stdout(stream()) as stdout:
+        assert command.main([*map(str, arguments)]) == 0
+    assert stdout.getvalue().startswith(shown)
+
+
+def test_a_picture_s_name_is_escaped_in_its_refusal(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "\x1b]0;owned\x07\nphoto.jpg"
+    path.write_bytes(b"no picture")
+    outcome = run("sinkprune-run", bundle("gqa-112"), "--image", path, "--prompt", "What is this?")
+    assert_refused(outcome, r"\x1b]0;owned\x07\nphoto.jpg' is not an image")
+
+
+def test_the_photo_is_not_replaced_by_its_overlay(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    photo = tmp_path / "photo.jpg"
+    photo.write_bytes(b"photo")
+    arguments = (bundle("gqa-112"), "--image", photo, "--prompt", "What is this?", "--budget", "retain-64")
+    assert_refused(
+        run("sinkprune-run", *arguments, "--overlay", tmp_path / "d" / ".." / "photo.jpg"), "itself, which is read"
+    )
+    assert photo.read_bytes() == b"photo"

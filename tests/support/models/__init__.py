@@ -1,0 +1,1 @@
+"""Small checkpoints, bundles, graphs and videos that tests make."""

@@ -1,0 +1,64 @@
+"""What `jetson/presets.json` must hold, as the export has it. Run as a program, this writes the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkprune.contract.files.schema import to_json
+from sinkprune.contract.precision import WeightsName
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.families import Family, read_family
+from sinkprune.export.graph import WeightedGraph
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.presets import PRESETS
+from sinkprune.export.weights.weight_forms import form_of
+from sinkprune.jetson import presets
+from sinkprune.jetson.presets import PresetFacts, WeightBytes
+
+
+def weight_graphs(family: Family, form: WeightsName, vision_form: WeightsName) -> dict[str, WeightedGraph]:
+    """The graphs with weights of a decoder of one layer, whose states are fp16; no weight is read."""
+    graphs = {}
+    for name, write in family.graphs([range(1)], ()).items():
+        matrices = form_of(vision_form if name == "vision" else form, 128)
+        graphs[name] = WeightedGraph(
+            name, PRECISIONS["fp16"], DIALECTS["opset24"], matrices, lambda name, shape: None
+        )
+        write(graphs[name])
+    return graphs
+
+
+def facts_of(name: str, config: Mapping[str, Any]) -> PresetFacts:
+    """The facts of a configuration in the words of config.json."""
+    family = read_family(name, config)
+    processor = family.processor({})
+    tokens, graphs = family.tokens_of(processor), weight_graphs(family, "fp16", "fp16")
+    return PresetFacts(
+        family=family.name,
+        language_model=family.language_model,
+        vision=family.vision,
+        projector=family.projector,
+        processor=processor,
+        visual_tokens=tokens if isinstance(tokens, int) else None,
+        most_visual_tokens=tokens if isinstance(tokens, int) else tokens.most,
+        vision_graph=graphs["vision"].interface(""),
+        weight_bytes=WeightBytes(
+            vision=graphs["vision"].bytes,
+            projector=graphs[family.projector].bytes if family.projector else 0,
+            layer=graphs["decoder_0"].bytes,
+            head=graphs["head"].bytes,
+        ),
+    )
+
+
+def written() -> str:
+    """The content of `presets.json`."""
+    facts = {name: to_json(facts_of(name, config)) for name, config in PRESETS.items()}
+    return json.dumps(facts, indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    Path(presets.__file__).with_name("presets.json").write_text(written(), encoding="utf-8")

@@ -1,0 +1,40 @@
+"""The small checkpoints that tests share, by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.models.checkpoints import Shape, make_checkpoint
+from support.models.llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
+
+SHAPES = {
+    "mha-336": Shape(),
+    "gqa-112": Shape(image_size=112, num_kv_heads=2, num_layers=8, tied=True),
+}
+
+QWEN_SHAPES = {
+    "qwen": QwenShape(),
+    "qwen-tied": QwenShape(depth=3, full_attention_blocks=(1,), num_layers=8, num_kv_heads=1, tied=True),
+    "qwen2-vl": QwenShape(kind="qwen2_vl", num_layers=7),
+    "qwen3-vl": QwenShape(kind="qwen3_vl", num_layers=24),
+}
+
+CLIPS_IN_ONE_PIECE = [name for name, shape in QWEN_SHAPES.items() if shape.kind != "qwen3_vl"]
+"""Those that have no text between the frames of a clip."""
+
+NEXT_SHAPES = {
+    "next": NextShape(),
+    "next-mistral": NextShape(decoder="mistral", num_layers=8, num_kv_heads=2),
+}
+
+
+def make_small_model(name: str, folder: Path) -> None:
+    """Write the checkpoint of that name into the new `folder`."""
+    folder.mkdir()
+    if name in QWEN_SHAPES:
+        make_qwen_checkpoint(folder, QWEN_SHAPES[name])
+    elif name in NEXT_SHAPES:
+        make_llava_next_checkpoint(folder, NEXT_SHAPES[name])
+    else:
+        make_checkpoint(folder, SHAPES[name])

@@ -1,0 +1,42 @@
+"""`sinkprune-doctor` as tests run it, also in the Python of a board."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from sinkprune.jetson.boards import Board, read_boards
+from sinkprune.jetson.commands import doctor as doctor_command
+from sinkprune.jetson.fit import ModelFit, Target, fit
+from sinkprune.jetson.presets import preset_manifest, read_presets
+from support.programs.commands import Outcome, run
+from support.stand_ins.board_trees import PYTHON_OF_JETPACK_6
+
+NANO = read_boards().board("orin-nano-8gb")
+PICTURE = (640, 480)
+
+
+def doctor(*arguments: object) -> Outcome:
+    return run("sinkprune-doctor", *arguments)
+
+
+def told(*arguments: object) -> Any:
+    done = doctor(*arguments, "--json")
+    assert done.code == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def set_python(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Have the command run in a Python of that version which sees a board's TensorRT."""
+    python = replace(PYTHON_OF_JETPACK_6, version=version)
+    monkeypatch.setattr(doctor_command, "this_environment", lambda: python)
+
+
+def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
+    """A preset on a board of which programs may take `usable` bytes; 0 is not known."""
+    manifest = preset_manifest(name, read_presets()[name], "opset20")
+    return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)

@@ -1,0 +1,113 @@
+"""Kill processes that replace a folder, and look at what the next command finds: a program, as it forks often.
+
+`kill_replacing.py FOLDER {exchange,two-renames} {calls,random} COUNT` kills at the first `COUNT` calls of the system,
+each once, or at so many random moments. Prints a JSON list of what came of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from sinkprune.contract.files.folders import recover
+from sinkprune.contract.files.system_rename import Rename, system_rename
+from support.programs.listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
+
+RENAMES: dict[str, Rename] = {"exchange": system_rename, "two-renames": no_such_rename}
+
+
+def replace(output: Path, version: int, rename: Rename) -> None:
+    with replaced(output, rename=rename) as root:
+        write_folder(root, version)
+
+
+def forked(body: Callable[[], None], after: float | None = None) -> bool:
+    """Run `body` in a process of its own, and kill it after some seconds; whether it was killed."""
+    process = os.fork()
+    if process == 0:
+        try:
+            body()
+        finally:
+            # Not the end of this program, and no handlers of it.
+            os._exit(0 if sys.exc_info()[0] is None else 1)
+    if after is not None:
+        time.sleep(after)
+        os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    assert os.WIFSIGNALED(status) or os.waitstatus_to_exitcode(status) == 0
+    return os.WIFSIGNALED(status)
+
+
+def killed_at_call(number: int, body: Callable[[], None]) -> None:
+    """Run `body`, and have this process killed in front of its call of the system of this number."""
+    left = number
+
+    def count(frame: FrameType, event: str, function: Any) -> None:
+        nonlocal left
+        if event == "c_call" and function.__module__ in ("posix", "fcntl"):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+    body()
+
+
+def shortest(times: int, body: Callable[[], None]) -> float:
+    """The least seconds that `body` takes."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        body()
+        return time.perf_counter() - start
+
+    return min(seconds() for _ in range(times))
+
+
+def found(output: Path) -> int | None:
+    """The version that the next command finds, which must be whole; None where there is none."""
+    recover(output, KIND)
+    return whole_version(output) if output.exists() else None
+
+
+def main() -> None:
+    folder, how, moments, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+    output, rename, randomness = folder / "bundle", RENAMES[how], random.Random(4)
+    duration, outcomes = shortest(5, lambda: replace(output, 1, rename)), []
+    old: int | None = 1
+    for number in range(1, count + 1):
+        # Now and then nothing stands there yet.
+        if moments == "random" and number % 5 == 0 and old is not None:
+            shutil.rmtree(output)
+            old = None
+        new = 2 * number
+        body = partial(replace, output, new, rename)
+        if moments == "calls":
+            killed = forked(partial(killed_at_call, number, body))
+        else:
+            killed = forked(body, randomness.uniform(0, 1.5 * duration))
+        seen, version, left = output.exists(), found(output), None
+        words: dict[int | None, str] = {new: "new", old: "old" if old is not None else "nothing"}
+        # Of those at random moments some find what several others have left.
+        if moments == "calls" or number % 3 == 0:
+            replace(output, new + 1, rename)
+            left = sorted(path.name for path in folder.iterdir())
+        outcomes.append({"killed": killed, "seen": seen, "found": words[version], "left": left})
+        old = found(output)
+        if moments == "calls" and not killed:
+            break
+    sys.stdout.write(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main()

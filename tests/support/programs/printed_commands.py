@@ -1,0 +1,54 @@
+"""The blocks of code and the commands that the README and the docs print."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from support.programs.repository import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  ", "stop: ", "1  H ", "p_j = ")
+"""How blocks begin that show what a program prints, or a formula."""
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    text: str
+
+
+def blocks() -> list[Block]:
+    """All fenced blocks of the pages."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, match.start()) + 2
+            found.append(Block(page.name, line, match[1], match[2]))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """Where each command stands, and its words without the remark behind them."""
+    found = []
+    for block in blocks():
+        if block.language or block.text.startswith(OUTPUT):
+            continue
+        joined = block.text.replace("\\\n", "")
+        for number, line in enumerate(joined.splitlines()):
+            for part in re.split(r" && ", re.split(r"\s+#\s", line)[0]):
+                if part.strip():
+                    found.append((f"{block.page}:{block.line + number}", part.strip()))
+    return found
+
+
+ALL = commands()
+
+
+def most_images(bundle: str) -> int:
+    """How many images a prompt may have, by the first printed export of that name; 1 for what is no export."""
+    first = next((text for _, text in ALL if text.startswith("sinkprune-export ") and f" -o {bundle} " in text), "")
+    given = re.search(r"--max-images (\d+)", first)
+    return int(given[1]) if given else 1

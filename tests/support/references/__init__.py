@@ -1,0 +1,1 @@
+"""What answers are compared with: plain numpy, transformers, masks."""

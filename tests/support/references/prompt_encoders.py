@@ -1,0 +1,163 @@
+"""Tokenizers of every kind, each under our encoder and under transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from sinkprune.contract.manifest import Tokens
+from sinkprune.export.checkpoint.text import SpecialTokens, small_text
+from sinkprune.runtime.text.prompt import PromptEncoder
+from support.models.checkpoints import IMAGE_TOKEN, TEMPLATE, VOCAB, tokenizer
+
+SPECIALS = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE_TOKEN, "<pad>": IMAGE_TOKEN + 1}
+
+
+def metaspace() -> Tokenizer:
+    """As newer Llama and Mistral tokenizers are made: a Metaspace pre-tokenizer, prefix on the first word only."""
+    backend = byte_fallback()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def llama() -> Tokenizer:
+    """As older Llama tokenizers are made: a normalizer that puts a prefix before every piece."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
+
+
+def byte_fallback() -> Tokenizer:
+    """Letters, a few merges, bytes for the rest, and the special tokens of `SPECIALS`."""
+    words = ["unk", "s", "/s"]
+    vocabulary = {f"<{word}>": place for place, word in enumerate(words)}
+    vocabulary |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    letters = "▁abcdefghijklmnopqrstuvwxyz.,?:\n"
+    merges = [
+        ("▁", "t"),
+        ("h", "e"),
+        ("▁t", "he"),
+        ("i", "s"),
+        ("▁", "is"),
+        ("i", "m"),
+        ("im", "a"),
+        ("▁", "▁"),
+    ]
+    for token in [*letters, *(a + b for a, b in merges)]:
+        vocabulary[token] = len(vocabulary)
+    while len(vocabulary) < IMAGE_TOKEN:
+        vocabulary[f"▁filler{len(vocabulary)}"] = len(vocabulary)
+    vocabulary["<image>"], vocabulary["<pad>"] = IMAGE_TOKEN, IMAGE_TOKEN + 1
+    backend = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
+    )
+    return backend
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2, Qwen and random-weights bundles have them."""
+    texts = {0: "<unk>", 1: "<s>", 2: "</s>", IMAGE_TOKEN: "<image>"}
+    specials = SpecialTokens(texts, bos="<s>", eos="</s>", unknown="<unk>")
+    backend = Tokenizer.from_str(small_text(VOCAB, specials, TEMPLATE).tokenizer_json)
+    backend.add_special_tokens([AddedToken("<pad>", special=True)])
+    return backend
+
+
+def stripping() -> Tokenizer:
+    """Special tokens that swallow the blanks around them, as Phi's and RoBERTa's do."""
+    backend = byte_fallback()
+    text = backend.to_str().replace('"lstrip":false,"rstrip":false', '"lstrip":true,"rstrip":true')
+    stripped = Tokenizer.from_str(text)
+    assert all(token.rstrip for token in stripped.get_added_tokens_decoder().values())
+    stripped.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return stripped
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "trained llama": lambda: tokenizer().backend_tokenizer,
+    "llama": llama,
+    "metaspace": metaspace,
+    "byte-level": byte_level,
+    "stripping": stripping,
+}
+
+
+@dataclass(frozen=True)
+class Both:
+    """Our encoder and transformers' tokenizer over the same files."""
+
+    ours: PromptEncoder
+    theirs: PreTrainedTokenizerFast
+    template: str
+
+    def expected(self, text: str, *, bos: bool = True) -> list[int]:
+        """transformers' ids of the rendered conversation."""
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        rendered = self.theirs.apply_chat_template(
+            [{"role": "user", "content": content}],
+            chat_template=self.template,
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        ids: list[int] = self.theirs(rendered, add_special_tokens=bos)["input_ids"]
+        return ids
+
+    def found(self, text: str) -> list[int]:
+        """Our ids, the image token put back between the halves."""
+        prompt = self.ours.encode(["", text])
+        return [*prompt.texts[0], IMAGE_TOKEN, *prompt.texts[-1]]
+
+
+def encoder(folder: Path, template: str) -> PromptEncoder:
+    """An encoder of the tokenizer in `folder` with `template`."""
+    return PromptEncoder(
+        (folder / "tokenizer.json").read_bytes(), template.encode(), Tokens(IMAGE_TOKEN, (2,), "<s>", "</s>")
+    )
+
+
+class Pairs:
+    """Both encoders, by the tokenizer's name and the template, made once in a folder each."""
+
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        self._new_folder = new_folder
+        self._made: dict[tuple[str, str], Both] = {}
+
+    def __call__(self, name: str, template: str = TEMPLATE) -> Both:
+        if (name, template) not in self._made:
+            backend, folder = TOKENIZERS[name](), self._new_folder()
+            backend.save(str(folder / "tokenizer.json"))
+            theirs = PreTrainedTokenizerFast(
+                tokenizer_object=backend,
+                bos_token="<s>",
+                eos_token="</s>",
+                unk_token="<unk>",
+                pad_token="<pad>",
+                clean_up_tokenization_spaces=False,
+            )
+            self._made[name, template] = Both(encoder(folder, template), theirs, template)
+        return self._made[name, template]
+
+
+def assert_typed_text_stays_text(pair: Both, text: str) -> None:
+    """`text` gives no special token, and can be read back."""
+    prompt = pair.ours.encode(["", text])
+    bos = pair.ours.tokenizer.token_to_id("<s>")
+    assert prompt.texts[0].count(bos) == 1
+    special = set(SPECIALS.values())
+    assert not special & {*prompt.texts[0][1:], *prompt.texts[-1]}
+    decoded = pair.ours.tokenizer.decode(prompt.texts[-1], skip_special_tokens=False)
+    assert decoded.replace("▁", " ").strip() == f"{text} ASSISTANT:".strip()

@@ -1,0 +1,137 @@
+"""The rules of method.md section 6, slow and obvious, in numpy. The graphs are tested against these.
+
+A method before the LLM takes one group's tokens [N,D], norms and salience [N] and the number k to keep; it returns
+the kept rows [k,D] and the token each stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from support.references.reference import cosines, diversity, largest, sanitize
+
+Array = np.ndarray[Any, Any]
+Kept = tuple[Array, list[int]]
+
+
+def uniform(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """The middle of each of k parts."""
+    n = len(tokens)
+    index = [int((part + 0.5) * n / k + 1e-9) for part in range(k)]
+    return tokens[index], index
+
+
+def fastervlm(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """The k most salient."""
+    index = sorted(largest(salience, k))
+    return tokens[index], index
+
+
+def divprune(tokens: Array, norms: Array, salience: Array, k: int, batch: int = 16) -> Kept:
+    """The token least like any other, then those least like what is kept."""
+    similarity = cosines(tokens)
+    n = len(tokens)
+    closest = [max((similarity[i, j] for j in range(n) if j != i), default=-np.inf) for i in range(n)]
+    first = min(range(n), key=lambda i: (closest[i], i))
+    others = [i for i in range(n) if i != first]
+    index = sorted([first, *diversity(tokens, others, [first], k - 1, batch)])
+    return tokens[index], index
+
+
+def dart(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """Four pivots of largest norm, and for each in turn its share of the tokens least like it."""
+    similarity = cosines(tokens)
+    pivots = largest(norms, min(4, k))
+    index = list(pivots)
+    for turn, pivot in enumerate(pivots):
+        share = len(range(turn, k - len(pivots), len(pivots)))
+        free = [i for i in range(len(tokens)) if i not in index]
+        index += sorted(free, key=lambda i: (similarity[i, pivot], i))[:share]
+    index = sorted(index)
+    return tokens[index], index
+
+
+def visionzip(
+    tokens: Array,
+    norms: Array,
+    salience: Array,
+    k: int,
+    *,
+    filtered: bool = False,
+    contextual: int | None = None,
+    beside: Array | None = None,
+) -> Kept:
+    """Dominant tokens by salience, then evenly spaced others, each with the mean of those most like it added.
+
+    `contextual` of the k are merged, 10/64 unless given. `beside` [N,E] is what goes with each token: it stands
+    behind its token in the rows that are given, and nothing is compared by it.
+    """
+    n = len(tokens)
+    outliers = largest(norms, max(1, -(-n // 100))) if filtered else []
+    usable = [i for i in range(n) if i not in outliers]
+    k = min(k, len(usable))
+    contextual = k * 10 // 64 if contextual is None else contextual
+    dominant = sorted(usable[i] for i in largest(salience[usable], k - contextual))
+    rest = [i for i in usable if i not in dominant]
+    targets = [rest[i * (len(rest) // contextual)] for i in range(contextual)]
+    similarity = cosines(tokens)
+    members: dict[int, list[int]] = {target: [] for target in targets}
+    for i in rest:
+        if targets and i not in targets:
+            # max takes the first of equals
+            members[max(targets, key=lambda target: similarity[i, target])].append(i)
+    whole = tokens if beside is None else np.concatenate([tokens, beside], axis=-1)
+    rows = [whole[i].astype(np.float64) for i in dominant]
+    for target in targets:
+        mean = whole[members[target]].astype(np.float64).mean(axis=0) if members[target] else 0.0
+        rows.append(whole[target] + mean)
+    return np.array(rows).astype(tokens.dtype), [*dominant, *targets]
+
+
+def visionzip_filter(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """VisionZip of what the outliers leave."""
+    return visionzip(tokens, norms, salience, k, filtered=True)
+
+
+def no_text_pruner(tokens: Array, norms: Array, salience: Array, k: int) -> Kept:
+    """The sanitizer with k - 1 tokens behind the sink, half of them diverse."""
+    diverse = (k - 1) // 2
+    return sanitize(tokens, norms, salience, reserve=k - 1 - diverse, diverse=diverse)
+
+
+BEFORE_LLM = {
+    "uniform": uniform,
+    "fastervlm": fastervlm,
+    "divprune": divprune,
+    "dart": dart,
+    "visionzip": visionzip,
+    "visionzip+filter": visionzip_filter,
+    "sinkpruner-no-text-pruner": no_text_pruner,
+}
+"""Methods that drop tokens before the LLM only; `random` is no rule."""
+
+
+def rows_like_the_image(hidden: Array, visual: list[int], text: list[int]) -> list[int]:
+    """The text rows of `hidden` [S,d] whose mean cosine with the visual rows exceeds the text's mean; else all."""
+    text = text or [len(hidden) - 1]
+    if not visual:
+        return text
+    similarity = cosines(hidden)
+    image = {row: float(np.mean([similarity[row, j] for j in visual])) for row in text}
+    mean = np.mean(list(image.values()))
+    return [row for row in text if image[row] > mean + 1e-9] or text
+
+
+def asking_rows(method: str, hidden: Array, visual: list[int], text: list[int]) -> list[int]:
+    """The rows whose attention scores the visual rows."""
+    if method in ("fastv", "pyramiddrop"):
+        return [len(hidden) - 1]
+    if method == "sparsevlm":
+        return rows_like_the_image(hidden, visual, text)
+    return text
+
+
+IN_LLM = ("fastv", "pyramiddrop", "sparsevlm")
+"""Methods that drop tokens inside the LLM only."""

@@ -1,0 +1,1 @@
+"""Stand-ins for hardware and systems that are not there."""

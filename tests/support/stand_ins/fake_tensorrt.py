@@ -1,0 +1,339 @@
+"""A fake of the TensorRT library, for machines without it or a GPU: its engines compute with ONNX Runtime.
+
+They read and write the host memory of a `FakeDevice`, at the addresses they are given, when its stream comes to them.
+What the library's documentation asks of its callers, the fake insists on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+
+from sinkprune.contract.bundle import Bundle
+from sinkprune.contract.engines_manifest import (
+    ENGINES,
+    FORMAT_VERSION,
+    EnginesManifest,
+    EngineSpec,
+    Limits,
+    OptimisationProfiles,
+    Range,
+)
+from sinkprune.contract.files.manifest_file import file_specs
+from sinkprune.contract.manifest import GraphSpec
+from support.stand_ins.fake_device import FakeDevice
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, ...]
+
+VERSION = "10.99.0"
+ACTIVATIONS = {"decoder_1": 50_000, "head": 100}
+"""Bytes of activations by graph; 2000 for the others."""
+LIMITS = Limits(prompt_tokens=60, new_tokens=30, images=1)
+
+_ROWS = 800
+_ROOM = 832
+_RANGES = {
+    "G": (1, 1, 1),
+    "n": (1, 64, 576),
+    "S": (1, 100, _ROWS),
+    "C": (0, 0, 0),
+    "V": (1, 64, 576),
+    "L": (1, 40, 60),
+}
+_DECODE = {"S": (1, 1, 1), "C": (64, 128, _ROOM)}
+_IN_PLACE = {"C": (_ROOM, _ROOM, _ROOM)}
+
+
+class TensorIOMode(Enum):
+    INPUT = auto()
+    OUTPUT = auto()
+
+
+class TensorLocation(Enum):
+    DEVICE = auto()
+    HOST = auto()
+
+
+class ExecutionContextAllocationStrategy(Enum):
+    STATIC = auto()
+    USER_MANAGED = auto()
+
+
+class DynamicShapesKernelSpecializationStrategy(Enum):
+    LAZY = auto()
+    EAGER = auto()
+    NONE = auto()
+
+
+class RuntimeConfig:
+    """What TensorRT-RTX creates execution contexts with."""
+
+    strategy = ExecutionContextAllocationStrategy.STATIC
+    dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
+
+    def set_execution_context_allocation_strategy(self, strategy: ExecutionContextAllocationStrategy) -> None:
+        self.strategy = strategy
+
+
+class ILogger:
+    ERROR = 1
+
+    def log(self, severity: int, message: str) -> None:
+        raise NotImplementedError
+
+
+class FakeTensorRT:
+    """What `import tensorrt` would give, bound to a fake device."""
+
+    __version__ = VERSION
+    TensorIOMode = TensorIOMode
+    TensorLocation = TensorLocation
+    ExecutionContextAllocationStrategy = ExecutionContextAllocationStrategy
+    ILogger = ILogger
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.engines: dict[str, FakeEngine] = {}
+        """What was deserialised, by graph."""
+
+    def Runtime(self, logger: ILogger) -> FakeRuntime:
+        return FakeRuntime(self, logger)
+
+    @staticmethod
+    def nptype(dtype: np.dtype[Any]) -> type:
+        return dtype.type
+
+
+class FakeTensorRTRTX(FakeTensorRT):
+    """What `import tensorrt_rtx` would give."""
+
+    DynamicShapesKernelSpecializationStrategy = DynamicShapesKernelSpecializationStrategy
+
+
+class FakeRuntime:
+    def __init__(self, library: FakeTensorRT, logger: ILogger) -> None:
+        self._library, self._logger = library, logger
+
+    def deserialize_cuda_engine(self, serialized: Any) -> FakeEngine | None:
+        try:
+            description = json.loads(bytes(serialized))
+        except ValueError:
+            self._logger.log(2, "a warning that nobody needs")
+            self._logger.log(ILogger.ERROR, "the engine is no engine.")
+            return None
+        # The weights and the code
+        self._library.device.total -= len(serialized)
+        engine = FakeEngine(self._library.device, description)
+        self._library.engines[description["graph"]] = engine
+        return engine
+
+
+class FakeEngine:
+    def __init__(self, device: FakeDevice, description: dict[str, Any]) -> None:
+        self.device = device
+        self.graph: str = description["graph"]
+        self.optimisation_profiles: list[dict[str, list[list[int]]]] = description["optimisation_profiles"]
+        self.device_memory_size_v2: int = description["device_memory"]
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self._session = onnxruntime.InferenceSession(description["onnx"], options, providers=["CPUExecutionProvider"])
+        self.inputs = {value.name: _dtype(value.type) for value in self._session.get_inputs()}
+        self.outputs = {value.name: _dtype(value.type) for value in self._session.get_outputs()}
+        self.in_place: dict[str, str] = description["in_place"]
+        self.contexts: list[FakeContext] = []
+        self._shapes: dict[tuple[tuple[str, Shape], ...], dict[str, Shape]] = {}
+
+    @property
+    def num_io_tensors(self) -> int:
+        return len(self.inputs) + len(self.outputs)
+
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.optimisation_profiles)
+
+    def get_tensor_name(self, number: int) -> str:
+        return [*self.inputs, *self.outputs][number]
+
+    def get_tensor_mode(self, name: str) -> TensorIOMode:
+        return TensorIOMode.INPUT if name in self.inputs else TensorIOMode.OUTPUT
+
+    def get_tensor_location(self, name: str) -> TensorLocation:
+        return TensorLocation.DEVICE
+
+    def get_tensor_dtype(self, name: str) -> np.dtype[Any]:
+        return {**self.inputs, **self.outputs}[name]
+
+    def create_runtime_config(self) -> RuntimeConfig:
+        return RuntimeConfig()
+
+    def create_execution_context(self, how: ExecutionContextAllocationStrategy | RuntimeConfig) -> FakeContext:
+        strategy = how.strategy if isinstance(how, RuntimeConfig) else how
+        assert strategy is ExecutionContextAllocationStrategy.USER_MANAGED
+        self.contexts.append(FakeContext(self, how))
+        return self.contexts[-1]
+
+    def compute(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], activations: int) -> None:
+        """Read the inputs, run, write the outputs, and leave garbage where activations were."""
+        inputs = {name: _at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
+        results = self._session.run(list(self.outputs), inputs)
+        for name, result in zip(self.outputs, results, strict=True):
+            _at(addresses[name], result.shape, self.outputs[name])[...] = result
+        ctypes.memset(activations, 0x5A, self.device_memory_size_v2)
+
+    def output_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """No output shape depends on data, so made-up data tells them all."""
+        key = tuple(shapes.items())
+        if key not in self._shapes:
+            inputs = {
+                name: np.arange(shape[0]) if len(shape) == 1 else np.zeros(shape, self.inputs[name])
+                for name, shape in shapes.items()
+            }
+            results = self._session.run(list(self.outputs), inputs)
+            self._shapes[key] = {name: result.shape for name, result in zip(self.outputs, results, strict=True)}
+        return self._shapes[key]
+
+
+class FakeContext:
+    """An execution context. `enqueued` counts its calls; replays are none."""
+
+    def __init__(self, engine: FakeEngine, how: Any) -> None:
+        self._engine, self.created_with = engine, how
+        self._optimisation_profile: int | None = None
+        self._shapes: dict[str, Shape] = {}
+        self._addresses: dict[str, int] = {}
+        self._up_to_date_for: dict[str, Shape] | None = None
+        self.activations = (0, 0)
+        self.enqueued: list[tuple[dict[str, Shape], dict[str, int]]] = []
+
+    def set_optimization_profile_async(self, number: int, stream: int) -> bool:
+        assert stream == self._engine.device.stream
+        self._optimisation_profile = number
+        return True
+
+    def set_input_shape(self, name: str, shape: Shape) -> bool:
+        assert self._optimisation_profile is not None
+        least, _, most = self._engine.optimisation_profiles[self._optimisation_profile][name]
+        self._shapes[name] = shape
+        return all(low <= size <= high for low, size, high in zip(least, shape, most, strict=True))
+
+    def infer_shapes(self) -> list[str]:
+        return [name for name in self._engine.inputs if name not in self._shapes]
+
+    def get_tensor_shape(self, name: str) -> Shape:
+        return self._engine.output_shapes({name: self._shapes[name] for name in self._engine.inputs})[name]
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        # TensorRT takes no null address, not for an empty tensor either.
+        assert address != 0
+        self._addresses[name] = address
+        return True
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        assert size >= self._engine.device_memory_size_v2
+        self.activations = (address, size)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        device = self._engine.device
+        assert stream == device.stream
+        assert self.activations[0] != 0
+        shapes, addresses = dict(self._shapes), dict(self._addresses)
+        for name, source in self._engine.in_place.items():
+            assert addresses[name] == addresses[source], "a cache and its update are one memory (IKVCacheUpdateLayer)"
+        if device.capturing:
+            # "Call enqueueV3() once before capturing, to flush deferred updates" (TensorRT's guide on CUDA graphs)
+            assert self._up_to_date_for == shapes
+        self._up_to_date_for = shapes
+        self.enqueued.append((shapes, addresses))
+        activations = self.activations[0]
+        device.enqueue(lambda: self._engine.compute(shapes, addresses, activations))
+        return True
+
+
+@dataclass(frozen=True)
+class FakeBuild:
+    """What engines.json says, for tests that make it say something else."""
+
+    folder: Path
+    manifest: EnginesManifest
+
+    def change(self, **changes: Any) -> None:
+        ENGINES.write(self.folder, replace(self.manifest, **changes))
+
+
+def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfiles:
+    """What holds all that the tests' images come to."""
+    caches = _IN_PLACE if any("C" in tensor.shape for tensor in spec.outputs) else {}
+    profiles = {"prefill": _ranges(spec, {**_RANGES, **caches})}
+    if graph.startswith("decoder_") or graph == "head":
+        profiles["decode"] = _ranges(spec, {**_RANGES, **_DECODE, **caches})
+    return profiles
+
+
+def build_fake_engines(
+    bundle: Bundle,
+    folder: Path,
+    profiles: Mapping[str, OptimisationProfiles] | None = None,
+    activations: Mapping[str, int] = ACTIVATIONS,
+) -> FakeBuild:
+    """Fake engines of every graph, with `profiles` or wide ones, and an engines.json that says what they are."""
+    engines = {}
+    for graph, spec in bundle.manifest.graphs.items():
+        own = profiles[graph] if profiles else wide_optimisation_profiles(graph, spec)
+        need = activations.get(graph, 2000)
+        description = {
+            "graph": graph,
+            "onnx": str(bundle.graph_path(graph)),
+            "optimisation_profiles": [
+                {name: [taken.min, taken.opt, taken.max] for name, taken in ranges.items()} for ranges in own.values()
+            ],
+            "device_memory": need,
+            "in_place": {tensor.name: f"past_{tensor.name}" for tensor in spec.outputs if "C" in tensor.shape},
+        }
+        file = f"engines/{graph}.engine"
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(json.dumps(description))
+        engines[graph] = EngineSpec(file, own, {}, need, 0.1)
+    manifest = EnginesManifest(
+        format_version=FORMAT_VERSION,
+        sinkprune_version="0",
+        target="tensorrt",
+        library_version=VERSION,
+        compute_capabilities=(86, 89),
+        bundle_sha256=bundle.sha256,
+        checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
+        plugins={},
+        flags={},
+        limits=LIMITS,
+        engines=engines,
+        files=file_specs(folder),
+    )
+    ENGINES.write(folder, manifest)
+    return FakeBuild(folder, manifest)
+
+
+def _ranges(spec: GraphSpec, dims: Mapping[str, tuple[int, int, int]]) -> dict[str, Range]:
+    def shape(sizes: tuple[Any, ...], which: int) -> Shape:
+        return tuple(dims[size][which] if isinstance(size, str) else size for size in sizes)
+
+    return {tensor.name: Range(*(shape(tensor.shape, which) for which in range(3))) for tensor in spec.inputs}
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    types = {"float": "float32", "float16": "float16", "int64": "int64", "bool": "bool"}
+    return np.dtype(types[name.removeprefix("tensor(").removesuffix(")")])
+
+
+def _at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
+    """The array that lies at an address."""
+    size = int(np.prod(shape, dtype=np.int64))
+    return np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype).reshape(shape)
