@@ -26,7 +26,7 @@ COMMANDS = tuple(f"sinkprune-{name}" for name in ("run", "profile", "evaluate", 
 MADE = ("-o", "-out")
 TEST_SETS = ("scenes", "wide-scenes")
 READERS_OWN = ("./my-checkpoint", "my-gptq-or-awq-checkpoint", "./clip-vit-large-patch14-336", "key.pem")
-ELSEWHERE = ("jetson.md", "savings.md")
+ELSEWHERE = ("doctor.md", "jetson.md", "savings.md")
 """Pages whose commands run on another machine or in another folder, so that the README's have made nothing there."""
 LINK = "README.md#a-worked-example"
 
@@ -82,7 +82,7 @@ PRINTING = [page.name for page in PAGES if any(text.startswith("sinkprune-") for
 def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
     before = [] if page in ("README.md", *ELSEWHERE) else named("README.md")
     there = {"bundle", *READERS_OWN}.union(*map(made_by, before))
-    if page == "jetson.md":
+    if page in ("doctor.md", "jetson.md"):
         there.add("llava-7b-int4")
     from_demo = False
     for text in named(page):
@@ -94,7 +94,9 @@ def test_what_commands_read_is_there(page: str, demo_output: Path) -> None:
         assert not missing, f"{page}: {text}: nothing made {missing}"
         there |= made_by(text)
     if from_demo and page != "README.md":
-        assert LINK in (ROOT / "docs" / page).read_text(), f"{page} must say where its files come from"
+        assert LINK in next(path for path in PAGES if path.name == page).read_text(), (
+            f"{page} must say where its files come from"
+        )
 
 
 @pytest.mark.parametrize("page", PRINTING)
@@ -131,3 +133,11 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
     found = [f"/{path}" for folder in ("src", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     for name in re.findall(r"(?<![\w/.*>-])([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)\b", page.read_text(encoding="utf-8")):
         assert any(path.endswith(f"/{name}") for path in found), f"{page.name} names {name}, which is nowhere"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_can_be_read_standing_and_its_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text.count("\n") <= (130 if page.name == "README.md" else 120)
+    for link in re.findall(r"\]\(((?!https?:)[^)#\s]*)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"

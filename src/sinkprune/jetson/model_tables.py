@@ -91,7 +91,7 @@ def legend(report: Report) -> Iterator[str]:
     shares = report.shares
     read = ", ".join(f"{form} {_share(shares[form])}" for form in ("fp16", "int8", "int4"))
     yield f"range: the bound over measured shares of the peak: FLOPs {_share(shares[COMPUTE])}; reading {read}."
-    yield "The shares were measured on CPUs, not on a board. Expect the slow end, or slower (docs/jetson.md)."
+    yield "The shares were measured on CPUs, not on a board. Expect the slow end, or slower (docs/doctor.md)."
 
 
 def recommendation(found: Recommendation, report: Report) -> str:

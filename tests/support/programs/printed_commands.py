@@ -7,7 +7,11 @@ from typing import NamedTuple
 
 from support.programs.repository import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/measurements").glob("*.md")),
+]
 OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  ", "stop: ", "1  H ", "p_j = ")
 """How blocks begin that show what a program prints, or a formula."""
 

@@ -1,5 +1,5 @@
 """DART: tokens that repeat a few pivots least ("Stop Looking for Important Tokens in Multimodal Language Models:
-Duplication Matters More"); method.md section 6.
+Duplication Matters More"); docs/methods.md.
 
 The pivots are the 4 tokens of largest norm. DART's 4 text pivots are keys of a decoder layer: before the LLM, where
 this plan acts, there are none.

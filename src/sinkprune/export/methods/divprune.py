@@ -1,5 +1,5 @@
 """DivPrune: greedy max-min cosine distance ("DivPrune: Diversity-based Visual Token Pruning for Large Multimodal
-Models"); method.md section 6.
+Models"); docs/methods.md.
 
 Our DIV rule with one token reserved: the one whose largest similarity to any other is smallest. Like DIV it takes
 `batch` tokens a round; DivPrune's own serial rule is the budget's option `serial`, one round a token, 1.6 kB of graph

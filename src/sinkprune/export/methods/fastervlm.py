@@ -1,5 +1,5 @@
 """FasterVLM: the tokens of largest CLS attention ("[CLS] Attention is All You Need for Training-Free Visual Token
-Pruning"); method.md section 6. Its score is our salience, which towers without a CLS token have too.
+Pruning"); docs/methods.md. Its score is our salience, which towers without a CLS token have too.
 """
 
 from __future__ import annotations

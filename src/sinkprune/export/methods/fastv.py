@@ -1,6 +1,6 @@
 """FastV ("An Image is Worth 1/2 Tokens After Layer 2"): one cut inside the LLM, by the last token's attention.
 
-method.md section 6. After layer 2 (0-based, of 32) the visual tokens stay that the last token attends to most.
+docs/methods.md. After layer 2 (0-based, of 32) the visual tokens stay that the last token attends to most.
 """
 
 from __future__ import annotations

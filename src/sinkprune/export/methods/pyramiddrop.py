@@ -1,5 +1,5 @@
 """PyramidDrop ("PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
-Reduction"): three cuts inside the LLM, each by the last instruction token's attention; method.md section 6.
+Reduction"): three cuts inside the LLM, each by the last instruction token's attention; docs/methods.md.
 
 After the layers 8, 16 and 24 (0-based, of 32) a constant share of the visual tokens left stays: half in the paper,
 here the share that meets the budget's mean.

@@ -1,5 +1,5 @@
 """SparseVLM ("SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference"): our scorer at
-our layers on all tokens, asked by the text rows that are like the image; method.md section 6.
+our layers on all tokens, asked by the text rows that are like the image; docs/methods.md.
 
 The paper picks those rows once, by the embeddings before the LLM; a select sees the hidden states behind its own
 layer, and picks by these. Its recycling of dropped tokens is left out.

@@ -1,6 +1,6 @@
 """Baselines that never look at the image: `uniform`, evenly spaced tokens, and `random`, a fixed random draw.
 
-method.md section 6. Both keep the same places of all images of as many tokens.
+docs/methods.md. Both keep the same places of all images of as many tokens.
 """
 
 from __future__ import annotations

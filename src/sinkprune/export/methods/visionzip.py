@@ -1,5 +1,5 @@
 """VisionZip ("VisionZip: Longer is Better but Not Necessary in Vision Language Models"), and the same behind our
-high-norm filter, as SinkPruner's paper transfers it (method.md section 6).
+high-norm filter, as SinkPruner's paper transfers it (docs/methods.md).
 
 Of k tokens 10/64, rounded down, are contextual and the others dominant. VisionZip compares tokens by their attention
 keys; we have the tokens themselves. What goes with a token is gathered and merged with it, and not compared.

@@ -32,7 +32,7 @@ examples:
   sinkprune-doctor --board agx-orin-64gb qwen2.5-vl-7b --picture 1280x720
   sinkprune-doctor --json > machine.json
 
-Bounds are what datasheets allow, not what was measured; memory on boards is an estimate: docs/jetson.md.
+Bounds are what datasheets allow, not what was measured; memory on boards is an estimate: docs/doctor.md.
 """
 _SIDE = WholeNumber("a side of --picture", 1, 16384)
 
