@@ -67,11 +67,8 @@ def test_a_group_of_this_kernel_limits() -> None:
         found = []
         for quota in (-1, 50_000):
             (folder / "cpu.cfs_quota_us").write_text(str(quota))
-            done = subprocess.run(
-                [sys.executable, "-c", IN_GROUP, str(folder / "cgroup.procs")],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
+            command = [sys.executable, "-c", IN_GROUP, str(folder / "cgroup.procs")]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
             found.append(int(done.stdout))
         assert found == [len(os.sched_getaffinity(0)), 1]
