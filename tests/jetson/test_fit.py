@@ -15,6 +15,7 @@ from sinkprune.contract.system.memory_need import running_need
 from sinkprune.jetson.fit import NEW_TOKENS, PROMPT_TOKENS, Target, fit
 from sinkprune.jetson.other_forms import stored_as
 from sinkprune.jetson.presets import preset_manifest, read_presets
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from support.programs.doctor_runs import NANO, PICTURE, preset
 
@@ -71,7 +72,9 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
     tokens = PROMPT_TOKENS + NEW_TOKENS
     for backend, board in (("tensorrt", NANO), ("ort-cpu", None), ("ort-cpu+openvino", None), ("openvino", None)):
         here = fit("it", "bundle", manifest, Target(backend, 0, board), PICTURE).forms[0]
-        expected = running_need(manifest, backend, built=False, layouts=[layout], rows=rows, tokens=tokens)
+        expected = running_need(
+            manifest, KNOWN[backend].memory, built=False, layouts=[layout], rows=rows, tokens=tokens
+        )
         assert here.exported
         assert (here.budgets["retain-64"].bounds is None) == (board is None)
         assert here.budgets["retain-64"].memory == expected
@@ -139,7 +142,7 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
         assert found.longest_text is not None
         assert found.longest_context == rows.rows + found.longest_text
         needs = [
-            running_need(manifest, "tensorrt", built=False, layouts=[layout], rows=rows, tokens=tokens).bytes
+            running_need(manifest, None, built=False, layouts=[layout], rows=rows, tokens=tokens).bytes
             for tokens in (found.longest_text, found.longest_text + 1)
         ]
         assert needs[0] <= 7_150_000_000 < needs[1]

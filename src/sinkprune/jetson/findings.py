@@ -10,12 +10,11 @@ from sinkprune.jetson.boards import Board, Boards, JetPack
 from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.recommendation import best_choice, choices, refused_by_backend
+from sinkprune.runtime.backends.known import KNOWN, ON_CPU
 
 _BACKENDS = {
-    "onnxruntime": ("ort-cpu", "ort-cpu+openvino"),
-    "openvino": ("openvino", "ort-cpu+openvino"),
-    "tensorrt": (BOARD_BACKEND,),
-    "tensorrt_rtx": ("tensorrt-rtx",),
+    library: tuple(name for name in (*ON_CPU, BOARD_BACKEND, "tensorrt-rtx") if library in KNOWN[name].libraries)
+    for library in ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
 }
 """The backends that need each engine library."""
 _TENSORRT = (BOARD_BACKEND,)

@@ -215,7 +215,8 @@ def _budget_fit(
 ) -> BudgetFit:
     def need(tokens: int) -> MemoryNeed:
         built = kind == "engines"
-        return running_need(stored, target.backend, built=built, layouts=[layout], rows=planned, tokens=tokens)
+        memory = KNOWN[target.backend].memory
+        return running_need(stored, memory, built=built, layouts=[layout], rows=planned, tokens=tokens)
 
     here = need(PROMPT_TOKENS + NEW_TOKENS)
     cache = cache_bytes(stored, planned, PROMPT_TOKENS)

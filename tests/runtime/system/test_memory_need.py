@@ -23,7 +23,7 @@ from sinkprune.contract.system.memory_need import MemoryNeed, TooLittleMemoryErr
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends import free_memory
 from sinkprune.runtime.backends.free_memory import free_bytes
-from sinkprune.runtime.backends.known import BACKENDS, ON_CPU
+from sinkprune.runtime.backends.known import BACKENDS, KNOWN, ON_CPU
 from sinkprune.runtime.families import load_family
 from support.programs.commands import BIN, assert_refused, run
 from support.programs.slow_cases import every
@@ -56,7 +56,7 @@ def need_of(
 ) -> MemoryNeed:
     layouts = [next(iter(load_family(manifest).largest().values()))]
     rows = schedule(manifest, "sinkpruner", budget, layouts)
-    return running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens)
+    return running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
 
 
 def test_the_cache_is_counted_by_the_rows_that_each_layer_keeps(bundle: Callable[..., Path]) -> None:

@@ -28,7 +28,7 @@ from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import packages_told_of
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import COMPUTES
+from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import key_files, load_pipeline, status
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.media.images import read_image
@@ -51,8 +51,7 @@ The budget is added to the bundle in its place: kilobytes, no weights are writte
 build engines again, and sign it again with --sign where it is signed. Run it on the machine that will answer, when
 it does nothing else.
 """
-_BACKENDS = ("ort-cpu", "ort-cpu+openvino", "openvino", "ort-cuda")
-"""Those that run a budget's graphs as they are."""
+_BACKENDS = tuple(name for name, spec in KNOWN.items() if spec.runs_new_budgets)
 _TARGET_MS = RealNumber("--target-ms", 1e-3, 86_400_000, "milliseconds, more than 0 and at most 86400000 (a day)")
 _BUDGET_TOKENS = RealNumber("--budget-tokens", 1, 1 << 20, "a mean number of visual tokens a layer, 1 or more")
 _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")

@@ -7,7 +7,7 @@ peaks. Those of GPUs are assumed: none was measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ _SPARE = 1.1
 """What heaps and arenas keep beside what is in use."""
 
 
-class _Copies(NamedTuple):
+class Copies(NamedTuple):
     """How many times their bytes in files weights are held."""
 
     held: float
@@ -36,32 +36,47 @@ class _Copies(NamedTuple):
     """Beside that, those of the graph that is being loaded."""
 
 
-_ORT_CPU: dict[WeightsName, _Copies] = {
-    "fp32": _Copies(1.0, 0.1),
+@dataclass(frozen=True)
+class WeightMemory:
+    """How an engine library holds weights, by the form they are stored in."""
+
+    copies: Mapping[WeightsName, Copies]
+    maps_engines: bool = False
+    """Whether engines are mapped as they lie in their files, so that loading them takes no more."""
+
+
+_ORT_CPU: dict[WeightsName, Copies] = {
+    "fp32": Copies(1.0, 0.1),
     # Computed with in fp32, as everything is there.
-    "fp16": _Copies(2.0, 0.5),
-    "bf16": _Copies(2.0, 0.5),
+    "fp16": Copies(2.0, 0.5),
+    "bf16": Copies(2.0, 0.5),
     # A sum and a scale for each 32 inputs beside the codes; while packing, the codes twice.
-    "int8": _Copies(1.4, 0.9),
-    "int4": _Copies(1.2, 0.9),
-    "uint4": _Copies(1.2, 0.9),
+    "int8": Copies(1.4, 0.9),
+    "int4": Copies(1.2, 0.9),
+    "uint4": Copies(1.2, 0.9),
 }
-_OPENVINO: dict[WeightsName, _Copies] = {
+_OPENVINO: dict[WeightsName, Copies] = {
     # What the file holds, in memory of the process's own, beside what is packed. Measured on one segment; 16 bits: no
     # more than that.
-    "fp32": _Copies(2.0, 0.3),
-    "fp16": _Copies(3.0, 0.3),
-    "bf16": _Copies(3.0, 0.3),
-    "int8": _Copies(2.2, 0.3),
-    "int4": _Copies(2.4, 0.3),
-    "uint4": _Copies(2.4, 0.3),
+    "fp32": Copies(2.0, 0.3),
+    "fp16": Copies(3.0, 0.3),
+    "bf16": Copies(3.0, 0.3),
+    "int8": Copies(2.2, 0.3),
+    "int4": Copies(2.4, 0.3),
+    "uint4": Copies(2.4, 0.3),
 }
-_GPU = _Copies(1.0, 1.0)
+_GPU = Copies(1.0, 1.0)
 """In every form: a GPU holds weights as their file does, which is in memory too while it is loaded. On boards, and
 within processors, both are the same memory."""
-_MEASURED = {"ort-cpu": _ORT_CPU, "ort-cpu+openvino": _ORT_CPU, "openvino": _OPENVINO}
-_MEASURED_VISION = {**_MEASURED, "ort-cpu+openvino": _OPENVINO}
-"""Those of the vision tower."""
+ORT_CPU, OPENVINO = WeightMemory(_ORT_CPU, maps_engines=True), WeightMemory(_OPENVINO)
+
+
+class BackendMemory(NamedTuple):
+    """How a backend holds weights."""
+
+    decoder: WeightMemory
+    vision: WeightMemory | None = None
+    """How it holds the vision tower's; None where that is `decoder`."""
 
 
 class TooLittleMemoryError(SinkpruneError):
@@ -118,16 +133,22 @@ def gigabytes(count: int) -> str:
 
 
 def running_need(
-    manifest: Manifest, backend: str, *, built: bool, layouts: Sequence[VisualLayout], rows: Schedule, tokens: int
+    manifest: Manifest,
+    memory: BackendMemory | None,
+    *,
+    built: bool,
+    layouts: Sequence[VisualLayout],
+    rows: Schedule,
+    tokens: int,
 ) -> MemoryNeed:
-    """What an answer about pictures of these `layouts` takes of the memory that `backend` computes in.
+    """What an answer about pictures of these `layouts` takes of the memory that a backend computes in.
 
+    `memory` is how the backend holds weights (`KNOWN[name].memory`), None on a GPU.
     `built` says whether engines are loaded in the bundle's place: onnxruntime's map what is packed already, and
     openvino's are read and packed as a bundle is. `rows` is what a budget keeps of the pictures; `tokens` is how many
     there are of text, prompt and answer together.
     """
-    measured = backend in _MEASURED
-    copies = {graph: _copies(manifest, backend, graph, built) if measured else _GPU for graph in manifest.graphs}
+    copies = {graph: _copies(manifest, memory, graph, built) if memory else _GPU for graph in manifest.graphs}
     held = sum(each.held * manifest.weight_bytes(graph) for graph, each in copies.items())
     loading = max(each.loading * manifest.weight_bytes(graph) for graph, each in copies.items())
     cache = cache_bytes(manifest, rows, tokens)
@@ -139,8 +160,8 @@ def running_need(
         loading=round(loading),
         cache=round(_SPARE * cache),
         activations=round(_SPARE * activations),
-        fixed=_FIXED_BYTES if measured else _GPU_FIXED_BYTES,
-        on_gpu=not measured,
+        fixed=_FIXED_BYTES if memory else _GPU_FIXED_BYTES,
+        on_gpu=memory is None,
     )
 
 
@@ -151,12 +172,12 @@ def cache_bytes(manifest: Manifest, rows: Schedule, tokens: int) -> int:
     return lengths * 2 * lm.num_kv_heads * lm.head_dim * DTYPES[manifest.precision].itemsize
 
 
-def _copies(manifest: Manifest, backend: str, graph: str, built: bool) -> _Copies:
-    """How one of the measured backends holds the weights of a graph, or of the engine `built` of it."""
+def _copies(manifest: Manifest, memory: BackendMemory, graph: str, built: bool) -> Copies:
+    """How a backend holds the weights of a graph, or of the engine `built` of it."""
     vision, forms = graph == "vision", manifest.weights
-    library = (_MEASURED_VISION if vision else _MEASURED)[backend]
-    copies = library[forms.vision if vision else forms.decoder]
-    return copies._replace(loading=0) if built and library is _ORT_CPU else copies
+    library = memory.vision or memory.decoder if vision else memory.decoder
+    copies = library.copies[forms.vision if vision else forms.decoder]
+    return copies._replace(loading=0) if built and library.maps_engines else copies
 
 
 def told_need(need: MemoryNeed, free: int) -> str:

@@ -27,6 +27,7 @@ from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.engines.gate.question import Question
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.runtime.backends import Backend, Engine, Tensor, load_backend
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pipeline import Pipeline
@@ -202,7 +203,7 @@ def _check(bundle: Bundle, question: Question, asked: Sequence[tuple[str, str]])
     for method, budget in asked:
         rows = schedule(manifest, method, budget, layouts)
         tokens = _PROMPT_TOKENS + question.new_tokens
-        need = running_need(manifest, REFERENCE, built=False, layouts=layouts, rows=rows, tokens=tokens)
+        need = running_need(manifest, KNOWN[REFERENCE].memory, built=False, layouts=layouts, rows=rows, tokens=tokens)
         way_out = "check the engines with sinkprune-check where there is more, and build without --check here"
         need.check(f"running the graphs of '{bundle.path}' to compare engines with", available_bytes(), way_out)
 

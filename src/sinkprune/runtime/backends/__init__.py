@@ -1,10 +1,11 @@
-"""Engine libraries behind one small interface. Adding one is a module, a row in `known`, and its loading here."""
+"""Engine libraries behind one small interface. Adding one is a module, and a row in `known`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any, Protocol
 
 from sinkprune.contract.checks.ranges import WholeNumber
@@ -21,12 +22,6 @@ Tensor = Any
 
 THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 """CPU threads to compute with: up to four times this machine's cores."""
-
-_PROVIDERS = {
-    "ort-cpu": "CPUExecutionProvider",
-    "ort-cpu+openvino": "CPUExecutionProvider",
-    "ort-cuda": "CUDAExecutionProvider",
-}
 
 
 class Engine(Protocol):
@@ -127,32 +122,10 @@ def load_backend(
         _check_compute(name, compute, built)
     if built is not None:
         built.check_backend(name)
-    if KNOWN[name].target == "openvino":
-        from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
-
-        openvino = OpenVinoBackend(name, threads, compute or "fastest")
-        if built is not None:
-            built.check_library("openvino", openvino.versions["openvino"])
-        return openvino
-    if name in _PROVIDERS:
-        from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
-        from sinkprune.runtime.backends.openvino.with_onnxruntime import OrtWithOpenVinoBackend
-
-        if built is not None:
-            built.check_processor(_PROVIDERS[name])
-        kind = OrtWithOpenVinoBackend if name == "ort-cpu+openvino" else OrtBackend
-        ort = kind(name, _PROVIDERS[name], threads, compute or "fastest")
-        if built is not None:
-            built.check_library(KNOWN[name].target, "+".join(ort.versions.values()))
-        return ort
-    from sinkprune.runtime.backends.tensorrt.backend import open_tensorrt
-
-    if built is None:
-        raise UsageError(
-            f"backend '{name}' runs engines, and none were given. Build them with: sinkprune-build BUNDLE -o ENGINES "
-            f"--target {KNOWN[name].target}, and add --engines ENGINES."
-        )
-    return open_tensorrt(name, built)
+    backend: Backend = import_module(f"{__name__}.{KNOWN[name].module}").open_backend(
+        name, threads, compute or "fastest", built
+    )
+    return backend
 
 
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
@@ -167,7 +140,7 @@ def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
         )
     if compute not in choices:
         raise UsageError(f"compute is '{compute}', backend '{name}' has {' and '.join(choices)}. Choose one.")
-    if built is not None and name in _PROVIDERS and compute != "fastest":
+    if built is not None and "onnxruntime" in KNOWN[name].libraries and compute != "fastest":
         raise UsageError(
             f"compute is '{compute}', but engines for onnxruntime are built to be fastest. Give the bundle, which "
             "computes in either."

@@ -171,4 +171,4 @@ def usual_backend(bundle: Bundle) -> str:
 
 def backend_of(target: Target) -> str:
     """The backend that runs engines built for `target` where none is named."""
-    return next(name for name, traits in KNOWN.items() if traits.target == target)
+    return next(name for name, spec in KNOWN.items() if spec.target == target)

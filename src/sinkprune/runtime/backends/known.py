@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from sinkprune.contract.engines_manifest import Target
+from sinkprune.contract.system.memory_need import OPENVINO, ORT_CPU, BackendMemory
 
 Compute = Literal["fastest", "bf16", "fp32"]
 """What a backend that has the choice computes in. Selection is in fp32 always.
@@ -21,26 +22,61 @@ TOWER_IN = "; vision in "
 
 
 @dataclass(frozen=True)
-class Traits:
-    """What a backend is, in words of the contract."""
+class BackendSpec:
+    """What a backend is. Adding a backend is its module and its row in `KNOWN`."""
 
+    module: str
+    """The module of this package whose `open_backend(name, threads, compute, built)` returns the `Backend`."""
     target: Target
     """What its engines are built for (`sinkprune-build --target`)."""
+    libraries: tuple[str, ...]
+    """The Python modules that it imports."""
     computes: tuple[Compute, ...] = ()
     """What it can be asked to compute in; nothing where it computes in the types of a bundle's graphs."""
     on_gpu: bool = False
     takes_threads: bool = True
+    memory: BackendMemory | None = None
+    """How it holds weights in memory; None on GPUs, where it was not measured."""
+    runs_new_budgets: bool = False
+    """Whether `sinkprune-calibrate schedule` may try budgets on it that no engine was built for."""
 
 
 KNOWN = {
-    "ort-cpu": Traits("onnxruntime", ("fastest", "fp32")),
-    "ort-cpu+openvino": Traits("onnxruntime+openvino", ("fastest", "fp32")),
-    "ort-cuda": Traits("onnxruntime", on_gpu=True),
-    "openvino": Traits("openvino", COMPUTES),
-    "openvino-gpu": Traits("openvino", ("fastest", "fp32"), on_gpu=True, takes_threads=False),
-    "tensorrt": Traits("tensorrt", on_gpu=True, takes_threads=False),
-    "tensorrt-rtx": Traits("tensorrt-rtx", on_gpu=True, takes_threads=False),
+    "ort-cpu": BackendSpec(
+        "onnxruntime.backend",
+        "onnxruntime",
+        ("onnxruntime",),
+        computes=("fastest", "fp32"),
+        memory=BackendMemory(ORT_CPU),
+        runs_new_budgets=True,
+    ),
+    "ort-cpu+openvino": BackendSpec(
+        "openvino.with_onnxruntime",
+        "onnxruntime+openvino",
+        ("onnxruntime", "openvino"),
+        computes=("fastest", "fp32"),
+        memory=BackendMemory(ORT_CPU, OPENVINO),
+        runs_new_budgets=True,
+    ),
+    "ort-cuda": BackendSpec(
+        "onnxruntime.backend", "onnxruntime", ("onnxruntime",), on_gpu=True, runs_new_budgets=True
+    ),
+    "openvino": BackendSpec(
+        "openvino.backend",
+        "openvino",
+        ("openvino",),
+        computes=COMPUTES,
+        memory=BackendMemory(OPENVINO),
+        runs_new_budgets=True,
+    ),
+    "openvino-gpu": BackendSpec(
+        "openvino.backend", "openvino", ("openvino",), ("fastest", "fp32"), on_gpu=True, takes_threads=False
+    ),
+    "tensorrt": BackendSpec("tensorrt.backend", "tensorrt", ("tensorrt",), on_gpu=True, takes_threads=False),
+    "tensorrt-rtx": BackendSpec(
+        "tensorrt.backend", "tensorrt-rtx", ("tensorrt_rtx",), on_gpu=True, takes_threads=False
+    ),
 }
 """By name. The first runs bundles where no backend is named, the first of a target its engines."""
 BACKENDS = tuple(KNOWN)
-ON_CPU = tuple(name for name, traits in KNOWN.items() if not traits.on_gpu)
+ON_CPU = tuple(name for name, spec in KNOWN.items() if not spec.on_gpu)

@@ -12,6 +12,7 @@ from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.free_memory import free_bytes
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.pictures import see
@@ -57,7 +58,9 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     for budget in planned.budgets:
         rows = schedule(manifest, planned.method, budget, layouts)
         built = options.engines is not None or bundle.engines is not None
-        needs.append(running_need(manifest, backend, built=built, layouts=layouts, rows=rows, tokens=tokens))
+        needs.append(
+            running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
+        )
     need, free = max(needs, key=lambda one: one.bytes), free_bytes(backend)
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
     # Libraries take theirs of small bundles too.

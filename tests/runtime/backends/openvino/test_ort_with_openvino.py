@@ -22,6 +22,7 @@ from sinkprune.contract.files.manifest_file import FileSpec
 from sinkprune.contract.schedule import schedule
 from sinkprune.contract.system.memory_need import running_need
 from sinkprune.runtime.backends import load_backend
+from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.families import load_family
@@ -88,7 +89,8 @@ def test_each_part_s_weights_are_counted_as_its_library_holds_them(bundle: Calla
     layouts = [next(iter(load_family(manifest).largest().values()))]
     rows = schedule(manifest, "sinkpruner", "none", layouts)
     need, built = (
-        running_need(manifest, BACKEND, built=built, layouts=layouts, rows=rows, tokens=80) for built in (False, True)
+        running_need(manifest, KNOWN[BACKEND].memory, built=built, layouts=layouts, rows=rows, tokens=80)
+        for built in (False, True)
     )
     bytes_of = {graph: manifest.weight_bytes(graph) for graph in manifest.graphs}
     vision = bytes_of.pop("vision")

@@ -19,6 +19,7 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Cache, Decoder, Engine
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.blocks import fill_blocks
@@ -31,6 +32,14 @@ from sinkprune.runtime.system.turns import Turns
 _NO_BEAM = np.zeros(1, np.int32)
 # The fewest patches of the first run, as whole visual tokens.
 _PATCHES = 64
+
+
+def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OpenVinoBackend:
+    """The backend `name`, whose library fits the engines `built`; raises `BackendError` and `EnginesError`."""
+    backend = OpenVinoBackend(name, threads, compute)
+    if built is not None:
+        built.check_library("openvino", backend.versions["openvino"])
+    return backend
 
 
 class OpenVinoBackend(Backend):

@@ -10,14 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from sinkprune.runtime.backends import Engine
+from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import TOWER_IN, Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, fitting
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.backends.openvino.library import import_openvino
 
 OF_OPENVINO = "vision"
 """The graph that OpenVINO runs."""
+
+
+def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
+    """The backend `name`, which fits the engines `built`; raises `BackendError` and `EnginesError`."""
+    return fitting(OrtWithOpenVinoBackend(name, "CPUExecutionProvider", threads, compute), built)
 
 
 class OrtWithOpenVinoBackend(OrtBackend):

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.errors import BackendError, EnginesError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
+from sinkprune.runtime.backends.known import KNOWN, Compute
 from sinkprune.runtime.backends.kv_cache import DECODERS, CacheMemory, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
@@ -32,8 +33,13 @@ PLUGINS = "sinkprune.tensorrt_plugins"
 """The entry points that register plugins: called with the library, each returns the sha256 of its kernels by name."""
 
 
-def open_tensorrt(name: str, built: BuiltEngines) -> TensorRTBackend:
-    """The backend `name` on the first GPU; raises `BackendError` and `EnginesError`."""
+def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> TensorRTBackend:
+    """The backend `name` on the first GPU; raises `BackendError` and `EnginesError`, without engines `UsageError`."""
+    if built is None:
+        raise UsageError(
+            f"backend '{name}' runs engines, and none were given. Build them with: sinkprune-build BUNDLE -o ENGINES "
+            f"--target {KNOWN[name].target}, and add --engines ENGINES."
+        )
     return TensorRTBackend(name, import_tensorrt(name), open_device(), built)
 
 
