@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from sinkprune.calibration.token_features import TokenFeatures
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import CheckpointError, NumericsError, SinkpruneError, UsageError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
@@ -126,7 +126,7 @@ def _kind(folder: Path) -> _Kind:
     whole = model_type in {row.model_type for row in FAMILIES.values()}
     remedy = f"Export it first: sinkprune-export {folder} -o BUNDLE" if whole else "Give one of those, or a bundle"
     raise CheckpointError(
-        f"'{folder}' is a checkpoint of model_type {shown(model_type)}, expected a vision tower's: "
+        f"'{folder}' is a checkpoint of model_type {format_value(model_type)}, expected a vision tower's: "
         f"{', '.join(_KINDS)}. {remedy}."
     )
 

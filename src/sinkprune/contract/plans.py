@@ -11,6 +11,9 @@ from sinkprune.contract.budgets import UNPRUNED, Budget, Counts
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import parse_budget
 
+MAX_TOP_K = 3840
+"""The largest K of a TopK in TensorRT 10 (ITopKLayer, NvInfer.h). The export keeps pruning graphs within it."""
+
 _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
 """Names that sinkprune-calibrate schedule gives to budgets."""
 

@@ -16,7 +16,7 @@ import onnx
 from onnx import inliner, shape_inference
 
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.top_k import MOST_OF_TOP_K
+from sinkprune.contract.plans import MAX_TOP_K
 from sinkprune.engines.plugin_graph import as_array, constants
 
 MAX_OPSET = 20
@@ -180,8 +180,8 @@ def _check_inputs(graph: str, node: onnx.NodeProto, known: Mapping[str, Any]) ->
         _refuse(graph, node, f"gives {len(node.output)} outputs", "the first alone")
     if node.op_type == "TopK" and node.input[1] in known:
         most = as_array(known[node.input[1]]).max()
-        if most > MOST_OF_TOP_K:
-            _refuse(graph, node, f"has K = {most}", f"up to {MOST_OF_TOP_K}")
+        if most > MAX_TOP_K:
+            _refuse(graph, node, f"has K = {most}", f"up to {MAX_TOP_K}")
 
 
 def _value_types(graph: onnx.GraphProto) -> dict[str, str]:

@@ -12,7 +12,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.deadline.choices import choices
-from sinkprune.runtime.deadline.pace import Pace
+from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.answer import Answer, Kept, timings
@@ -44,15 +44,15 @@ class Parts(NamedTuple):
 
 
 def steps(
-    parts: Parts, request: Request, new_pace: Callable[[], Pace], observer: Observer, state: StreamState
+    parts: Parts, request: Request, new_policy: Callable[[], BudgetPolicy], observer: Observer, state: StreamState
 ) -> Generator[str, None, Answer]:
     """Run a request, each step reported to `observer`; yields, returns and raises what `Pipeline.stream` does.
 
-    `new_pace` is called when the first piece is requested, because a deadline is counted from then on.
+    `new_policy` is called when the first piece is requested, because a deadline is counted from then on.
     """
-    sampler, stop, pace = request.new_sampler(), parts.manifest.tokens.stop, new_pace()
+    sampler, stop, policy = request.new_sampler(), parts.manifest.tokens.stop, new_policy()
     chain, backend = parts.chain, parts.chain.backend
-    start = _start(parts, request, pace, sampler, observer, state)
+    start = _start(parts, request, policy, sampler, observer, state)
     # Before decoding fills the caches
     cache_bytes = kv_bytes(chain, start.prefill.cache)
     token, ids, times, texts = start.token, [start.token], list[float](), list[float]()
@@ -64,7 +64,7 @@ def steps(
         if len(ids) > request.min_new_tokens:
             piece = strings.add(piece)
             stopped = stopped or strings.found
-        finish = "stop" if stopped else "" if pace.goes_on(len(ids)) else pace.finish(len(ids))
+        finish = "stop" if stopped else "" if policy.goes_on(len(ids)) else policy.finish(len(ids))
         piece += _rest(text, strings) if finish else ""
         finish = "stop" if strings.found else finish
         texts.append(_ms_since(began))
@@ -98,7 +98,7 @@ def steps(
         kv_bytes=cache_bytes,
         ms=timings(start.clock.ms(), times, sum(texts)),
         images=start.kept,
-        deadline=pace.ended(times),
+        deadline=policy.ended(times),
     )
     observer.answered(answer)
     return answer
@@ -117,7 +117,7 @@ class _Start:
 
 
 def _start(
-    parts: Parts, request: Request, pace: Pace, sampler: Sampler, observer: Observer, state: StreamState
+    parts: Parts, request: Request, policy: BudgetPolicy, sampler: Sampler, observer: Observer, state: StreamState
 ) -> _Start:
     """Everything up to the first token: from decoded pictures on it is what TTFT measures."""
     manifest, limits, family, prompts, embedding, chain = parts
@@ -133,11 +133,11 @@ def _start(
             layouts = [layout for _, layout in seen]
             prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
         observer.seen(seen)
-        budgets, text = pace.budgets(manifest, layouts), prompt.text_tokens
+        budgets, text = policy.budgets(manifest, layouts), prompt.text_tokens
         possible = choices(manifest, limits, request, budgets, text, layouts)
         with backend.turn:
             towers = [look(chain, inputs, clock) for inputs, _ in seen]
-            budget, planned = pace.choose(possible, text, layouts)
+            budget, planned = policy.choose(possible, text, layouts)
             state.budget = budget
             encoded = [encode(chain, planned.plan, tower, clock) for tower in towers]
             observer.encoded(encoded)
@@ -147,7 +147,7 @@ def _start(
             result = prefill(chain, planned, rows, clock, encoded[0].device_norms)
             logits = _on_host(chain, result.logits)
             token = sampler(logits)
-    pace.first_token()
+    policy.first_token()
     observer.prefilled(result)
     observer.chose(token, logits)
     # What is kept for the answer is on the host: embeddings need no memory while it decodes.

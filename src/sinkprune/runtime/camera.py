@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from sinkprune.contract.checks.arguments import check_callable
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.steps.pictures import check_order, in_rgb
@@ -108,6 +108,6 @@ def _frame_of(read: object) -> Array | None:
     if read is None:
         return None
     if not isinstance(read, np.ndarray) or read.dtype != np.uint8 or read.ndim != 3 or read.shape[2] != 3:
-        found = f"{read.dtype}{list(read.shape)}" if isinstance(read, np.ndarray) else shown(read)
+        found = f"{read.dtype}{list(read.shape)}" if isinstance(read, np.ndarray) else format_value(read)
         raise ImageError(f"the camera gave {found}, expected a uint8 [height,width,3] array.")
     return read

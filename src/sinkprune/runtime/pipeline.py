@@ -26,9 +26,9 @@ from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines,
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.deadline.cost_measuring import SECONDS, Measured, measure_costs, place_of
-from sinkprune.runtime.deadline.learnt import Learnt
 from sinkprune.runtime.deadline.other_load import OtherLoad
-from sinkprune.runtime.deadline.pace import Hurried, Pace
+from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
+from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.fits import Fit, check_fit
@@ -84,7 +84,7 @@ class Pipeline:
         self.costs: Costs | None = None
         """What requests cost on this machine. A request with a deadline needs it: `warm_up` measures it, and the
         first such request reads what was measured before from the user's cache folder."""
-        self._learnt: tuple[Costs | None, Learnt] = None, Learnt()
+        self._history: tuple[Costs | None, RequestHistory] = None, RequestHistory()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
         tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
@@ -207,7 +207,7 @@ class Pipeline:
         self.bundle.manifest.plan(request.method, request.budget)
         state = StreamState()
         parts = Parts(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
-        return Stream(steps(parts, request, lambda: self._pace(request), observer, state), state)
+        return Stream(steps(parts, request, lambda: self._policy(request), observer, state), state)
 
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
@@ -259,7 +259,7 @@ class Pipeline:
         """
         if self.costs is None:
             return None
-        return cache_costs(replace(self.costs, recent=self._learnt_of(self.costs).recent))
+        return cache_costs(replace(self.costs, recent=self._history_of(self.costs).recent))
 
     @property
     def place(self) -> Place:
@@ -271,9 +271,9 @@ class Pipeline:
         for plan in self.bundle.manifest.plans.get(method, {}).values():
             self.chain.load_plan(plan)
 
-    def _pace(self, request: Request) -> Pace:
+    def _policy(self, request: Request) -> BudgetPolicy:
         if request.deadline_ms is None:
-            return Pace(request)
+            return BudgetPolicy(request)
         began = time.perf_counter()
         if self.costs is None:
             self.costs = cached_costs(self.place)
@@ -284,13 +284,15 @@ class Pipeline:
                 "prompt) or --warm-up, or read measured ones: --costs FILE.json."
             )
         manifest = self.bundle.manifest
-        return Hurried(request, request.deadline_ms, manifest, self.costs, self._learnt_of(self.costs), began=began)
+        return DeadlinePolicy(
+            request, request.deadline_ms, manifest, self.costs, self._history_of(self.costs), began=began
+        )
 
-    def _learnt_of(self, costs: Costs) -> Learnt:
+    def _history_of(self, costs: Costs) -> RequestHistory:
         """How requests compare with these `costs`; of other costs it is forgotten."""
-        if self._learnt[0] is not costs:
-            self._learnt = costs, Learnt(costs.recent)
-        return self._learnt[1]
+        if self._history[0] is not costs:
+            self._history = costs, RequestHistory(costs.recent)
+        return self._history[1]
 
 
 def _ms_since(start: float) -> float:

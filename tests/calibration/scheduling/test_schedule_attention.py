@@ -12,7 +12,7 @@ from PIL import Image
 from sinkprune import Pipeline
 from sinkprune.calibration.scheduling.attention import Attended, attend, lost
 from sinkprune.calibration.scheduling.grid import sanitizers, sizes
-from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.spaces import Measurements, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
@@ -69,7 +69,7 @@ def test_what_is_lost_beside_plain_loops() -> None:
 
 def test_cuts_that_were_not_measured_go_by_those_that_were() -> None:
     attended = [Attended(np.array([[4.0, 3, 2, 1], [1.0, 2, 3, 4]]), [np.arange(4)])]
-    looked = Looked(attended, (2, 6), (4,), [Share(1, 4), Share(2, 4)], 4)
+    looked = Measurements(attended, (2, 6), (4,), [Share(1, 4), Share(2, 4)], 4)
     own, more = space_of(looked, (2, 6), 10), space_of(looked, (1, 2, 4, 6, 8), 10)
     assert own.layers == (3, 4, 3) and more.layers == (2, 1, 2, 2, 2, 1)
     assert (own.sizes.tolist(), own.kept.tolist()) == ([1, 2], [4])

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
-from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import UsageError
 from support.programs.commands import assert_refused, run
 
@@ -48,7 +48,7 @@ def test_whole_numbers_come_as_pythons(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [True, None, "3", 3.0, np.float32(3), b"3", [3], 3 + 0j, 10**5000], ids=lambda value: shown(value)
+    "value", [True, None, "3", 3.0, np.float32(3), b"3", [3], 3 + 0j, 10**5000], ids=lambda value: format_value(value)
 )
 def test_what_is_no_whole_number(value: object) -> None:
     with pytest.raises(UsageError, match="--count is "):
@@ -66,8 +66,8 @@ def test_any_word_is_read_or_refused_on_one_line(word: str) -> None:
 
 
 def test_long_values_are_shown_by_their_beginning() -> None:
-    assert shown("x" * 100) == "'" + "x" * 79 + "..."
-    assert shown(np.zeros((2, 2))) == "array([[0., 0.], [0., 0.]])"
+    assert format_value("x" * 100) == "'" + "x" * 79 + "..."
+    assert format_value(np.zeros((2, 2))) == "array([[0., 0.], [0., 0.]])"
 
 
 WRONG = {

@@ -11,8 +11,8 @@ import pytest
 from sinkprune import Pipeline
 from sinkprune.contract.costs.model import Costs, Curve, Place, predict
 from sinkprune.runtime.deadline.choices import Choice, choices, up_to
-from sinkprune.runtime.deadline.learnt import WINDOW, Learnt
-from sinkprune.runtime.deadline.pace import Hurried, Pace
+from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
+from sinkprune.runtime.deadline.request_history import WINDOW, RequestHistory
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request, new_request
 
@@ -37,7 +37,7 @@ class Machine:
             1, place, nothing, nothing, nothing, (segment,) * len(manifest.segments), nothing, 30.0, Curve(5.0, 0, 0)
         )
         self._manifest, self._slowness, self._tokens = manifest, slowness, tokens
-        self.seconds, self.learnt, self.number = 0.0, Learnt(), 0
+        self.seconds, self.history, self.number = 0.0, RequestHistory(), 0
 
     def now(self) -> float:
         return self.seconds
@@ -46,23 +46,23 @@ class Machine:
         """The report on one request, and why it ended, as a pipeline runs it."""
         slow = self._slowness(self.number)
         self.number += 1
-        pace = Hurried(request, deadline_ms, self._manifest, self.costs, self.learnt, self.now)
-        budgets, layouts = pace.budgets(self._manifest, self.layouts), self.layouts
+        policy = DeadlinePolicy(request, deadline_ms, self._manifest, self.costs, self.history, self.now)
+        budgets, layouts = policy.budgets(self._manifest, self.layouts), self.layouts
         possible = choices(self._manifest, None, request, budgets, TEXT, layouts)
         self.seconds += slow * TOWER_MS / 1e3
-        chosen = pace.choose(possible, TEXT, layouts)
+        chosen = policy.choose(possible, TEXT, layouts)
         expected = predict(self.costs, self._manifest, chosen.schedule, TEXT, layouts)
         self.seconds += slow * expected.first / 1e3
-        pace.first_token()
+        policy.first_token()
         steps: list[float] = []
         stopped = len(steps) + 1 >= self._tokens
-        while not stopped and pace.goes_on(len(steps) + 1):
+        while not stopped and policy.goes_on(len(steps) + 1):
             self.seconds += slow * expected.token / 1e3
             steps.append(slow * expected.token)
             stopped = len(steps) + 1 >= self._tokens
-        report = pace.ended(steps)
+        report = policy.ended(steps)
         assert report.budget == chosen.budget
-        return report, "stop" if stopped else pace.finish(len(steps) + 1)
+        return report, "stop" if stopped else policy.finish(len(steps) + 1)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_a_request_a_process_is_expected_as_in_one_process(small: Pipeline) -> N
     machine = Machine(small, lambda number: times[number])
     found = list[DeadlineReport]()
     for _ in times:
-        machine.learnt = Learnt(machine.learnt.recent)
+        machine.learnt = RequestHistory(machine.learnt.recent)
         found.append(machine.answer(asked(), deadline)[0])
     assert len(machine.learnt.recent.first) == WINDOW
     together = reports(small, lambda number: times[number], deadline, 100)
@@ -210,26 +210,26 @@ def test_tokens_end_in_time(small: Pipeline) -> None:
 
 def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipeline) -> None:
     machine = Machine(small, quiet, tokens=1000)
-    pace = Hurried(asked(100), 1000.0, small.bundle.manifest, machine.costs, Learnt(), machine.now)
+    policy = DeadlinePolicy(asked(100), 1000.0, small.bundle.manifest, machine.costs, RequestHistory(), machine.now)
     layouts = [*small.family.largest().values()]
     possible = choices(small.bundle.manifest, None, asked(100), ["retain-64"], TEXT, layouts)
-    pace.choose(possible, TEXT, layouts)
-    pace.first_token()
+    policy.choose(possible, TEXT, layouts)
+    policy.first_token()
     count = 1
-    while pace.goes_on(count):
+    while policy.goes_on(count):
         machine.seconds += 0.090
         count += 1
     assert machine.seconds * 1e3 <= 1000.0 + 90
-    assert pace.finish(count) == "deadline"
-    assert not pace.ended([90.0] * (count - 1)).met or machine.seconds <= 1.0
+    assert policy.finish(count) == "deadline"
+    assert not policy.ended([90.0] * (count - 1)).met or machine.seconds <= 1.0
 
 
 def test_a_request_without_a_deadline_runs_as_it_was_asked_for(small: Pipeline) -> None:
     request = asked(7, budget="retain-128")
-    pace, manifest = Pace(request), small.bundle.manifest
-    assert pace.budgets(manifest, []) == ["retain-128"]
-    assert [pace.goes_on(tokens) for tokens in (1, 6, 7, 8)] == [True, True, False, False]
-    assert (pace.finish(7), pace.ended([1.0])) == ("length", None)
+    policy, manifest = BudgetPolicy(request), small.bundle.manifest
+    assert policy.budgets(manifest, []) == ["retain-128"]
+    assert [policy.goes_on(tokens) for tokens in (1, 6, 7, 8)] == [True, True, False, False]
+    assert (policy.finish(7), policy.ended([1.0])) == ("length", None)
 
 
 def test_budgets_up_to_another(small: Pipeline) -> None:

@@ -19,7 +19,7 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightForms, WeightsName
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import MemoryNeed, TooLittleMemoryError, running_need, told_need
+from sinkprune.contract.system.memory_need import MemoryNeed, TooLittleMemoryError, memory_line, running_need
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends import free_memory
 from sinkprune.runtime.backends.free_memory import free_bytes
@@ -155,8 +155,8 @@ def test_the_words() -> None:
     assert need.bytes == (100 << 20) + 5_000_000_000
     assert replace(need, loading=0).bytes == (100 << 20) + 3_500_000_000
     told = "about 5.1 GB (weights 2.0 GB, KV cache 0.5 GB, activations 1.0 GB)"
-    assert told_need(need, 17_200_000_000) == f"needs {told}, 17.2 GB are free"
-    assert told_need(need, 0) == f"needs {told}"
+    assert memory_line(need, 17_200_000_000) == f"needs {told}, 17.2 GB are free"
+    assert memory_line(need, 0) == f"needs {told}"
     need.check("it", 0, "")
     need.check("it", need.bytes, "")
     with pytest.raises(TooLittleMemoryError, match=r"it needs about 5.1 GB .*, 5.1 GB are free\. .* or less\.$"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from sinkprune.calibration.scheduling.trials import plan_facts
 from sinkprune.contract.budgets import UNPRUNED, Budget
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import BudgetError, BundleError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.folders import check_replaceable, replacing
@@ -35,7 +35,7 @@ def check_name(manifest: Manifest, name: str) -> None:
     """Reject what no budget of this bundle may be called; raises `BudgetError`."""
     if not _NAME.fullmatch(name):
         raise BudgetError(
-            f"the name {shown(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
+            f"the name {format_value(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
             "underscores, a letter or digit first. Choose another --name."
         )
     if name == UNPRUNED or name in FAMILIES[manifest.family].budgets:

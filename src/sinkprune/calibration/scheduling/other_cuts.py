@@ -10,7 +10,7 @@ from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.report import OtherCuts
 from sinkprune.calibration.scheduling.search import Price, best_of_each_sanitizer
-from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.spaces import Measurements, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
@@ -22,7 +22,7 @@ _CUTTING = ("fastv", "pyramiddrop")
 
 
 def other_cuts(
-    manifest: Manifest, facts: PlanFacts, looked: Looked, price: Milliseconds | MeanTokens, limit: float
+    manifest: Manifest, facts: PlanFacts, measurements: Measurements, price: Milliseconds | MeanTokens, limit: float
 ) -> Iterable[OtherCuts]:
     """What the best budget of at most `limit` would be, with each method whose cuts the bundle lacks."""
     own, layers = manifest.cut_after, manifest.language_model.num_layers
@@ -30,7 +30,7 @@ def other_cuts(
         cuts = tuple(sorted({*own, *_cuts_of(method, manifest, facts)}))
         if cuts == own:
             continue
-        best = best_of_each_sanitizer(space_of(looked, cuts, layers), _recut(price, own, cuts, layers), limit)
+        best = best_of_each_sanitizer(space_of(measurements, cuts, layers), _recut(price, own, cuts, layers), limit)
         if best:
             methods = tuple(name for name in dict.fromkeys([METHOD, *manifest.plans, method]) if name != TRIAL)
             stages = tuple(cuts[stage] for stage in best[0].stages)

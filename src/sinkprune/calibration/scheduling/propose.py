@@ -18,7 +18,7 @@ from sinkprune.calibration.scheduling.other_cuts import other_cuts
 from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
 from sinkprune.calibration.scheduling.search import Found, best_of_each_sanitizer, cheapest
-from sinkprune.calibration.scheduling.spaces import Looked, space_of
+from sinkprune.calibration.scheduling.spaces import Measurements, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
@@ -91,9 +91,9 @@ class Proposer:
         attended = [attend(pipeline, *each, [*self._sanitizers]) for each in asked]
         kept = [self._schedule(name).rows for name in self._sanitizers]
         sizes = grid.sizes(self._manifest)
-        self._looked = Looked(attended, self._manifest.cut_after, kept, sizes, self._layout.all_tokens)
+        self._measurements = Measurements(attended, self._manifest.cut_after, kept, sizes, self._layout.all_tokens)
         self._layers = tuple(map(len, self._manifest.segments))
-        self._space = space_of(self._looked, self._manifest.cut_after, sum(self._layers))
+        self._space = space_of(self._measurements, self._manifest.cut_after, sum(self._layers))
         self._count, self._tail = 0, 1.0
 
     def propose(self, name: str, target: Target, items: Sequence[Item]) -> ScheduleReport:
@@ -132,7 +132,7 @@ class Proposer:
         measured, beside = self._measure([Combination(TRIAL, best), _UNPRUNED], target.new_tokens)
         return ScheduleReport(
             name=name,
-            pictures=len(self._looked.attended),
+            pictures=len(self._measurements.attended),
             visual_tokens=self._layout.all_tokens,
             prompt_tokens=self._text,
             new_tokens=target.new_tokens,
@@ -143,7 +143,7 @@ class Proposer:
             others=tuple(candidates.values()),
             measured_ms=measured,
             unpruned_measured_ms=beside,
-            other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._looked, price, limit)),
+            other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._measurements, price, limit)),
         )
 
     def _unpruned(self, target: Target) -> float:
@@ -204,7 +204,7 @@ class Proposer:
         """Have a plan among those on trial; its name there."""
         self._count += 1
         name, sanitizer = f"found {self._count}", [*self._sanitizers.values()][found.sanitizer]
-        stages = tuple(self._looked.sizes[size] for size in found.sizes)
+        stages = tuple(self._measurements.sizes[size] for size in found.sizes)
         cuts = [self._manifest.cut_after[stage] for stage in found.stages]
         self._trials.add(name, replace(sanitizer, stages=stages), cuts)
         return name

@@ -14,7 +14,7 @@ from sinkprune.contract.budgets import Share
 from sinkprune.contract.manifest import decoder_segments
 
 
-class Looked(NamedTuple):
+class Measurements(NamedTuple):
     """What was looked at."""
 
     attended: Sequence[Attended]
@@ -27,16 +27,16 @@ class Looked(NamedTuple):
     """Visual tokens of that picture."""
 
 
-def space_of(looked: Looked, cut_after: Sequence[int], num_layers: int) -> Space:
+def space_of(measurements: Measurements, cut_after: Sequence[int], num_layers: int) -> Space:
     """The plans of a decoder of `num_layers` that is cut behind the layers `cut_after`.
 
     Where these are not those whose attention is known, a stage goes by that of the nearest before it, and a segment's
     is that of the nearest behind it.
     """
-    last = len(looked.measured) - 1
+    last = len(measurements.measured) - 1
     segments = decoder_segments(cut_after, num_layers)
-    selects = [max(0, bisect_right(looked.measured, cut) - 1) for cut in cut_after]
-    seen = [min(last, bisect_left(looked.measured, layers[-1])) for layers in segments]
-    before, after = lost(looked.attended, looked.sizes, selects, seen)
-    rows = np.array([size.of(looked.tokens) for size in looked.sizes])
-    return Space(tuple(map(len, segments)), np.array(looked.kept), rows, before, after)
+    selects = [max(0, bisect_right(measurements.measured, cut) - 1) for cut in cut_after]
+    seen = [min(last, bisect_left(measurements.measured, layers[-1])) for layers in segments]
+    before, after = lost(measurements.attended, measurements.sizes, selects, seen)
+    rows = np.array([size.of(measurements.tokens) for size in measurements.sizes])
+    return Space(tuple(map(len, segments)), np.array(measurements.kept), rows, before, after)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import OptionError
 
 
@@ -19,13 +19,13 @@ def check_path(name: str, value: object) -> None:
 def check_callable(name: str, value: object) -> None:
     """Refuse what cannot be called; raises `TypeError`."""
     if not callable(value):
-        raise TypeError(f"{name} is {shown(value)}, expected a function.")
+        raise TypeError(f"{name} is {format_value(value)}, expected a function.")
 
 
 def check_type(name: str, value: object, kinds: tuple[type[Any], ...], expected: str) -> None:
     """Refuse what is of none of `kinds`, which the message calls `expected`; raises `TypeError`."""
     if not isinstance(value, kinds):
-        raise TypeError(f"{name} is {shown(value)}, expected {expected}.")
+        raise TypeError(f"{name} is {format_value(value)}, expected {expected}.")
 
 
 def check_options(given: Iterable[str], known: Sequence[str]) -> None:
@@ -34,4 +34,4 @@ def check_options(given: Iterable[str], known: Sequence[str]) -> None:
         if name not in known:
             near = get_close_matches(name, known, 1)
             guess = f"; did you mean '{near[0]}'?" if near else "."
-            raise OptionError(f"there is no option {shown(name)}{guess} Options are: {', '.join(known)}.")
+            raise OptionError(f"there is no option {format_value(name)}{guess} Options are: {', '.join(known)}.")

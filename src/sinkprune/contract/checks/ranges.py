@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 
 
@@ -23,7 +23,9 @@ class WholeNumber:
         number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
         if number is not None and self.least <= number <= self.most:
             return number
-        raise UsageError(f"{self.name} is {shown(value)}, expected a whole number from {self.least} to {self.most}.")
+        raise UsageError(
+            f"{self.name} is {format_value(value)}, expected a whole number from {self.least} to {self.most}."
+        )
 
     def __call__(self, word: str) -> int:
         """The number that `word` says; raises `UsageError`."""
@@ -53,7 +55,7 @@ class RealNumber:
             number = None
         if number is not None and self.least <= number <= self.most:
             return number
-        raise UsageError(f"{self.name} is {shown(value)}, expected {self.expected}.")
+        raise UsageError(f"{self.name} is {format_value(value)}, expected {self.expected}.")
 
     def __call__(self, word: str) -> float:
         """The number that `word` says; raises `UsageError`."""

@@ -93,7 +93,7 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
             sys.stderr.write("interrupted; nothing half-written was left.\n")
         return INTERRUPTED
     except Exception as error:
-        message = _mendable(error)
+        message = _message_for_user(error)
         if message is None:
             raise
         # Where stderr takes nothing, the exit code alone must tell.
@@ -103,7 +103,7 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
     return 0
 
 
-def _mendable(error: Exception) -> str | None:
+def _message_for_user(error: Exception) -> str | None:
     """What to tell of an error that the user can mend; None for others."""
     if isinstance(error, FileNotFoundError) and _current_folder_is_gone():
         return "the current folder was removed. Change to a folder that exists, and run the command again."

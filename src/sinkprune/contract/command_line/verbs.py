@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import NamedTuple
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import UsageError
 
@@ -46,7 +46,7 @@ def _explain(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
     if words and not words[0].startswith("-"):
         near = get_close_matches(words[0], verbs, 1)
         guess = f" Did you mean '{near[0]}'?" if near else ""
-        raise UsageError(f"{prog} has no verb {shown(words[0])}. Its verbs are: {', '.join(verbs)}.{guess}")
+        raise UsageError(f"{prog} has no verb {format_value(words[0])}. Its verbs are: {', '.join(verbs)}.{guess}")
     width = max(map(len, verbs))
     listed = "".join(f"  {name:{width}}  {verb.summary}\n" for name, verb in verbs.items())
     parser = CommandParser(prog, description, f"verbs:\n{listed}\n`{prog} VERB --help` lists the options of a verb.")

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from sinkprune.contract.checks.arguments import check_path
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, Recent
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import write_whole
@@ -46,7 +46,8 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
         data = {**data, "costs_version": version, "measured_at": None, "load": None, "recent": to_json(Recent())}
     if type(version) is not int or version != COSTS_VERSION:
         raise UsageError(
-            f"the costs '{path}' have the version {shown(version)}, this sinkprune reads {COSTS_VERSION}. {_AGAIN}"
+            f"the costs '{path}' have the version {format_value(version)}, this sinkprune reads {COSTS_VERSION}. "
+            f"{_AGAIN}"
         )
     try:
         costs = from_json(Costs, data)
@@ -56,8 +57,8 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
     for name, value in ours.items():
         if theirs[name] != value:
             raise UsageError(
-                f"the costs '{path}' are of another place: their {name} is {shown(theirs[name])}, here it is "
-                f"{shown(value)}. {_AGAIN}"
+                f"the costs '{path}' are of another place: their {name} is {format_value(theirs[name])}, here it is "
+                f"{format_value(value)}. {_AGAIN}"
             )
     if len(costs.decoders) != len(here.cut_after) + 1:
         raise UsageError(

@@ -11,7 +11,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 
 T = TypeVar("T")
 
@@ -71,7 +71,9 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         return _read(kinds[0] if len(kinds) == 1 else _kind_of(kinds, data, where), data, where)
     if origin is typing.Literal:
         if data not in arguments:
-            raise SchemaError(f"{where}: found {shown(data)}, expected one of {', '.join(map(repr, arguments))}")
+            raise SchemaError(
+                f"{where}: found {format_value(data)}, expected one of {', '.join(map(repr, arguments))}"
+            )
         return data
     if dataclasses.is_dataclass(kind):
         return _read_object(kind, data, where)
@@ -112,7 +114,7 @@ def _kind_of(kinds: list[Any], data: Any, where: str) -> Any:
 
 def _bounded(value: float, bounds: Bounds, where: str) -> float:
     if not bounds.least <= value <= bounds.most:
-        raise SchemaError(f"{where}: found {shown(value)}, expected {bounds.least} to {bounds.most}")
+        raise SchemaError(f"{where}: found {format_value(value)}, expected {bounds.least} to {bounds.most}")
     return value
 
 
@@ -126,4 +128,4 @@ def _to_float(data: int | float, where: str) -> float:
 def _expect(kind: type, data: Any, where: str) -> None:
     number = kind is float and isinstance(data, int)
     if isinstance(data, bool) != (kind is bool) or not (isinstance(data, kind) or number):
-        raise SchemaError(f"{where}: found {shown(data)}, expected {kind.__name__}")
+        raise SchemaError(f"{where}: found {format_value(data)}, expected {kind.__name__}")

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 
 
@@ -25,8 +25,8 @@ class Trust:
             return
         if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
             raise UsageError(
-                f"the sum is {shown(self.sha256)}, expected a sha256 as sinkprune-export and sinkprune-build print "
-                "it: 64 hexadecimal digits, the letters small."
+                f"the sum is {format_value(self.sha256)}, expected a sha256 as sinkprune-export and sinkprune-build "
+                "print it: 64 hexadecimal digits, the letters small."
             )
 
 

@@ -180,7 +180,7 @@ def _copies(manifest: Manifest, memory: BackendMemory, graph: str, built: bool) 
     return copies._replace(loading=0) if built and library.maps_engines else copies
 
 
-def told_need(need: MemoryNeed, free: int) -> str:
+def memory_line(need: MemoryNeed, free: int) -> str:
     """The line that a command begins with: what it needs, and what is free where the system tells."""
     return f"needs {need.told}" + (f", {gigabytes(free)} are free" if free else "")
 

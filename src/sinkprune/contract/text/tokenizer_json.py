@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.text.regular_expressions import is_quick
 
@@ -77,7 +77,9 @@ def _check_model(model: Mapping[str, Any]) -> None:
         _check_unigram(model, vocab)
         return
     if kind not in ("BPE", "WordPiece", "WordLevel"):
-        raise UnreadableError(f"has a model of type {shown(kind)}, expected BPE, Unigram, WordPiece or WordLevel")
+        raise UnreadableError(
+            f"has a model of type {format_value(kind)}, expected BPE, Unigram, WordPiece or WordLevel"
+        )
     if not isinstance(vocab, dict) or not {type(number) for number in vocab.values()} <= {int}:
         raise UnreadableError("has no vocabulary that gives each token a whole number")
     if vocab and not 0 <= min(vocab.values()) <= max(vocab.values()) < _IDS:
@@ -88,7 +90,7 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise UnreadableError(f"has a vocabulary with a token of more than {_LETTERS} letters")
     unknown = model.get("unk_token")
     if not (isinstance(unknown, str) and unknown in vocab) and (unknown is not None or kind != "BPE"):
-        raise UnreadableError(f"has the unknown token {shown(unknown)}, which is not in its vocabulary")
+        raise UnreadableError(f"has the unknown token {format_value(unknown)}, which is not in its vocabulary")
     prefix = model.get("continuing_subword_prefix")
     if kind == "BPE" and prefix:
         # The library cuts so many bytes off the second of each pair.
@@ -97,14 +99,14 @@ def _check_model(model: Mapping[str, Any]) -> None:
         if not isinstance(prefix, str) or not all(
             isinstance(merge, list) and len(merge) == 2 and str(merge[1]).startswith(prefix) for merge in merges
         ):
-            raise UnreadableError(f"has merges whose second part does not begin with {shown(prefix)}")
+            raise UnreadableError(f"has merges whose second part does not begin with {format_value(prefix)}")
         if not prefix.isascii():
-            raise UnreadableError(f"has the continuing_subword_prefix {shown(prefix)}, expected ASCII")
+            raise UnreadableError(f"has the continuing_subword_prefix {format_value(prefix)}, expected ASCII")
     if kind == "WordPiece":
         _check_number(model, "max_input_chars_per_word", _LETTERS)
     dropout = model.get("dropout")
     if dropout not in (None, 0):
-        raise UnreadableError(f"has a dropout of {shown(dropout)}, expected none: it is for training")
+        raise UnreadableError(f"has a dropout of {format_value(dropout)}, expected none: it is for training")
 
 
 def _check_unigram(model: Mapping[str, Any], vocab: Any) -> None:
@@ -116,7 +118,7 @@ def _check_unigram(model: Mapping[str, Any], vocab: Any) -> None:
         raise UnreadableError("has an empty token in its vocabulary")
     unknown = model.get("unk_id")
     if not isinstance(unknown, int) or not 0 <= unknown < len(pairs):
-        raise UnreadableError(f"has the unknown token {shown(unknown)}, which is not in its vocabulary")
+        raise UnreadableError(f"has the unknown token {format_value(unknown)}, which is not in its vocabulary")
 
 
 def _check_added(added: Any) -> None:
@@ -139,7 +141,9 @@ def _steps(component: Any, name: str, kinds: frozenset[str], parts: str) -> Iter
     step = _object(component, name)
     kind = step.get("type")
     if not isinstance(kind, str) or kind not in kinds:
-        raise UnreadableError(f"has a {name} of type {shown(kind)}, expected one of: {', '.join(sorted(kinds))}")
+        raise UnreadableError(
+            f"has a {name} of type {format_value(kind)}, expected one of: {', '.join(sorted(kinds))}"
+        )
     if kind != "Sequence":
         yield step
         return
@@ -204,7 +208,9 @@ def _check_pattern(pattern: Any, name: str) -> str:
             raise UnreadableError(f"has a {name} that looks for no text")
         return str(text)
     if not is_quick(text):
-        raise UnreadableError(f"has a {name} with a regular expression that could take very long: {shown(text)}")
+        raise UnreadableError(
+            f"has a {name} with a regular expression that could take very long: {format_value(text)}"
+        )
     return ""
 
 
@@ -235,7 +241,7 @@ def _check_number(fields: Mapping[str, Any], name: str, limit: int) -> int:
     """`fields[name]`, a whole number from 0 to `limit`."""
     number = fields.get(name)
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
-        raise UnreadableError(f"has '{name}' {shown(number)}, expected a whole number from 0 to {limit - 1}")
+        raise UnreadableError(f"has '{name}' {format_value(number)}, expected a whole number from 0 to {limit - 1}")
     return number
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sinkprune.contract.budgets import Budget, Counts
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.contract.top_k import MOST_OF_TOP_K
+from sinkprune.contract.plans import MAX_TOP_K
 from sinkprune.export.dialects import Dialect
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.precision import Precision
@@ -91,11 +91,11 @@ class PlanFacts:
 
         Raises `BudgetError` with what to lower: now, not when engines are built.
         """
-        if count <= MOST_OF_TOP_K:
+        if count <= MAX_TOP_K:
             return
         in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
         if isinstance(self.tokens, UpTo):
-            fit = in_all * MOST_OF_TOP_K // count
+            fit = in_all * MAX_TOP_K // count
             remedy = (
                 f"Allow up to {fit} tokens only: for images with --max-pixels {fit * self.tokens.pixels_each} or "
                 "less, for clips with fewer --max-frames or smaller frames, or option 'per-frame' where the "
@@ -103,7 +103,7 @@ class PlanFacts:
             )
         raise BudgetError(
             f"images and clips may have up to {in_all} visual tokens, of which this budget keeps {count} in one "
-            f"step; TensorRT's TopK gives at most {MOST_OF_TOP_K}. {remedy}"
+            f"step; TensorRT's TopK gives at most {MAX_TOP_K}. {remedy}"
         )
 
 

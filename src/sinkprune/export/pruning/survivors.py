@@ -8,7 +8,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from sinkprune.contract.budgets import Share
-from sinkprune.contract.top_k import MOST_OF_TOP_K
+from sinkprune.contract.plans import MAX_TOP_K
 from sinkprune.export.graph import Dim, Graph
 from sinkprune.export.pruning.shares import surviving
 
@@ -60,7 +60,7 @@ def best_of_each_image(images: int) -> Choice:
 
         own = whose(group)
         # No image keeps more than TopK gives: its plan would have been refused.
-        count = op.Min(op.Shape(quota), op.Shape(scores), [MOST_OF_TOP_K])
+        count = op.Min(op.Shape(quota), op.Shape(scores), [MAX_TOP_K])
         ranked = op.Where(own, op.Unsqueeze(scores, [0]), float("-inf"))
         _, index = op.TopK(ranked, count, axis=-1, largest=1, sorted=1, _outputs=2)
         places = op.ReduceSum(op.Cast(whose(quota), to=_FLOAT), [1], keepdims=1)

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any, Protocol
 
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import WholeNumber
-from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
@@ -114,7 +114,7 @@ def load_backend(
     (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
-        raise BackendError(f"unknown backend {shown(name)}; known backends: {', '.join(BACKENDS)}.")
+        raise BackendError(f"unknown backend {format_value(name)}; known backends: {', '.join(BACKENDS)}.")
     threads = None if threads is None else THREADS.check(threads)
     if threads is not None and not KNOWN[name].takes_threads:
         raise UsageError(f"threads is {threads}, but backend '{name}' computes on the GPU. Leave it out.")
@@ -131,7 +131,7 @@ def load_backend(
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
     """Refuse what the backend of that name, or the engines `built`, cannot compute in; raises `UsageError`."""
     if not isinstance(compute, str) or compute not in COMPUTES:
-        raise UsageError(f"unknown compute {shown(compute)}; known: {', '.join(COMPUTES)}.")
+        raise UsageError(f"unknown compute {format_value(compute)}; known: {', '.join(COMPUTES)}.")
     choices = KNOWN[name].computes
     if not choices:
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import TOLD_BYTES, MemoryNeed, running_need, told_need
+from sinkprune.contract.system.memory_need import TOLD_BYTES, MemoryNeed, memory_line, running_need
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import KNOWN
@@ -65,5 +65,5 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
     # Libraries take theirs of small bundles too.
     if need.bytes - need.fixed >= TOLD_BYTES:
-        sys.stderr.write(f"{told_need(need, free)}\n")
+        sys.stderr.write(f"{memory_line(need, free)}\n")
     return Memory(need.bytes, free or None)

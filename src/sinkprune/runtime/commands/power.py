@@ -57,7 +57,7 @@ def check_lived(power: PowerReport | None) -> None:
         raise PowerError(f"{power.failure.rstrip('.')}. Times are whole; joules are missing from then on.")
 
 
-def told_power(power: PowerReport) -> str:
+def power_line(power: PowerReport) -> str:
     """A line about the sensor."""
     idle = power.idle
     return (
@@ -67,7 +67,7 @@ def told_power(power: PowerReport) -> str:
     )
 
 
-def told_joules(part: PartEnergy | None) -> str:
+def joules_text(part: PartEnergy | None) -> str:
     """The joules of a part and their standard deviation, with a tilde where they are estimated."""
     if part is None:
         return "-"

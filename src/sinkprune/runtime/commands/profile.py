@@ -34,9 +34,9 @@ from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.commands.power import (
     add_power_options,
     check_lived,
+    joules_text,
     maybe_measuring,
-    told_joules,
-    told_power,
+    power_line,
     wanted_sensor,
 )
 from sinkprune.runtime.commands.rate import FRAMES, add_rate_options, print_rates, wanted_camera
@@ -198,7 +198,7 @@ def _print_table(report: Report) -> None:
     if report.power is not None:
         for name, budget in report.budgets.items():
             console.print(plain(f"{name}: {_joules(budget.energy)}"))
-        console.print(plain(told_power(report.power)))
+        console.print(plain(power_line(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
 
@@ -222,9 +222,9 @@ def _joules(energy: BudgetEnergy | None) -> str:
     """What a request takes, its parts and a token."""
     if energy is None:
         return "no joules: the power sensor told nothing of its runs"
-    parts = [f"{part} {told_joules(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
+    parts = [f"{part} {joules_text(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
     left_out = f"; {energy.left_out} runs left out" if energy.left_out else ""
-    request, token = (told_joules(energy.joules[part]) for part in ("latency", "per_token"))
+    request, token = (joules_text(energy.joules[part]) for part in ("latency", "per_token"))
     return f"{request} a request ({', '.join(parts)}), {token} a token, {energy.watts:.2f} W meanwhile{left_out}"
 
 

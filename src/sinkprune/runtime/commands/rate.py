@@ -10,7 +10,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.runtime.commands import plain
-from sinkprune.runtime.commands.power import told_power
+from sinkprune.runtime.commands.power import power_line
 from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, frame_clock
 
@@ -66,7 +66,7 @@ def print_rates(report: RateReport) -> None:
         )
     console.print(table)
     if report.power is not None:
-        console.print(plain(told_power(report.power)))
+        console.print(plain(power_line(report.power)))
     console.print(plain(_conditions(report)))
 
 

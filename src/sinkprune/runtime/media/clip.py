@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from sinkprune.contract.checks.shown import shown as value_shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb
@@ -63,7 +63,7 @@ class Clip:
         too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
         if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
             raise VideoError(
-                f"a clip has {value_shown(self.fps)} frames a second, expected a number, as in Clip(frames, fps=10)."
+                f"a clip has {format_value(self.fps)} frames a second, expected a number, as in Clip(frames, fps=10)."
             )
         object.__setattr__(self, "frames", [*self.frames])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 
 Fit = Literal["crop", "pad", "stretch"]
@@ -17,7 +17,9 @@ FITS: tuple[Fit, ...] = get_args(Fit)
 def check_fit(fit: object) -> None:
     """Raise `UsageError` for what is neither one of `FITS` nor None, the checkpoint's own way."""
     if fit is not None and not (isinstance(fit, str) and fit in FITS):
-        raise UsageError(f"fit is {shown(fit)}, expected one of {', '.join(FITS)}, or None for the checkpoint's own.")
+        raise UsageError(
+            f"fit is {format_value(fit)}, expected one of {', '.join(FITS)}, or None for the checkpoint's own."
+        )
 
 
 def fitted_settings(settings: Mapping[str, Any], fit: Fit, side: int) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def open_sensor(name: str, *, on_gpu: bool, root: Path = ROOT) -> Sensor:
         except NoSensorError as error:
             reasons.append(f"{kind}: {str(error).rstrip('.')}")
     raise NoSensorError(
-        f"no power sensor was found. Looked for {'; '.join(reasons)}. Leave --power out, or measure on a "
+        f"no power sensor was found. Measurements for {'; '.join(reasons)}. Leave --power out, or measure on a "
         "machine that has one."
     )
 

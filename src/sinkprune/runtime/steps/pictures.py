@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from sinkprune.contract.checks.shown import shown
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
@@ -38,7 +38,9 @@ def decoded(source: PictureLike, family: Family) -> Picture:
 def check_order(order: object) -> str:
     """The order of an array's channels; raises `UsageError` for what is neither "rgb" nor "bgr"."""
     if not isinstance(order, str) or order not in ORDERS:
-        raise UsageError(f"order is {shown(order)}, expected 'rgb' or 'bgr', the order of an array's channels.")
+        raise UsageError(
+            f"order is {format_value(order)}, expected 'rgb' or 'bgr', the order of an array's channels."
+        )
     return order
 
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.arguments import check_options, check_type
+from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
-from sinkprune.contract.checks.shown import shown
 from sinkprune.contract.errors import ImageError, PromptError, UsageError
 from sinkprune.runtime.media.clip import Clip, Shown
 from sinkprune.runtime.media.video_file import VideoFile
@@ -68,7 +68,9 @@ class Request:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, example in (("budget", "retain-64"), ("method", "sinkpruner")):
             if not isinstance(getattr(self, name), str):
-                raise UsageError(f"{name} is {shown(getattr(self, name))}, expected a name, as in '{example}'.")
+                raise UsageError(
+                    f"{name} is {format_value(getattr(self, name))}, expected a name, as in '{example}'."
+                )
         for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
             # numpy's small whole numbers overflow where they are added to others.
             object.__setattr__(self, name, count.check(getattr(self, name)))
@@ -118,7 +120,7 @@ def _stop_strings(given: object) -> tuple[str, ...]:
     """One string or several as a tuple; raises `UsageError` for what is none, or empty."""
     strings = (given,) if isinstance(given, str) else given
     if not isinstance(strings, (tuple, list)) or not all(isinstance(one, str) and one for one in strings):
-        raise UsageError(f'stop is {shown(given)}, expected strings that are not empty, as in stop=("\\n",).')
+        raise UsageError(f'stop is {format_value(given)}, expected strings that are not empty, as in stop=("\\n",).')
     return tuple(strings)
 
 

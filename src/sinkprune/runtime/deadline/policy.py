@@ -13,7 +13,7 @@ from sinkprune.contract.costs.model import Costs, predict
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.deadline.choices import Choice, up_to
-from sinkprune.runtime.deadline.learnt import Learnt
+from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.steps.answer import DeadlineReport
 from sinkprune.runtime.steps.request import Request
 
@@ -21,7 +21,7 @@ Now = Callable[[], float]
 """Seconds of a clock that never jumps."""
 
 
-class Pace:
+class BudgetPolicy:
     """Of a request without a deadline: it runs as it was asked for."""
 
     def __init__(self, request: Request) -> None:
@@ -51,7 +51,7 @@ class Pace:
         return None
 
 
-class Hurried(Pace):
+class DeadlinePolicy(BudgetPolicy):
     """Of a request that must be answered in time.
 
     It runs at the largest budget whose tokens, as many as were asked for, are expected in time: by the machine's
@@ -65,21 +65,21 @@ class Hurried(Pace):
         deadline_ms: float,
         manifest: Manifest,
         costs: Costs,
-        learnt: Learnt,
+        history: RequestHistory,
         now: Now = time.perf_counter,
         began: float | None = None,
     ) -> None:
         """The deadline is counted from `began`, a time of the clock `now` (default: from now on). What the request
-        takes is added to `learnt`."""
+        takes is added to `history`."""
         super().__init__(request)
-        self._deadline_ms, self._manifest, self._costs, self._learnt = deadline_ms, manifest, costs, learnt
+        self._deadline_ms, self._manifest, self._costs, self._history = deadline_ms, manifest, costs, history
         self._now, self._began = now, now() if began is None else began
 
     def budgets(self, manifest: Manifest, layouts: Sequence[VisualLayout]) -> list[str]:
         return up_to(manifest, self._request.method, self._request.budget, layouts)
 
     def choose(self, choices: Sequence[Choice], text: int, layouts: Sequence[VisualLayout]) -> Choice:
-        self._tower_at, self._slower = self._elapsed(), self._learnt.slower
+        self._tower_at, self._slower = self._elapsed(), self._history.slower
         left, wanted = self._deadline_ms - self._tower_at, self._request.max_new_tokens
         usual = [predict(self._costs, self._manifest, choice.schedule, text, layouts) for choice in choices]
         expected = [self._slower.of(prediction) for prediction in usual]
@@ -109,7 +109,7 @@ class Hurried(Pace):
     def ended(self, steps: Sequence[float]) -> DeadlineReport:
         measured = self._elapsed()
         token = sum(steps) / len(steps) if steps else None
-        self._learnt.add(self._usual, self._first_at - self._tower_at, token)
+        self._history.add(self._usual, self._first_at - self._tower_at, token)
         return DeadlineReport(
             deadline_ms=self._deadline_ms,
             budget=self._budget,

@@ -1,4 +1,4 @@
-"""What was found, in a message."""
+"""Values in messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from numbers import Integral, Real
 _SHOWN = 80
 
 
-def shown(value: object) -> str:
-    """A value in a message, on one line: words in quotes, what is long by its beginning."""
+def format_value(value: object) -> str:
+    """Return a value as messages print it, on one line: words in quotes, what is long by its beginning."""
     if isinstance(value, Integral) and abs(int(value)) > 10**_SHOWN:
         # Python writes no number of thousands of digits.
         return f"a number of more than {_SHOWN} digits"

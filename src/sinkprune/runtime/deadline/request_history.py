@@ -33,7 +33,7 @@ class Slower(NamedTuple):
         return usual._replace(first=usual.first * self.first, token=usual.token * self.token)
 
 
-class Learnt:
+class RequestHistory:
     """The last `WINDOW` requests: a slow one counts at once, and is forgotten after as many others.
 
     Requests that are faster than their costs lower what is expected in the same way.
