@@ -159,9 +159,9 @@ def test_a_request_a_process_is_expected_as_in_one_process(small: Pipeline) -> N
     machine = Machine(small, lambda number: times[number])
     found = list[DeadlineReport]()
     for _ in times:
-        machine.learnt = RequestHistory(machine.learnt.recent)
+        machine.history = RequestHistory(machine.history.recent)
         found.append(machine.answer(asked(), deadline)[0])
-    assert len(machine.learnt.recent.first) == WINDOW
+    assert len(machine.history.recent.first) == WINDOW
     together = reports(small, lambda number: times[number], deadline, 100)
     assert [report.slower for report in found] == [report.slower for report in together]
     assert budgets(found) == budgets(together)
