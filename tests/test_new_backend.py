@@ -16,7 +16,7 @@ from support.programs.repository import ROOT
 _MODULE = """
 import sys
 
-from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, fitting
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 
 
 class LoggingBackend(OrtBackend):
@@ -26,7 +26,7 @@ class LoggingBackend(OrtBackend):
 
 
 def open_backend(name, threads, compute, built):
-    return fitting(LoggingBackend(name, "CPUExecutionProvider", threads, compute), built)
+    return opened(LoggingBackend, name, "CPUExecutionProvider", threads, compute, built)
 """
 _ROW = """    "ort-logging": BackendSpec(
         "logging_backend", "onnxruntime", ("onnxruntime",), ("fastest", "fp32"), memory=BackendMemory(ORT_CPU)

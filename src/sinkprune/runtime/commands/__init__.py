@@ -68,8 +68,8 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     add(
         "--compute",
         choices=COMPUTES,
-        help="ort-cpu, openvino and the like: fp32 rounds no rows for int8 and int4 weights, as fastest does; bf16: "
-        "openvino (default: fastest)",
+        help="on CPUs and openvino-gpu: fastest rounds activations to 8 bits for int8 and int4 weights, fp32 does "
+        "not; bf16: openvino only (default: fastest)",
     )
     add(
         "--fit",

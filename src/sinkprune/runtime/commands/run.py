@@ -89,7 +89,7 @@ def _run(arguments: Sequence[str] | None) -> None:
         "--costs",
         type=Path,
         metavar="FILE.json",
-        help="what requests cost here, as sinkprune-calibrate schedule --costs wrote it",
+        help="what requests cost here, written by sinkprune-calibrate schedule --costs or by write_costs in Python",
     )
     add(
         "--max-new-tokens",

@@ -43,7 +43,7 @@ _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """The backend `name`, which fits the engines `built`; raises `BackendError` and `EnginesError`."""
-    return fitting(OrtBackend(name, _PROVIDERS[name], threads, compute), built)
+    return opened(OrtBackend, name, _PROVIDERS[name], threads, compute, built)
 
 
 class OrtBackend(Backend):
@@ -58,7 +58,7 @@ class OrtBackend(Backend):
             )
         share_arena(ort)
         self._ort = ort
-        self.provider = provider
+        self._provider = provider
         self._device = _DEVICES[provider]
         self.name = name
         self.threads = threads or usable_cores()
@@ -98,9 +98,9 @@ class OrtBackend(Backend):
         if self._device == "cpu" and model.weights and not model.built and model.is_mapped():
             # A processor for which onnxruntime does not pack some matrix, and reads it in the file for good.
             session = self._session_in_memory(model, options)
-        if self.provider not in session.get_providers():
+        if self._provider not in session.get_providers():
             raise BackendError(
-                f"backend '{self.name}': {self.provider} did not start and onnxruntime fell back to "
+                f"backend '{self.name}': {self._provider} did not start and onnxruntime fell back to "
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
         if model.weights:
@@ -112,7 +112,7 @@ class OrtBackend(Backend):
     def _session(self, model: Model, path_or_bytes: str | bytes, options: Any) -> Any:
         try:
             # It would try the same again, and say so on stdout.
-            return self._ort.InferenceSession(path_or_bytes, options, providers=[self.provider], enable_fallback=0)
+            return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)
         except Exception as error:
             # onnxruntime has no common base class for its errors.
             raise BackendError(
@@ -216,9 +216,18 @@ def _specs(values: Sequence[Any]) -> list[TensorSpec]:
     ]
 
 
-def fitting(backend: OrtBackend, built: BuiltEngines | None) -> OrtBackend:
-    """Return `backend`, whose processor and libraries fit the engines `built`; raises `EnginesError`."""
+def opened(
+    kind: type[OrtBackend],
+    name: str,
+    provider: str,
+    threads: int | None,
+    compute: Compute,
+    built: BuiltEngines | None,
+) -> OrtBackend:
+    """Return a backend of this `kind` that fits the engines `built`; raises `BackendError` and `EnginesError`."""
     if built is not None:
-        built.check_processor(backend.provider)
-        built.check_library(KNOWN[backend.name].target, "+".join(backend.versions.values()))
+        built.check_processor(provider)
+    backend = kind(name, provider, threads, compute)
+    if built is not None:
+        built.check_library(KNOWN[name].target, "+".join(backend.versions.values()))
     return backend

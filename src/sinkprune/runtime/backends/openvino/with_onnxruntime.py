@@ -13,7 +13,7 @@ from sinkprune.runtime.backends import Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import TOWER_IN, Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, fitting
+from sinkprune.runtime.backends.onnxruntime.backend import OrtBackend, opened
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.backends.openvino.library import import_openvino
 
@@ -23,7 +23,7 @@ OF_OPENVINO = "vision"
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
     """The backend `name`, which fits the engines `built`; raises `BackendError` and `EnginesError`."""
-    return fitting(OrtWithOpenVinoBackend(name, "CPUExecutionProvider", threads, compute), built)
+    return opened(OrtWithOpenVinoBackend, name, "CPUExecutionProvider", threads, compute, built)
 
 
 class OrtWithOpenVinoBackend(OrtBackend):
