@@ -174,3 +174,11 @@ def no_progress_lines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(progress_lines, "SECONDS", 3600.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def same_scheduling() -> Iterator[None]:
+    """Fail a test that changes the scheduling policy: with real-time priority a worker starves its children."""
+    before = os.sched_getscheduler(0)
+    yield
+    assert os.sched_getscheduler(0) == before

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ def write_video(
     `flags` are the container's options, `coding` the codec's.
     """
     av: Any = pytest.importorskip("av")
-    with av.open(str(path), "w", options=dict(flags or {})) as container:
+    with scheduled_as_before(), av.open(str(path), "w", options=dict(flags or {})) as container:
         stream = container.add_stream(codec, rate=fps, options=dict(coding or {}))
         stream.width, stream.height = pictures[0].size
         stream.pix_fmt, stream.bit_rate = {"gif": "rgb8", "mjpeg": "yuvj420p"}.get(codec, "yuv420p"), 4_000_000
@@ -50,6 +52,20 @@ def write_video(
                 container.mux(sound.encode(frame))
             container.mux(sound.encode(None))
     return path
+
+
+@contextmanager
+def scheduled_as_before() -> Iterator[None]:
+    """Give the thread its scheduling policy back after the block.
+
+    SVT-AV1 gives the thread that calls it, and so all its later children, real-time priority where root runs it: they
+    starve everything else on their core, and may wait there for good for what they starve.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
 
 
 def trimmed(path: Path, start: float, seconds: float) -> Path:
