@@ -245,3 +245,11 @@ def test_other_families(name: str, bundle: Bundles, tmp_path: Path, photo: Image
     answer = Pipeline.load(own).generate(photo, "What?", budget="quarter", max_new_tokens=1)
     mean = sum(answer.tokens_per_layer) / len(answer.tokens_per_layer)
     assert 0.5 * unpruned / 4 < mean <= unpruned / 4
+
+
+def test_backends_that_run_built_engines_only_are_refused(own: Path) -> None:
+    refused = run("sinkprune-calibrate", "schedule", own, "--target-ms", 9, "--backend", "openvino-gpu")
+    assert refused.code == 2
+    assert set(re.findall(r"'([^']+)'", refused.stderr)) == {
+        *("openvino-gpu", "ort-cpu", "ort-cpu+openvino", "ort-cuda", "openvino")
+    }
