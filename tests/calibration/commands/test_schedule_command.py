@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve
 from sinkprune.contract.files.schema import from_json
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import schedule as schedule_of
-from support.programs.commands import Outcome, assert_refused, run
+from support.programs.commands import Outcome, assert_refused, own_process, run
 from support.programs.slow_cases import slow
 
 Bundles = Callable[..., Path]
@@ -247,9 +248,9 @@ def test_other_families(name: str, bundle: Bundles, tmp_path: Path, photo: Image
     assert 0.5 * unpruned / 4 < mean <= unpruned / 4
 
 
-def test_backends_that_run_built_engines_only_are_refused(own: Path) -> None:
-    refused = run("sinkprune-calibrate", "schedule", own, "--target-ms", 9, "--backend", "openvino-gpu")
-    assert refused.code == 2
-    assert set(re.findall(r"'([^']+)'", refused.stderr)) == {
-        *("openvino-gpu", "ort-cpu", "ort-cpu+openvino", "ort-cuda", "openvino")
-    }
+def test_backends_that_run_built_engines_only_are_refused() -> None:
+    words = ("schedule", "bundle", "--target-ms", 9, "--backend", "openvino-gpu")
+    done = subprocess.run(own_process("sinkprune-calibrate", *words), capture_output=True, text=True)
+    choices = set(re.findall(r"'([^']+)'", done.stderr))
+    assert done.returncode == 2
+    assert choices == {"openvino-gpu", "ort-cpu", "ort-cpu+openvino", "ort-cuda", "openvino"}
