@@ -20,7 +20,6 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER
-from sinkprune.runtime.answering import Parts, steps
 from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
@@ -31,6 +30,7 @@ from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import load_family
+from sinkprune.runtime.generate import LoadedModel, generate
 from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Chain
@@ -206,8 +206,8 @@ class Pipeline:
         """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
         self.bundle.manifest.plan(request.method, request.budget)
         state = StreamState()
-        parts = Parts(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
-        return Stream(steps(parts, request, lambda: self._policy(request), observer, state), state)
+        model = LoadedModel(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
+        return Stream(generate(model, request, lambda: self._policy(request), observer, state), state)
 
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""

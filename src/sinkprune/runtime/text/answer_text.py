@@ -1,44 +1,43 @@
-"""The text of an answer, as its tokens come."""
+"""The text of one answer: token ids in, pieces of text out, until a stop token or a stop string ends it."""
 
 from __future__ import annotations
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from collections.abc import Container, Sequence
 
-_HALF = "\ufffd"
+from tokenizers import Tokenizer
+
+from sinkprune.runtime.text.detokenizer import Detokenizer
+from sinkprune.runtime.text.stop_strings import StopStrings
 
 
 class AnswerText:
-    """Turns token ids into text, piece by piece. A character of several tokens waits until it is whole."""
+    """Turns the tokens of an answer into text, piece by piece."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._stream = tokenizer, DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+    def __init__(
+        self, tokenizer: Tokenizer, stop_tokens: Container[int], stop_strings: Sequence[str], min_tokens: int
+    ) -> None:
+        """The first `min_tokens` tokens end nothing, whatever they are."""
+        self._tokens, self._strings = Detokenizer(tokenizer), StopStrings(stop_strings)
+        self._stop_tokens, self._ignored = stop_tokens, min_tokens
         self.text = ""
-        """What all pieces given so far add up to."""
+        """All pieces so far."""
+        self.stopped = False
+        """Whether a stop token or a stop string ended the answer."""
 
     def add(self, token: int) -> str:
-        """What `token` adds to the text; empty while a character is not whole."""
-        self._ids.append(token)
-        try:
-            piece = self._stream.step(self._tokenizer, token) or ""
-        except Exception:
-            # tokenizers has no class for it: bytes that make no character changed how what stands before them reads.
-            piece = self._rest()
-            if piece.endswith(_HALF):
-                return ""
-            self._stream = DecodeStream(skip_special_tokens=True)
-            self._stream.step(self._tokenizer, token)
-        self.text += piece
-        return piece
+        """Return what `token` adds to the text; empty while a character or a stop string is not complete."""
+        may_stop, self._ignored = self._ignored <= 0, self._ignored - 1
+        if may_stop and token in self._stop_tokens:
+            self.stopped = True
+            return ""
+        piece = self._tokens.add(token)
+        return self._said(self._strings.add(piece) if may_stop else piece)
 
     def end(self) -> str:
-        """What waited for tokens that will not come."""
-        piece = self._rest()
+        """Return the text that was held back, because no more tokens come."""
+        return self._said(self._strings.add(self._tokens.end()) + self._strings.end())
+
+    def _said(self, piece: str) -> str:
+        self.stopped = self.stopped or self._strings.found
         self.text += piece
         return piece
-
-    def _rest(self) -> str:
-        """What all tokens say beyond `text`."""
-        whole: str = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        return whole[len(self.text) :]

@@ -1,0 +1,143 @@
+"""A request, from pictures and texts to the last token. `generate` has all its steps, from top to bottom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from sinkprune.contract.engines_manifest import Limits
+from sinkprune.contract.manifest import Manifest
+from sinkprune.contract.precision import Array
+from sinkprune.runtime.backends import Tensor
+from sinkprune.runtime.deadline.choices import choices
+from sinkprune.runtime.deadline.policy import BudgetPolicy
+from sinkprune.runtime.device.stopwatch import Stopwatch
+from sinkprune.runtime.families import Family
+from sinkprune.runtime.steps.answer import Answer, timings
+from sinkprune.runtime.steps.chain import Chain
+from sinkprune.runtime.steps.context_length import check_number
+from sinkprune.runtime.steps.decoding import decode_one_token, kept_tokens, kv_bytes, prefill
+from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.observer import Observer
+from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.steps.request import Request
+from sinkprune.runtime.stream import StreamState
+from sinkprune.runtime.text.answer_text import AnswerText
+from sinkprune.runtime.text.prompt import PromptEncoder
+
+
+class LoadedModel(NamedTuple):
+    """The parts of a loaded bundle that a request runs on."""
+
+    manifest: Manifest
+    limits: Limits | None
+    """Limits of the engines; None for graphs, which have none."""
+    family: Family
+    prompts: PromptEncoder
+    embedding: Embedding
+    chain: Chain
+
+
+def generate(
+    model: LoadedModel,
+    request: Request,
+    new_policy: Callable[[], BudgetPolicy],
+    observer: Observer,
+    state: StreamState,
+) -> Generator[str, None, Answer]:
+    """Run a request, and report each step to `observer`; yields, returns and raises what `Pipeline.stream` does.
+
+    `new_policy` is called when the first piece is requested, because a deadline is counted from then on.
+    """
+    manifest, limits, family, prompts, embedding, chain = model
+    backend, policy, sampler = chain.backend, new_policy(), request.new_sampler()
+    clock = Stopwatch(backend, observer.during)
+    chain.load_plan(manifest.plan(request.method, request.budget))
+    check_number(manifest, limits, len(request.pictures))
+    pictures = [decoded(source, family) for source in request.pictures]
+
+    with clock.measure("ttft"):
+        with clock.measure("preprocess"):
+            sources = zip(request.pictures, pictures, strict=True)
+            seen = [see(source, picture, family, manifest) for source, picture in sources]
+            layouts = [layout for _, layout in seen]
+            prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
+        observer.seen(seen)
+        budgets = policy.budgets(manifest, layouts)
+        possible = choices(manifest, limits, request, budgets, prompt.text_tokens, layouts)
+        with backend.turn:
+            towers = [look(chain, inputs, clock) for inputs, _ in seen]
+            state.budget, schedule = policy.choose(possible, prompt.text_tokens, layouts)
+            encoded = [encode(chain, schedule.plan, tower, clock) for tower in towers]
+            observer.encoded(encoded)
+            shown, pruned = list(zip(layouts, encoded, strict=True)), schedule.plan is not None
+            rows = lay_out(backend, embedding, family.between_rows, prompt.texts, shown, pruned=pruned)
+            observer.laid_out(rows)
+            start = prefill(chain, schedule, rows, clock, encoded[0].device_norms)
+            logits = _on_host(chain, start.logits)
+            token = sampler(logits)
+    policy.first_token()
+    observer.prefilled(start)
+    observer.chose(token, logits)
+    with backend.turn:
+        kept = kept_tokens(chain, schedule, layouts, encoded, rows, start)
+    budget, cache, cache_bytes = state.budget, start.cache, kv_bytes(chain, start.cache)
+    layers = [length - prompt.text_tokens for length in start.tokens_per_layer]
+    # Embeddings take no memory while the answer is decoded.
+    del pictures, seen, towers, encoded, shown, rows, start
+
+    ids, token_ms, text_ms = [token], list[float](), 0.0
+    text = AnswerText(prompts.tokenizer, manifest.tokens.stop, request.stop, request.min_new_tokens)
+    while True:
+        began = time.perf_counter()
+        piece = text.add(token)
+        finish = "stop" if text.stopped else "" if policy.goes_on(len(ids)) else policy.finish(len(ids))
+        if finish:
+            piece += text.end()
+            finish = "stop" if text.stopped else finish
+        text_ms += _ms_since(began)
+        if piece:
+            yield piece
+        # Checked here, because a reader may cancel while it has the piece.
+        if not finish and state.cancelled:
+            finish = "cancelled"
+            if piece := text.end():
+                yield piece
+        if finish:
+            break
+        began = time.perf_counter()
+        with backend.turn, observer.during("decode"):
+            logits = _on_host(chain, decode_one_token(chain, cache, embedding([token])[0]))
+        token = sampler(logits)
+        token_ms.append(_ms_since(began))
+        ids.append(token)
+        observer.chose(token, logits)
+
+    answer = Answer(
+        text=text.text,
+        token_ids=ids,
+        finish=finish,
+        method=request.method,
+        budget=budget,
+        prompt_tokens=prompt.text_tokens,
+        visual_tokens=sum(layout.all_tokens for layout in layouts),
+        tokens_per_layer=layers,
+        kv_bytes=cache_bytes,
+        ms=timings(clock.ms(), token_ms, text_ms),
+        images=kept,
+        deadline=policy.ended(token_ms),
+    )
+    observer.answered(answer)
+    return answer
+
+
+def _on_host(chain: Chain, logits: Tensor) -> Array:
+    """[vocab] on the host."""
+    return chain.backend.numpy(logits)[0]
+
+
+def _ms_since(start: float) -> float:
+    return (time.perf_counter() - start) * 1e3
