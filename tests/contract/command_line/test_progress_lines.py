@@ -6,8 +6,9 @@ import io
 import re
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,20 @@ def test_a_line_comes_each_time_and_none_after_the_end() -> None:
         written = stderr.getvalue()
         time.sleep(0.1)
         assert stderr.getvalue() == written
+
+
+def test_work_of_nine_seconds_writes_a_line_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(took: float, error: type[Exception] | None = None) -> str:
+        now = iter((0.0, took, took))
+        monkeypatch.setattr(progress_lines, "time", SimpleNamespace(monotonic=lambda: next(now)))
+        with redirect_stderr(io.StringIO()) as stderr, suppress(KeyError), ProgressLines("loading", seconds=10.0):
+            if error:
+                raise error
+        return stderr.getvalue()
+
+    assert written(9) == "loading: 9 s\n"
+    assert written(4) == ""
+    assert written(9, KeyError) == ""
 
 
 def test_a_terminal_and_a_short_run_have_none() -> None:

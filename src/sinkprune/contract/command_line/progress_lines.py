@@ -20,14 +20,15 @@ class ProgressLines:
         with ProgressLines("measuring", total=40) as lines:
             lines.update("retain-64", advance=1)
 
-    Silent where stderr is a terminal, which shows bars. Methods may be called from any thread.
+    Work that ends writes a last line if it took half as long since the line before: several works of nine seconds
+    are not silent. Silent where stderr is a terminal, which shows bars. Methods may be called from any thread.
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
         """`what` names the work. `total` is the number of its steps, each a `unit`; None where it is unknown."""
         self._what, self._total, self._unit, self._done = what, total, unit, 0.0
         self._seconds = SECONDS if seconds is None else seconds
-        self._began = time.monotonic()
+        self._began = self._written_at = time.monotonic()
         self._ended = threading.Event()
 
     def __enter__(self) -> ProgressLines:
@@ -41,8 +42,10 @@ class ProgressLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Write no more lines."""
+        """Write no more lines, but for the last one of work that succeeded."""
         self._ended.set()
+        if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and not sys.stderr.isatty():
+            self._write()
 
     def update(
         self, what: str | None = None, *, advance: float = 0, done: float | None = None, total: float | None = None
@@ -65,7 +68,11 @@ class ProgressLines:
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):
-            # stderr may be closed by now.
-            with suppress(OSError, ValueError):
-                sys.stderr.write(self.line(time.monotonic() - self._began) + "\n")
-                sys.stderr.flush()
+            self._write()
+
+    def _write(self) -> None:
+        self._written_at = time.monotonic()
+        # stderr may be closed by now.
+        with suppress(OSError, ValueError):
+            sys.stderr.write(self.line(self._written_at - self._began) + "\n")
+            sys.stderr.flush()

@@ -60,7 +60,12 @@ examples:
 """
 
 _REPEAT = 5
-"""Rounds where nobody says otherwise."""
+"""The default for `--repeat`."""
+_ENOUGH = 20
+_FEW = ", too few for a p95: it is close to the slowest"
+_LEGEND = """\
+visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers
+x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,13 +170,13 @@ def _print_table(report: Report) -> None:
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
         f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; milliseconds, median (p95) of "
-        f"{report.repeat} interleaved runs",
+        f"{report.repeat} interleaved runs{_FEW if report.repeat < _ENOUGH else ''}",
         highlight=False,
         markup=False,
     )
     table = Table(box=None, header_style="bold", pad_edge=False)
     headings = ["budget", "visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
-    for heading in [*headings, "prefill x", "by FLOPs", "eff.", "TTFT x"]:
+    for heading in [*headings, "prefill x", "ideal x", "achieved", "TTFT x"]:
         table.add_column(heading, justify="left" if heading == "budget" else "right", no_wrap=True)
     for name, budget in report.budgets.items():
         ms = budget.ms
@@ -186,10 +191,11 @@ def _print_table(report: Report) -> None:
             f"{budget.kv_bytes / 1e6:.1f}",
             f"{budget.speedup.prefill:.2f}",
             f"{budget.flops_speedup.prefill:.2f}",
-            f"{budget.efficiency.prefill:.2f}",
+            f"{100 * budget.efficiency.prefill:.0f} %",
             f"{budget.speedup.ttft:.2f}",
         )
     console.print(table)
+    console.print(_LEGEND, highlight=False)
     for name, budget in report.budgets.items():
         console.print(plain(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
     for name, budget in report.budgets.items():
