@@ -178,7 +178,7 @@ def test_a_row_at_the_end_of_a_line_is_no_sink_token(bundle: Callable[..., Path]
     pipe = Pipeline.load(bundle("next"), wrap=last_is_largest, check_sums=False)
     image = photo.resize((224, 224))
     found = observe(pipe, watch, Item(Question("1", "all", QUESTION, ("a cup",)), "a picture", image.copy), BASELINE)
-    rows = pipe.family.see(image).layout.unpruned_rows
+    rows = pipe.family.layout(image).unpruned_rows
     assert (rows < 0).sum() == 16 and found.rows == 5 * 64 + 16
     assert found.sink_share == pytest.approx(5 / found.rows)
 

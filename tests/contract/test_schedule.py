@@ -24,7 +24,7 @@ from sinkprune.contract.schedule import PictureSchedule, schedule
 def layout(groups: int, tokens: int, unpruned: int | None = None) -> VisualLayout:
     """Of a picture of which nothing but its numbers of tokens is asked."""
     rows = np.arange(groups * tokens if unpruned is None else unpruned)
-    return VisualLayout(groups, tokens, rows, np.zeros((groups * tokens, 4)), (range(tokens),), None, 0, 0, 0)
+    return VisualLayout((1, 1), groups, tokens, rows, np.zeros((groups * tokens, 4)), (range(tokens),), None, 0, 0, 0)
 
 
 def rows_by_hand(counts: Counts, groups: int, cuts: list[int], layers: int) -> list[int]:

@@ -152,7 +152,7 @@ PREFILL, CONTINUED, DECODE = sizes_of(60), sizes_of(30), sizes_of(1)
 
 def seen(spec: GraphSpec, root: Path, photo: Image.Image) -> dict[str, Array]:
     """What `vision` is given of a photo."""
-    arrays = Pipeline.load(root, check_sums=False).family.see(photo).inputs
+    arrays = Pipeline.load(root, check_sums=False).family.inputs(photo)
     return {tensor.name: arrays[tensor.name].astype(tensor.dtype) for tensor in spec.inputs}
 
 

@@ -135,7 +135,7 @@ def test_faster_boards_have_lower_bounds_in_their_ratio() -> None:
 def test_the_longest_text_is_the_last_that_fits() -> None:
     model = preset("llava-1.5-7b", usable=7_150_000_000)
     manifest = stored_as(preset_manifest("llava-1.5-7b", read_presets()["llava-1.5-7b"], "opset20"), "fp16", "int4")
-    layout = load_family(manifest).see(Image.new("RGB", PICTURE)).layout
+    layout = load_family(manifest).layout(Image.new("RGB", PICTURE))
     for budget in ("none", "retain-64"):
         rows = schedule(manifest, "sinkpruner", budget, [layout])
         found = model.forms[-1].budgets[budget]

@@ -14,6 +14,8 @@ class VisualLayout:
     Tokens are counted through all groups: G*N of them.
     """
 
+    size: tuple[int, int]
+    """Width and height of the picture, in pixels."""
     groups: int
     """G: what is sanitised apart, or seen at once. An image, its tiles, the temporal patches of a clip."""
     tokens: int

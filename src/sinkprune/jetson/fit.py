@@ -153,7 +153,7 @@ def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tupl
     Raises `BundleError` for a manifest whose image side is malformed, and `ImageError` for an image of that size that
     the model takes none of.
     """
-    layout = load_family(manifest).see(Image.new("RGB", picture)).layout
+    layout = load_family(manifest).layout(Image.new("RGB", picture))
     method = next(iter(manifest.plans), "")
     names = [UNPRUNED, *manifest.plans.get(method, {})]
     schedules = {budget: schedule(manifest, method, budget, [layout]) for budget in names}

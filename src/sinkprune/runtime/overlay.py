@@ -102,7 +102,7 @@ def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Ima
     `picture` is what the request was about: a Pillow image, a uint8 [height,width,3] RGB array or a file, or a list
     of as many as the request had; several are drawn one above the other. For a clip give the frames that the model
     was shown: `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and
-    `UsageError` for an answer without pruning and for another number of pictures.
+    `UsageError` for an answer without pruning, and for pictures of another number or size.
     """
     pictures: list[PictureLike] = list(picture if isinstance(picture, (list, tuple)) else (picture,))
     if len(pictures) != len(answer.images):
@@ -113,6 +113,12 @@ def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Ima
         )
     drawn = []
     for image, kept in zip(map(_drawable, pictures), answer.images, strict=True):
+        size = (image.size[0], image.size[1])
+        if size != kept.layout.size:
+            raise UsageError(
+                f"found a picture of {size[0]}x{size[1]} pixels, the answer is about one of "
+                f"{kept.layout.size[0]}x{kept.layout.size[1]}. Give the pictures of the request, in their order."
+            )
         frames = image.frames if isinstance(image, Shown) else [image] * len(kept.layout.views)
         drawn.append(draw_overlay(frames, answer.method, kept))
     return stacked(drawn)

@@ -109,7 +109,7 @@ def test_a_layers_error_is_that_of_its_output(
     floats, chain = read_bundle(bundle("gqa-112")), pipeline("gqa-112").chain
     seen = []
     for name in ("a.png", "b.png"):
-        pixels = pipeline("gqa-112").family.see(Image.open(task.parent / name).convert("RGB")).inputs
+        pixels = pipeline("gqa-112").family.inputs(Image.open(task.parent / name).convert("RGB"))
         tower = chain.vision({key: chain.backend.tensor(array) for key, array in pixels.items()})
         seen.append(chain.backend.numpy(tower["tokens"]))
     layer = next(layer for layer in report_of(quantised)["layers"] if layer["graph"] == "projector")

@@ -53,7 +53,7 @@ def test_a_graph_gives_what_it_gives_in_one_piece_and_loads_each_matrix_once(nam
         graphs_of(read).read("vision"),
         read.graph_path("vision").parent,
     )
-    feeds = [dict(family.see(picture.resize(size)).inputs) for size in ((200, 150), (90, 210))]
+    feeds = [dict(family.inputs(picture.resize(size))) for size in ((200, 150), (90, 210))]
     matrices, loaded = linear_layers(graph), list[str]()
 
     def opened(part: ir.Graph) -> Session:

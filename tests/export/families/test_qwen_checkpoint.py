@@ -256,7 +256,7 @@ def test_limits_given_at_export_are_the_bundles(checkpoint: Callable[[str], Path
     outcome = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", *limits, "--budgets", "prune-88.9")
     assert outcome.code == 0, outcome.stderr
     family = Pipeline.load(tmp_path / "out").family
-    assert [family.see(Image.new("RGB", size)).layout.tokens for size in ((28, 28), (2000, 2000))] == [64, 121]
+    assert [family.layout(Image.new("RGB", size)).tokens for size in ((28, 28), (2000, 2000))] == [64, 121]
 
 
 def test_random_weights_answer(tmp_path: Path, checkpoint: Callable[[str], Path], photo: Image.Image) -> None:

@@ -29,7 +29,7 @@ SIZES = [(224, 224), (280, 112), (300, 520), (60, 600), (28, 28), (672, 560)]
 
 def outputs(pipeline: Pipeline, image: Image.Image) -> dict[str, Array]:
     backend = pipeline.backend
-    inputs = {name: backend.tensor(array) for name, array in pipeline.family.see(image).inputs.items()}
+    inputs = {name: backend.tensor(array) for name, array in pipeline.family.inputs(image).items()}
     return {name: backend.numpy(tensor) for name, tensor in pipeline.chain.vision(inputs).items()}
 
 
@@ -37,7 +37,7 @@ def reference(folder: Path, pipeline: Pipeline, image: Image.Image, block: int =
     """From transformers' eager attention."""
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     grid = torch.tensor([patch_grid(pipeline, image)])
-    pixels = torch.from_numpy(pipeline.family.see(image).inputs["pixel_values"]).flatten(0, 1)
+    pixels = torch.from_numpy(pipeline.family.inputs(image)["pixel_values"]).flatten(0, 1)
     found = features(model.model.visual, pixels, grid, block)
     return {name: tensor[None].numpy() for name, tensor in found._asdict().items() if tensor is not None}
 
@@ -52,7 +52,7 @@ def test_tokens_norms_and_salience(
 ) -> None:
     image = photo.resize(size)
     ours, theirs = outputs(pipeline(name), image), reference(checkpoint(name), pipeline(name), image)
-    assert ours["norms"].shape == (1, pipeline(name).family.see(image).layout.tokens)
+    assert ours["norms"].shape == (1, pipeline(name).family.layout(image).tokens)
     np.testing.assert_allclose(ours["tokens"], theirs["tokens"], atol=1e-4)
     np.testing.assert_allclose(ours["norms"], theirs["norms"], rtol=1e-4)
     np.testing.assert_allclose(ours["salience"], theirs["salience"], rtol=1e-4, atol=1e-9)

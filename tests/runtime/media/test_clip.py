@@ -136,7 +136,7 @@ def test_positions_of_a_clip_equal_transformers(
     family = Qwen25VL(replace(facts, vision=tower, processor=settings))
     for fps, shown_frames in ((2.0, 8), (0.75, 6), (1.37, 40), (24.0, 5)):
         clip = Shown([photo.resize((112, 84))] * shown_frames, ClipSize(112, 84, shown_frames, fps))
-        layout, grid = family.see(clip).layout, QwenProcessor(settings).grid(clip.size)
+        layout, grid = family.layout(clip), QwenProcessor(settings).grid(clip.size)
         n = len(layout.unpruned_rows)
         ids = torch.tensor([[7] * 5 + [VIDEO_TOKEN] * n + [7] * 3])
         expected, delta = model.model.get_rope_index(

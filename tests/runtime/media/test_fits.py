@@ -138,7 +138,7 @@ def manifest(bundle: Bundles) -> Manifest:
 
 
 def share(family: Any, size: tuple[int, int]) -> float:
-    found: float = family.see(Image.new("RGB", size)).layout.seen_share
+    found: float = family.layout(Image.new("RGB", size)).seen_share
     return found
 
 
@@ -155,12 +155,12 @@ def test_the_seen_share_is_exact(size: tuple[int, int], manifest: Manifest) -> N
 
 def test_the_seen_share_is_the_part_whose_pixels_matter(manifest: Manifest) -> None:
     family, (width, height) = load_family(manifest), (640, 336)
-    black = family.see(Image.new("RGB", (width, height))).inputs["pixel_values"]
+    black = family.inputs(Image.new("RGB", (width, height)))["pixel_values"]
     seen = []
     for column in range(width):
         image = Image.new("RGB", (width, height))
         image.paste((255, 255, 255), (column, 0, column + 1, height))
-        if not np.array_equal(family.see(image).inputs["pixel_values"], black):
+        if not np.array_equal(family.inputs(image)["pixel_values"], black):
             seen.append(column)
     assert (seen[0], seen[-1]) == (152, 487)
     assert share(family, (width, height)) == len(seen) / width
@@ -176,7 +176,7 @@ def test_a_crop_larger_than_the_resized_picture_loses_nothing(manifest: Manifest
 @pytest.mark.parametrize("fit", FITS)
 def test_a_bright_box_brightens_its_own_token(fit: Fit, size: tuple[int, int], manifest: Manifest) -> None:
     family = load_family(manifest, fit)
-    boxes, black = family.see(Image.new("RGB", size)).layout.boxes, brightness(family, Image.new("RGB", size))
+    boxes, black = family.layout(Image.new("RGB", size)).boxes, brightness(family, Image.new("RGB", size))
     for token in (250, 299, 322):
         image = Image.new("RGB", size)
         image.paste((255, 255, 255), tuple(round(edge) for edge in boxes[token]))
@@ -186,7 +186,7 @@ def test_a_bright_box_brightens_its_own_token(fit: Fit, size: tuple[int, int], m
 
 def brightness(family: Any, image: Image.Image) -> Array:
     """[576] of each patch."""
-    pixels = family.see(image).inputs["pixel_values"][0].mean(axis=0)
+    pixels = family.inputs(image)["pixel_values"][0].mean(axis=0)
     patches: Array = pixels.reshape(24, 14, 24, 14).mean(axis=(1, 3)).ravel()
     return patches
 
@@ -242,8 +242,8 @@ def test_a_panorama_too_long_to_crop_can_be_stretched(manifest: Manifest) -> Non
     panorama = Image.new("RGB", (30000, 10))
     for fit in (None, "crop", "pad"):
         with pytest.raises(SinkpruneError, match="30000x10"):
-            load_family(manifest, fit).see(panorama)  # type: ignore[arg-type]
-    assert load_family(manifest, "stretch").see(panorama).layout.seen_share == 1
+            load_family(manifest, fit).layout(panorama)  # type: ignore[arg-type]
+    assert load_family(manifest, "stretch").layout(panorama).seen_share == 1
 
 
 @pytest.mark.parametrize(("size", "fit"), each_once([(640, 360), (200, 480)], [None, *FITS]))

@@ -34,5 +34,7 @@ def test_what_cannot_be_drawn_is_refused(pipeline: Pipelines, photo: Image.Image
         overlay(pipe.generate(photo, "What?", max_new_tokens=1), photo)
     with pytest.raises(UsageError, match="found 2 pictures, the answer is about 1"):
         overlay(pruned, [photo, photo])
+    with pytest.raises(UsageError, match=r"found a picture of 10x20 pixels, the answer is about one of \d+x\d+"):
+        overlay(pruned, photo.resize((10, 20)))
     with pytest.raises(UsageError, match="the frames that the model was shown"):
         overlay(pruned, Clip([photo], 1.0))

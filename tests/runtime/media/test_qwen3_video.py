@@ -98,7 +98,7 @@ def test_ids_equal_the_models_processor(
     clip = Clip(frames(count, SIZE, photo), fps)
     taken = decoded(clip, pipe.family)
     assert isinstance(taken, Shown)
-    layout = pipe.family.see(taken).layout
+    layout = pipe.family.layout(taken)
     assert (layout.groups, layout.tokens, len(layout.texts)) == (
         -(-taken.size.frames // 2),
         TOKENS,
@@ -111,7 +111,7 @@ def test_ids_equal_the_models_processor(
 
 
 def test_a_time_that_the_user_types_is_text(pipe: Pipeline, clip: Clip) -> None:
-    layout = pipe.family.see(decoded(clip, pipe.family)).layout
+    layout = pipe.family.layout(decoded(clip, pipe.family))
     typed = "<0.3 seconds><|vision_start|> what?"
     texts = pipe.prompts.encode(["", typed], [layout.texts]).texts
     start = next(token for token, text in SPECIALS.items() if text == "<|vision_start|>")
@@ -172,7 +172,7 @@ def test_greedy_text_and_logits_equal_transformers(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             mm_token_type_ids=2 * (ids == VIDEO_TOKEN).int(),
-            pixel_values_videos=torch.from_numpy(pipe.family.see(taken).inputs["pixel_values"]).flatten(0, 1),
+            pixel_values_videos=torch.from_numpy(pipe.family.inputs(taken)["pixel_values"]).flatten(0, 1),
             video_grid_thw=grid,
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
@@ -190,7 +190,7 @@ def test_greedy_text_and_logits_equal_transformers(
 @torch.no_grad()
 def test_features_of_a_clip_are_transformers(model: Callable[[str], Any], pipe: Pipeline, clip: Clip) -> None:
     taken = decoded(clip, pipe.family)
-    pixels = torch.from_numpy(pipe.family.see(taken).inputs["pixel_values"]).flatten(0, 1)
+    pixels = torch.from_numpy(pipe.family.inputs(taken)["pixel_values"]).flatten(0, 1)
     expected = features(model("qwen3-vl").model.visual, pixels, torch.tensor([[4, 8, 10]]), -2)
     tokens, norms, salience = tower_output(pipe, taken)
     np.testing.assert_allclose(tokens.reshape(-1, 64), expected.tokens, atol=1e-4)

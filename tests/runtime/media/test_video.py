@@ -73,7 +73,7 @@ def test_greedy_text_and_logits_equal_transformers(
 ) -> None:
     clip = replace(clip, fps=fps)
     taken, grid = inputs_of(pipe(name), clip)
-    pixels = pipe(name).family.see(taken).inputs
+    pixels = pipe(name).family.inputs(taken)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint(name))
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = tokenizer.apply_chat_template(
@@ -118,7 +118,7 @@ def test_salience_is_eager_attention_over_all_patches_of_the_clip(
     export_bundle(request, tmp_path / "bundle")
     pipe = Pipeline.load(tmp_path / "bundle")
     taken, grid = inputs_of(pipe, clip)
-    frames_of_patches = torch.from_numpy(pipe.family.see(taken).inputs["pixel_values"]).flatten(0, 1)
+    frames_of_patches = torch.from_numpy(pipe.family.inputs(taken)["pixel_values"]).flatten(0, 1)
     expected = features(model(name).model.visual, frames_of_patches, grid, block).salience.view(4, 30)
     _, _, found = tower_output(pipe, taken)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-9)

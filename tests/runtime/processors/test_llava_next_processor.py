@@ -120,7 +120,7 @@ def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
     black = Image.new("RGB", (300, 200))
     spotted = black.copy()
     spotted.paste((255, 255, 255), (250, 20, 256, 26))
-    (after, layout), (before, _) = family.see(spotted), family.see(black)
+    layout, after, before = family.layout(spotted), family.inputs(spotted), family.inputs(black)
     change = after["pixel_values"] - before["pixel_values"]
     patches = np.abs(change).reshape(-1, 3, 8, 14, 8, 14).sum(axis=(1, 3, 5)).reshape(-1)
     for view in layout.views:
@@ -133,7 +133,7 @@ def test_a_bright_spot_lies_in_its_tokens_box(family: LlavaNext) -> None:
 
 def test_an_image_without_pixels_is_refused(family: LlavaNext) -> None:
     with pytest.raises(ImageError, match="0x10"):
-        family.see(Image.new("RGB", (0, 10)))
+        family.layout(Image.new("RGB", (0, 10)))
 
 
 def test_the_overlay_has_a_picture_of_each_view(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

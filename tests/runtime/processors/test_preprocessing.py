@@ -179,7 +179,7 @@ def family(manifest: Manifest, **settings: Any) -> Llava:
 
 def patch_brightness(llava: Llava, manifest: Manifest, image: Image.Image) -> np.ndarray[Any, Any]:
     """[24,24] mean brightness of each patch the vision tower sees, 0 black and 1 white."""
-    pixels = llava.see(image).inputs["pixel_values"][0]
+    pixels = llava.inputs(image)["pixel_values"][0]
     mean, std = (np.array(manifest.processor[name])[:, None, None] for name in ("image_mean", "image_std"))
     grey = (pixels * std + mean).mean(axis=0)
     patches: np.ndarray[Any, Any] = grey.reshape(24, 14, 24, 14).mean(axis=(1, 3))

@@ -77,7 +77,7 @@ def seconds_of(run: Callable[[], Any]) -> float:
 def tower(pipeline: Pipeline, image: Image.Image) -> Callable[[], Any]:
     """A run of the bundle's vision engine on `image`."""
     backend = pipeline.backend
-    inputs = {name: backend.tensor(array) for name, array in pipeline.family.see(image).inputs.items()}
+    inputs = {name: backend.tensor(array) for name, array in pipeline.family.inputs(image).items()}
     return lambda: pipeline.chain.vision(inputs)
 
 
@@ -99,7 +99,7 @@ def test_the_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Ima
     ours = tower(pipeline, photo.resize(size))
     torchs = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLConfig.from_dict(config).vision_config)
     torchs = torchs.eval()
-    pixels = torch.from_numpy(pipeline.family.see(photo.resize(size)).inputs["pixel_values"][0])
+    pixels = torch.from_numpy(pipeline.family.inputs(photo.resize(size))["pixel_values"][0])
     grid = torch.tensor([patch_grid(pipeline, photo.resize(size))])
     with torch.no_grad():
         seconds, torch_seconds = best_seconds([ours, lambda: torchs(pixels, grid_thw=grid)])
@@ -114,7 +114,7 @@ def test_qwen3s_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: 
     config["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     pipeline, image = load(tmp_path, config), photo.resize(size)
     torchs = Qwen3VLVisionModel._from_config(Qwen3VLConfig.from_dict(config).vision_config).eval()
-    pixels = torch.from_numpy(pipeline.family.see(image).inputs["pixel_values"][0])
+    pixels = torch.from_numpy(pipeline.family.inputs(image)["pixel_values"][0])
     grid = torch.tensor([patch_grid(pipeline, image)])
     with torch.no_grad():
         seconds, torch_seconds = best_seconds([tower(pipeline, image), lambda: torchs(pixels, grid_thw=grid)])

@@ -102,7 +102,7 @@ def answer_of(pipe: Pipeline, image: Image.Image, method: str, budget: str = "re
 def test_dropping_inside_the_llm_equals_masking(
     method: str, budget: str, pipe: Pipeline, model: Callable[[str], Any], photo: Image.Image
 ) -> None:
-    pixels = torch.from_numpy(pipe.family.see(photo).inputs["pixel_values"])
+    pixels = torch.from_numpy(pipe.family.inputs(photo)["pixel_values"])
     torch_model = model("gqa-112")
     with torch.no_grad():
         image = torch_model.get_image_features(pixels).pooler_output[0].numpy()

@@ -98,7 +98,7 @@ def masked_by_hand(
             tokens = model.model.multi_modal_projector(torch.from_numpy(tokens)[None])[0].numpy()
         start = sum(map(len, parts))
         groups.append(list(range(start, start + len(tokens))))
-        layout = pipe.family.see(image).layout
+        layout = pipe.family.layout(image)
         kept.append((layout.tokens, layout.groups))
         parts += [tokens, embedded(model, text)]
         taken += [len(every) + i for i in [*sources, *range(n, n + len(text))]]
@@ -161,7 +161,7 @@ def test_three_images_each_keep_their_quota(pipe: Callable[[str], Pipeline], pho
     cuts = prune_layers(6)
     for image, kept in zip(images, answer.images, strict=True):
         n = kept.norms.size
-        assert n == pipe("qwen").family.see(image).layout.tokens
+        assert n == pipe("qwen").family.layout(image).tokens
         counts = parse_budget("qwen2.5-vl", "prune-66.7").resolve(n)
         left = [min(stage, counts.kept) for stage in counts.stages]
         assert [len(kept.after_stage[cut]) for cut in cuts] == left

@@ -77,7 +77,7 @@ def ask(
 
 def tower_output(pipeline: Pipeline, picture: Picture) -> tuple[Array, Array, Array]:
     """Tokens [G,N,D], norms and salience [G,N] that the graph `vision` gives of a picture."""
-    backend, inputs = pipeline.backend, pipeline.family.see(picture).inputs
+    backend, inputs = pipeline.backend, pipeline.family.inputs(picture)
     given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     tokens, norms, salience = (backend.numpy(given[name]) for name in ("tokens", "norms", "salience"))
     return tokens, norms, salience
@@ -86,7 +86,7 @@ def tower_output(pipeline: Pipeline, picture: Picture) -> tuple[Array, Array, Ar
 def deepstack_output(pipeline: Pipeline, picture: Picture) -> Array | None:
     """[sets,G,N,d]: the features beside its tokens that the graph `vision` gives of a picture; None where it has
     none."""
-    backend, inputs = pipeline.backend, pipeline.family.see(picture).inputs
+    backend, inputs = pipeline.backend, pipeline.family.inputs(picture)
     given = pipeline.chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     if "deepstack" not in given:
         return None
@@ -96,7 +96,7 @@ def deepstack_output(pipeline: Pipeline, picture: Picture) -> Array | None:
 
 def layout_of(family: Family, size: tuple[int, int]) -> VisualLayout:
     """The layout of an image of `size` (width, height)."""
-    return family.see(Image.new("RGB", size)).layout
+    return family.layout(Image.new("RGB", size))
 
 
 def patch_grid(pipeline: Pipeline, picture: Picture) -> list[int]:

@@ -28,7 +28,7 @@ from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import Schedule, schedule
 from sinkprune.runtime.deadline.cost_measuring import rounds
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import new_request
 
 SECONDS = 5.0
@@ -83,7 +83,7 @@ class Proposer:
             )
         request = new_request(self._first.image, self._first.question, method=METHOD)
         self.costs = pipeline.measure_costs(request, seconds)
-        self._layout = see(self._first.image, self._first.image, pipeline.family, self._manifest).layout
+        self._layout = layout_of(self._first.image, self._first.image, pipeline.family, self._manifest)
         self._text = pipeline.prompts.encode(request.texts).text_tokens
         self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(self._manifest))}
         for name, budget in self._sanitizers.items():

@@ -15,7 +15,7 @@ from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
 from sinkprune.contract.manifest import CHAT_TEMPLATE, TOKENIZER
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import check_texts
 from sinkprune.runtime.text.prompt import PromptEncoder
 
@@ -54,7 +54,7 @@ def read_question(
     check_texts(texts, len(files))
     family = load_family(bundle.manifest)
     images = [decoded(file, family) for file in files]
-    layouts = [see(file, image, family, bundle.manifest).layout for file, image in zip(files, images, strict=True)]
+    layouts = [layout_of(file, image, family, bundle.manifest) for file, image in zip(files, images, strict=True)]
     most = limits.get("prompt_tokens")
     if most is not None:
         template = bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES)

@@ -33,7 +33,7 @@ from sinkprune.runtime.families import load_family
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Kept
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.pictures import layout_of
 
 REFERENCE = "ort-cpu"
 """The backend that runs the graphs, in fp32."""
@@ -199,7 +199,7 @@ def _check(bundle: Bundle, question: Question, asked: Sequence[tuple[str, str]])
             "cannot be compared with it. Export the bundle again."
         )
     manifest, family = bundle.manifest, load_family(bundle.manifest)
-    layouts = [see(image, image, family, manifest).layout for image in question.images]
+    layouts = [layout_of(image, image, family, manifest) for image in question.images]
     for method, budget in asked:
         rows = schedule(manifest, method, budget, layouts)
         tokens = _PROMPT_TOKENS + question.new_tokens

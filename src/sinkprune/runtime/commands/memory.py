@@ -15,7 +15,7 @@ from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.pictures import layout_of
 
 _TEMPLATE_TOKENS = 64
 """What a chat template puts around a question, generously."""
@@ -49,7 +49,7 @@ def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) 
     """
     manifest, backend = bundle.manifest, options.backend or usual_backend(bundle)
     family = load_family(manifest, options.fit)
-    layouts = [see(picture, picture, family, manifest).layout for picture in planned.pictures]
+    layouts = [layout_of(picture, picture, family, manifest) for picture in planned.pictures]
     letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
     tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + planned.new_tokens
     # A longer request is refused for its length, not for its memory.

@@ -16,7 +16,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.steps.pictures import see
+from sinkprune.runtime.steps.pictures import layout_of
 
 
 def warn_unseen(
@@ -33,7 +33,7 @@ def warn_unseen(
         if isinstance(picture, Image.Image):
             first.setdefault(picture.size, (file, picture))
     for file, picture in first.values():
-        layout = see(file, picture, family, bundle.manifest).layout
+        layout = layout_of(file, picture, family, bundle.manifest)
         if layout.seen_share < 1:
             # The answer counts, also where stderr takes nothing.
             with suppress(OSError):

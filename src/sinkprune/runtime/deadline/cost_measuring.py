@@ -21,7 +21,7 @@ from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
-from sinkprune.runtime.steps.pictures import decoded, see
+from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.system.processor import processor_name
 from sinkprune.runtime.text.prompt import PromptEncoder
@@ -59,7 +59,7 @@ def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS
     """
     manifest, chain = measured.manifest, measured.chain
     pictures = tuple(decoded(source, measured.family) for source in request.pictures)
-    layouts = [see(picture, picture, measured.family, manifest).layout for picture in pictures]
+    layouts = [layout_of(picture, picture, measured.family, manifest) for picture in pictures]
     prompt = measured.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
     text = prompt.text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)

@@ -34,8 +34,12 @@ class Family(Protocol):
     between_rows: str | None
     """The learned row, by its name in the embedding table's file, that stands at the end of an unpruned line."""
 
-    def see(self, picture: Picture) -> Seen:
-        """The inputs of `vision` for an image or the shown frames of a clip, and its layout; raises `ImageError`."""
+    def layout(self, picture: Picture) -> VisualLayout:
+        """What an image or the shown frames of a clip are to the model; raises `ImageError`. Reads sizes and times
+        only, no pixels."""
+
+    def inputs(self, picture: Picture) -> dict[str, Array]:
+        """The inputs of the graph `vision` by name, fp32 and int64; raises `ImageError`."""
 
     def check_video(self) -> None:
         """Raise `VideoError` where the bundle takes no video, before a file is opened."""
@@ -69,8 +73,9 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
     try:
         module = import_module(f"{__name__}.{FAMILIES[manifest.family].module}")
         family: Family = module.FAMILY(manifest)
-        inputs, layout = family.see(Image.new("RGB", (1, 1)))
-        given = {name: list(array.shape) for name, array in inputs.items()}
+        pixel = Image.new("RGB", (1, 1))
+        given = {name: list(array.shape) for name, array in family.inputs(pixel).items()}
+        layout = family.layout(pixel)
         counts = {layout.tokens, len(layout.boxes) // layout.groups}
         axes = 0 if layout.places is None else len(layout.places)
         # Sections go on with the first axis behind the last.

@@ -13,7 +13,6 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import ViTTower
-from sinkprune.runtime.families import Seen
 from sinkprune.runtime.media.clip import Picture, Shown, Video
 from sinkprune.runtime.media.fits import Fit, share_within
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
@@ -39,10 +38,13 @@ class Llava:
         d, width = self._tower.hidden_size, manifest.language_model.hidden_size
         self._projector_flops = 2 * (d * width + width**2)
 
-    def see(self, picture: Picture) -> Seen:
-        """`pixel_values` [1,3,image_size,image_size] fp32 of an image, and its layout; raises `ImageError`."""
-        image = _image(picture)
-        return Seen({"pixel_values": self._pixels(image)}, self._layout(image.size))
+    def layout(self, picture: Picture) -> VisualLayout:
+        """One group, or several of tiles; raises `VideoError` for a clip."""
+        return self._layout(_image(picture).size)
+
+    def inputs(self, picture: Picture) -> dict[str, Array]:
+        """`pixel_values` [G,3,image_size,image_size] fp32 of an image; raises `ImageError`."""
+        return {"pixel_values": self._pixels(_image(picture))}
 
     def check_video(self) -> None:
         """Raises `VideoError`: LLaVA takes no video."""
@@ -72,12 +74,13 @@ class Llava:
     def _layout(self, size: Size) -> VisualLayout:
         area = self._processor.source_box(size)
         boxes = grid_boxes(area, self._side, self._side)
-        layout = self._in_line(1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
+        layout = self._in_line(size, 1, np.arange(self._tower.tokens), boxes, [range(self._tower.tokens)])
         return replace(layout, seen_share=share_within(area, size))
 
-    def _in_line(self, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
+    def _in_line(self, size: Size, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
         """A layout whose rows have their numbers in the prompt for positions, whatever they stand for."""
         return VisualLayout(
+            size=size,
             groups=groups,
             tokens=self._tower.tokens,
             unpruned_rows=rows,

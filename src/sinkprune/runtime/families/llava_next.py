@@ -44,7 +44,7 @@ class LlavaNext(Llava):
         groups = 1 + canvas.width * canvas.height // self._tower.image_size**2
         # The whole image, and its tiles side by side
         views = [range(n), range(n, groups * n)]
-        return self._in_line(groups, self._rows(size, canvas), self._boxes(size, canvas), views)
+        return self._in_line(size, groups, self._rows(size, canvas), self._boxes(size, canvas), views)
 
     def _rows(self, size: Size, canvas: Canvas) -> Array:
         """The whole image's tokens, then the tiles' in the raster order of the canvas, unpadded; -1 ends a line."""

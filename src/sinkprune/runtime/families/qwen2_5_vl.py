@@ -11,7 +11,6 @@ from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
-from sinkprune.runtime.families import Seen
 from sinkprune.runtime.families.rotary import Rotary
 from sinkprune.runtime.media.clip import Picture, Shown, Video, shown
 from sinkprune.runtime.media.fits import Fit
@@ -47,8 +46,14 @@ class Qwen25VL:
         # Half of a head turns with the row, half with the column.
         self._rotary = Rotary(self._tower.rope_theta, head // 2, np.dtype(np.float32))
 
-    def see(self, picture: Picture) -> Seen:
-        """Pixel patches, the index tables and rotary tables of their grid, and the layout; raises `ImageError`."""
+    def layout(self, picture: Picture) -> VisualLayout:
+        """A group for each temporal patch; raises `ImageError` for a shape that the model cannot take."""
+        grid = self._processor.grid(picture.size)
+        times = self._times(grid.t, picture.size.fps) if isinstance(picture, Shown) else np.arange(grid.t)
+        return self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
+
+    def inputs(self, picture: Picture) -> dict[str, Array]:
+        """Pixel patches, and the index tables and rotary tables of their grid; raises `ImageError`."""
         grid = self._processor.grid(picture.size)
         tables = [self._rotary.tables(axis) for axis in self._patch_positions(grid)]
         cos, sin = (np.concatenate(table, axis=-1) for table in zip(*tables, strict=True))
@@ -60,8 +65,7 @@ class Qwen25VL:
         windows = self._windows(grid)
         if windows is not None:
             inputs |= {"window_index": windows.index, "patch_slot": windows.slot.reshape(grid.t, -1)}
-        times = self._times(grid.t, picture.size.fps) if isinstance(picture, Shown) else np.arange(grid.t)
-        return Seen(inputs, self._layout(grid, windows, (picture.size[0], picture.size[1]), times))
+        return inputs
 
     def check_video(self) -> None:
         """Raises `VideoError` where the bundle is made for images."""
@@ -116,6 +120,7 @@ class Qwen25VL:
         n = merged.h * merged.w
         time, row, column = np.indices(merged).reshape(3, -1)
         return VisualLayout(
+            size=size,
             groups=grid.t,
             tokens=n,
             unpruned_rows=np.arange(merged.patches),

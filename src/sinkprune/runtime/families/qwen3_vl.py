@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import Qwen3Tower
-from sinkprune.runtime.families import Seen
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
 from sinkprune.runtime.media.clip import Picture, Shown, Video, sampled_to_the_end, shown
 from sinkprune.runtime.processors.qwen import Grid, Qwen3Processor
@@ -28,12 +28,15 @@ class Qwen3VL(Qwen25VL):
         tower = manifest.tower(Qwen3Tower)
         self._side, self._mergers = tower.position_side, 1 + len(tower.deepstack_blocks)
 
-    def see(self, picture: Picture) -> Seen:
-        """Pixel patches, rotary tables and learned positions of their grid, and the layout; raises `ImageError`."""
-        inputs, layout = super().see(picture)
+    def layout(self, picture: Picture) -> VisualLayout:
+        """A group for each temporal patch, and for clips the texts with their times; raises `ImageError`."""
+        layout = super().layout(picture)
+        return replace(layout, texts=self._texts(picture)) if isinstance(picture, Shown) else layout
+
+    def inputs(self, picture: Picture) -> dict[str, Array]:
+        """Pixel patches, rotary tables and learned positions of their grid; raises `ImageError`."""
         index, weight = self._corners(self._processor.grid(picture.size))
-        inputs |= {"position_index": index, "position_weight": weight}
-        return Seen(inputs, replace(layout, texts=self._texts(picture)) if isinstance(picture, Shown) else layout)
+        return {**super().inputs(picture), "position_index": index, "position_weight": weight}
 
     def shown(self, video: Video) -> Shown:
         """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import ImageError, UsageError
+from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.families import Family, Seen
@@ -65,18 +66,11 @@ def with_order(source: PictureLike, order: str) -> PictureLike:
 def see(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> Seen:
     """`picture`, which came from `source`, as the tower takes it, floats in the bundle's precision.
 
-    Raises `ImageError` for what the family refuses, and for more tokens than the bundle's graphs take.
+    Raises what `layout_of` raises.
     """
+    layout, dtype = layout_of(source, picture, family, manifest), DTYPES[manifest.precision]
     with _naming(source):
-        inputs, layout = family.see(picture)
-        most = manifest.most_visual_tokens
-        if layout.tokens > most:
-            raise ImageError(
-                f"the image has {picture.size[0]}x{picture.size[1]} pixels, which make {layout.tokens} visual "
-                f"tokens; this bundle's graphs take up to {most}. Scale it down, or export again with a larger "
-                "--max-pixels."
-            )
-    dtype = DTYPES[manifest.precision]
+        inputs = family.inputs(picture)
     return Seen(
         {
             name: array.astype(dtype, copy=False) if np.issubdtype(array.dtype, np.floating) else array
@@ -84,6 +78,22 @@ def see(source: PictureLike, picture: Picture, family: Family, manifest: Manifes
         },
         layout,
     )
+
+
+def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> VisualLayout:
+    """What `picture`, which came from `source`, is to the model; reads sizes only, no pixels.
+
+    Raises `ImageError` for what the family rejects, and for more tokens than the bundle's graphs take.
+    """
+    with _naming(source):
+        layout, most = family.layout(picture), manifest.most_visual_tokens
+        if layout.tokens > most:
+            raise ImageError(
+                f"the image has {picture.size[0]}x{picture.size[1]} pixels, which make {layout.tokens} visual "
+                f"tokens; this bundle's graphs take up to {most}. Scale it down, or export again with a larger "
+                "--max-pixels."
+            )
+    return layout
 
 
 @contextmanager

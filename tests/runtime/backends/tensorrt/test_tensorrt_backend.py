@@ -110,7 +110,7 @@ def test_every_frame_uses_the_same_addresses(rig: Rig, photo: Image.Image) -> No
 
 def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Image) -> None:
     pipeline, chain, clock = rig.pipeline, rig.pipeline.chain, Stopwatch(rig.backend)
-    inputs, layout = pipeline.family.see(photo)
+    inputs, layout = pipeline.family.inputs(photo), pipeline.family.layout(photo)
     planned = schedule(pipeline.bundle.manifest, "sinkpruner", "retain-64", [layout])
     assert planned.plan is not None and len(planned.plan.select_after) == 3
     encoded = encode(chain, planned.plan, look(chain, inputs, clock), clock)
