@@ -16,7 +16,7 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.contract.files.trust import Trust, add_sign_option, add_trust_options
 
 if TYPE_CHECKING:
     from sinkprune.contract.engines_manifest import EnginesManifest
@@ -64,10 +64,10 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.unfinished import is_begun
 
     read = [path for path in (options.check, options.sign, options.signed_by) if path]
-    check_outputs(json_outputs(options), read, [options.bundle, options.output])
+    check_outputs(json_outputs(options.json), read, [options.bundle, options.output])
     check_replaceable(options.output, ENGINES, force=options.force)
     # A build with --move that was cut short has taken graphs away.
-    bundle = read_bundle(options.bundle, trusted_bundle(options), whole=not is_begun(options.output))
+    bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by), whole=not is_begun(options.output))
     check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
     asked = {
@@ -102,8 +102,8 @@ def _build(arguments: Sequence[str] | None) -> None:
             gate=gate,
             progress=progress,
         )
-    write_json(options, _summary(options.output, manifest))
-    if not prints_json(options):
+    write_json(options.json, _summary(options.output, manifest))
+    if not prints_json(options.json):
         sys.stdout.write(_text(options.output, manifest))
 
 

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _export(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
     read = [path for path in (Path(options.source), options.sign) if path]
-    check_outputs(json_outputs(options), read, [Path(options.source), options.output])
+    check_outputs(json_outputs(options.json), read, [Path(options.source), options.output])
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -87,7 +87,7 @@ def _export(arguments: Sequence[str] | None) -> None:
         sys.stderr.write(_rounded_again(rounded_again))
     size = sum(spec.size for spec in manifest.files.values())
     write_json(
-        options,
+        options.json,
         {
             "bundle": str(options.output),
             "bytes": size,
@@ -104,7 +104,7 @@ def _export(arguments: Sequence[str] | None) -> None:
             "dialect": manifest.dialect,
         },
     )
-    if not prints_json(options):
+    if not prints_json(options.json):
         budgets = ", ".join(["none", *manifest.budgets])
         sys.stdout.write(
             f"{escaped(str(options.output))}: {_size(size)}, {_numbers(manifest)}, budgets {budgets}\n"

@@ -31,9 +31,7 @@ THREE = ["", " ", "\n Wie groß? ", "What differs? "]
 def found(pipe: Pipeline, pictures: list[Any], question: str | list[str], token: int) -> list[int]:
     """Our ids, with a picture's token between the texts as often as the picture has rows unpruned."""
     texts = pipe.prompts.encode(new_request(pictures, question).texts).texts
-    rows = [
-        [token] * len(pipe.family.layout(decoded(picture, pipe.family)).unpruned_rows) for picture in pictures
-    ]
+    rows = [[token] * len(pipe.family.layout(decoded(picture, pipe.family)).unpruned_rows) for picture in pictures]
     return [*chain.from_iterable(text + picture for text, picture in zip(texts, [*rows, []], strict=True))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -30,15 +31,15 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.output_files import check_apart
-from sinkprune.contract.files.trust import trusted_bundle
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.commands import (
+    BundleOptions,
+    ReportOptions,
     add_report_options,
     bundle_parser,
     check_report_options,
     load_pipeline,
     plain,
-    report_outputs,
     status,
     write_report,
 )
@@ -62,28 +63,36 @@ _WITHOUT = ("fastervlm", "sinkpruner-no-outlier-removal")
 """Methods that drop tokens in front of the LLM as ours does, and leave sink tokens among them."""
 
 
+@dataclass(kw_only=True)
+class _Options(BundleOptions, ReportOptions):
+    data: str
+    methods: str
+    budgets: str
+    limit: int | None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate attention` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_measure, arguments)
 
 
 def _measure(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
-    check_report_options(options, [Path(options.data)])
-    bundle = read_runnable(options.bundle, trusted_bundle(options))
+    options = _parser().parse(arguments, _Options)
+    check_report_options(options, options, [Path(options.data)])
+    bundle = read_runnable(options.bundle, options.trust)
     combinations, _ = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the questions"):
         items = load_task(options.data, options.limit)
         if options.limit is None:
             items = _first_pictures(items)
-    check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
+    check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
     first, method = items[0], next(iter(bundle.manifest.plans))
     check_memory(options, bundle, Planned([first.load_image()], method, [UNPRUNED], first.question.text, 1))
     watch = Watch()
     pipeline = load_pipeline(options, bundle, watch.wrap)
     report = _report(pipeline, Path(options.data).name, items, _observe(pipeline, watch, items, combinations))
     write_report(options, report, plot_attention)
-    if not prints_json(options):
+    if not prints_json(options.json):
         _print(report)
         sys.stdout.write(_advice(bundle.manifest))
 

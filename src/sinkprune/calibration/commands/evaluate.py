@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -25,14 +26,14 @@ from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.output_files import Output, check_apart, write_whole
-from sinkprune.contract.files.trust import trusted_bundle
 from sinkprune.runtime.commands import (
+    BundleOptions,
+    ReportOptions,
     add_report_options,
     bundle_parser,
     check_report_options,
     load_pipeline,
     plain,
-    report_outputs,
     status,
     write_report,
 )
@@ -56,20 +57,32 @@ a line of FILE.jsonl, `image` relative to the file; `kind` and `id` may be left 
 """
 
 
+@dataclass(kw_only=True)
+class _Options(BundleOptions, ReportOptions):
+    methods: str
+    budgets: str
+    data: str
+    limit: int | None
+    blind: bool
+    plant_outliers: bool
+    max_new_tokens: int
+    answers: Path | None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-evaluate` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_evaluate, arguments)
 
 
 def _evaluate(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _Options)
     answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
-    check_report_options(options, [Path(options.data)], *answers)
-    bundle = read_runnable(options.bundle, trusted_bundle(options))
+    check_report_options(options, options, [Path(options.data)], *answers)
+    bundle = read_runnable(options.bundle, options.trust)
     combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
     with status("checking the task"):
         items = load_task(options.data, options.limit)
-    outputs = [path for path, _ in (*report_outputs(options), *answers)]
+    outputs = [path for path, _ in (*options.outputs, *answers)]
     check_apart(outputs, (Path(item.picture) for item in items))
     if options.blind:
         items = [blinded(item) for item in items]
@@ -91,7 +104,7 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     if options.answers:
         write_whole(options.answers, "".join(map(_answer_line, replies)).encode())
     write_report(options, result, plot_evaluation)
-    if not prints_json(options):
+    if not prints_json(options.json):
         # Last: the reader of standard output may stop reading, as `head` does.
         _print_tables(result)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
@@ -29,15 +30,14 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
-from sinkprune.contract.files.trust import trusted_bundle
 from sinkprune.contract.manifest import MANIFEST
 from sinkprune.runtime.commands import (
+    BundleOptions,
+    ReportOptions,
     add_report_options,
-    bundle_folders,
     bundle_parser,
     check_report_options,
     load_pipeline,
-    report_outputs,
     status,
     write_report,
 )
@@ -62,6 +62,15 @@ Look = Callable[[Image.Image], TokenFeatures]
 """What a tower makes of an RGB image."""
 
 
+@dataclass(kw_only=True)
+class _Options(BundleOptions, ReportOptions):
+    data: str
+    images: list[Path] | None
+    limit: int | None
+    heatmaps: Path | None
+    layer: int | None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate norms` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_measure, arguments)
@@ -69,15 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(arguments: Sequence[str] | None) -> None:
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments, _Options)
     is_tower = (options.bundle / CONFIG).exists() and not (options.bundle / MANIFEST).exists()
     _check_fit(parser, options, is_tower=is_tower)
     files = options.images or ([Path(options.data)] if Path(options.data).is_dir() else [])
-    check_report_options(options, [] if files else [Path(options.data)])
+    check_report_options(options, options, [] if files else [Path(options.data)])
     with status("checking the pictures"):
         pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
-    check_outputs([*report_outputs(options), *_heatmap_outputs(options, pictures)], read, bundle_folders(options))
+    check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
     model, look = _tower(options) if is_tower else _bundle(options, pictures)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
@@ -87,10 +96,10 @@ def _measure(arguments: Sequence[str] | None) -> None:
         salience += [*features.salience]
         if options.heatmaps:
             title = f"{model}: {Path(pictures[number].name).name}"
-            write_whole(_heatmap_file(options, pictures, number), draw_heatmaps(features, title))
+            write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
     report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
-    if not prints_json(options):
+    if not prints_json(options.json):
         sys.stdout.write(escaped(_text(report), keep="\n"))
 
 
@@ -129,7 +138,7 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _check_fit(parser: argparse.ArgumentParser, options: argparse.Namespace, *, is_tower: bool) -> None:
+def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: bool) -> None:
     """Refuse options that what is measured has no use for; raises `UsageError`."""
     foreign = _FOR_BUNDLES if is_tower else ("layer",)
     given = [name for name in foreign if getattr(options, name) != parser.get_default(name)]
@@ -140,15 +149,15 @@ def _check_fit(parser: argparse.ArgumentParser, options: argparse.Namespace, *, 
         )
 
 
-def _tower(options: argparse.Namespace) -> tuple[str, Look]:
+def _tower(options: _Options) -> tuple[str, Look]:
     """The name of a tower without an LLM, and itself."""
     layer = _LAYER if options.layer is None else options.layer
     return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features
 
 
-def _bundle(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> tuple[str, Look]:
+def _bundle(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, Look]:
     """A bundle's name, and its tower."""
-    bundle = read_runnable(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, options.trust)
     method = next(iter(bundle.manifest.plans))
     check_memory(options, bundle, Planned([pictures[0].load()], method, [UNPRUNED], "", 0))
     pipeline = load_pipeline(options, bundle)
@@ -163,12 +172,12 @@ def _features(look: Look, pictures: Sequence[NamedPicture]) -> Iterator[TokenFea
             lines.update(advance=1)
 
 
-def _heatmap_outputs(options: argparse.Namespace, pictures: Sequence[NamedPicture]) -> list[Output]:
+def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[Output]:
     """The heat maps that will be written, or the folder they will lie in where it is not there yet.
 
     Raises `OutputError` for what is no folder, and `UsageError` without matplotlib.
     """
-    folder: Path | None = options.heatmaps
+    folder = options.heatmaps
     if folder is None:
         return []
     import_matplotlib()
@@ -176,12 +185,11 @@ def _heatmap_outputs(options: argparse.Namespace, pictures: Sequence[NamedPictur
         if folder.exists():
             raise OutputError(f"'{folder}' is no folder. Give --heatmaps another name.")
         return [(folder, (folder.suffix.lower(),))]
-    return [(_heatmap_file(options, pictures, number), (".png",)) for number in range(len(pictures))]
+    return [(_heatmap_file(folder, pictures, number), (".png",)) for number in range(len(pictures))]
 
 
-def _heatmap_file(options: argparse.Namespace, pictures: Sequence[NamedPicture], number: int) -> Path:
-    # Pictures of several folders may bear one name.
-    folder: Path = options.heatmaps
+def _heatmap_file(folder: Path, pictures: Sequence[NamedPicture], number: int) -> Path:
+    # Pictures of several folders may have the same name.
     return folder / f"{number + 1:03d}-{Path(pictures[number].name).stem}.png"
 
 

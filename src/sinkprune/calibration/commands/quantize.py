@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +25,17 @@ from sinkprune.contract.errors import TaskError
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE
-from sinkprune.contract.precision import BLOCK_SIZES
+from sinkprune.contract.precision import BLOCK_SIZES, WeightsName
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.packages import packages_told_of
 from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands import (
+    BundleOptions,
+    ReportOptions,
     add_report_options,
-    key_files,
     plain,
-    report_outputs,
     status,
     write_report,
 )
@@ -62,28 +63,42 @@ _MAX_LAYER_ERROR = RealNumber("--max-layer-error", 0, 1e9, "0 or more")
 _SHOWN = 10
 
 
+@dataclass(kw_only=True)
+class _Options(BundleOptions, ReportOptions):
+    data: Path
+    output: Path
+    weights: WeightsName
+    vision_weights: WeightsName | None
+    block_size: int | None
+    limit: int
+    max_error: float
+    max_layer_error: float
+    force: bool
+    sign: Path | None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate quantize` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_quantize, arguments)
 
 
 def _quantize(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _Options)
     with packages_told_of("quantising"):
         from sinkprune.calibration.quantising.prompts import show
         from sinkprune.calibration.quantising.quantise import Limits, quantise_bundle, quantised_forms
         from sinkprune.export.progress import shown_progress
-    check_outputs(report_outputs(options), [options.data, *key_files(options)], [options.bundle, options.output])
+    check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:
         import_matplotlib()
     check_replaceable(options.output, BUNDLE, force=options.force)
     check_outside(options.output, options.bundle, BUNDLE)
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_bundle(options.bundle, options.trust)
     forms = quantised_forms(bundle.manifest, options.weights, options.vision_weights, options.block_size)
     sign = read_private_key(options.sign) if options.sign else None
     with status("checking the pictures"):
         items = _chosen(options.data, options.limit)
-        check_apart([path for path, _ in report_outputs(options)], (Path(item.picture) for item in items))
+        check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
         shown = show(bundle, items)
     with status("checking sums"):
         bundle.verify()
@@ -101,7 +116,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             told=_tell,
         )
     write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
-    if prints_json(options):
+    if prints_json(options.json):
         return
     _print(report)
     size = sum(spec.size for spec in manifest.files.values())

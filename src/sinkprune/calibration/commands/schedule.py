@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,13 +24,13 @@ from sinkprune.contract.errors import BudgetError, TaskError, UsageError
 from sinkprune.contract.files.output_files import Output, check_apart, check_outputs
 from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.files.signature import read_private_key
-from sinkprune.contract.files.trust import add_sign_option, add_trust_options, trusted_bundle
+from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.reports.report import Spread
 from sinkprune.export.packages import packages_told_of
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
-from sinkprune.runtime.commands import key_files, load_pipeline, status
+from sinkprune.runtime.commands import BundleOptions, load_pipeline, status
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, new_request
@@ -63,13 +64,31 @@ _PICTURES = 8
 """Pictures whose attention is looked at: a plan's share of it differs little from one to the next."""
 
 
+@dataclass(kw_only=True)
+class _Options(BundleOptions):
+    target_ms: float | None
+    budget_tokens: float | None
+    new_tokens: int
+    name: str | None
+    data: Path | None
+    limit: int
+    image: list[Path] | None
+    prompt: str | None
+    costs: Path | None
+    json: Path | None
+    dry_run: bool
+    force: bool
+    seconds: float
+    sign: Path | None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate schedule` with `arguments`, or the process's own if None; returns the exit code."""
     return run_command(_schedule, arguments)
 
 
 def _schedule(arguments: Sequence[str] | None) -> None:
-    options = _parser().parse_args(arguments)
+    options = _parser().parse(arguments, _Options)
     with packages_told_of("adding budgets"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import Proposer, Target, nearest_target
@@ -77,7 +96,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     sought = options.target_ms is not None or options.budget_tokens is not None
     target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    bundle = read_bundle(options.bundle, options.trust)
     name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
     check_name(bundle.manifest, name)
     if sought and not options.dry_run:
@@ -92,7 +111,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         trials = Trials(bundle, Path(folder))
         pipeline = load_pipeline(options, trials.bundle)
         with status("measuring, which takes some hundred requests"):
-            if not sought:
+            if options.costs and not sought:
                 write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.seconds))
                 return
             proposer = Proposer(trials, pipeline, asked, options.seconds)
@@ -108,8 +127,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     if kept:
         manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
         sha256 = BUNDLE.sha256(manifest)
-    write_json(options, {**to_json(report), "sha256": sha256})
-    if not prints_json(options):
+    write_json(options.json, {**to_json(report), "sha256": sha256})
+    if not prints_json(options.json):
         _print(report)
         if sha256:
             sys.stdout.write(f"{escaped(str(options.bundle))}: added budget {name}\nsha256 {sha256}\n")
@@ -125,7 +144,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     sys.stderr.write(f"warning: {missed}\n")
 
 
-def _check_options(options: argparse.Namespace) -> None:
+def _check_options(options: _Options) -> None:
     """Refuse what does not go together, and files that could not be written later."""
     sought = options.target_ms is not None or options.budget_tokens is not None
     if not sought and not options.costs:
@@ -142,12 +161,12 @@ def _check_options(options: argparse.Namespace) -> None:
             f"--data is '{options.data}', the test set: accuracy measured on it later would be too good. Give a file "
             "of other questions that ends in .jsonl."
         )
-    read = [*(options.image or []), *([options.data] if options.data else []), *key_files(options)]
+    read = [*(options.image or []), *([options.data] if options.data else []), *options.key_files]
     check_outputs(_outputs(options), read, [options.bundle])
 
 
-def _outputs(options: argparse.Namespace) -> list[Output]:
-    return [*json_outputs(options), *([(options.costs, (".json",))] if options.costs else [])]
+def _outputs(options: _Options) -> list[Output]:
+    return [*json_outputs(options.json), *([(options.costs, (".json",))] if options.costs else [])]
 
 
 def _name(target: Target) -> str:
@@ -155,7 +174,7 @@ def _name(target: Target) -> str:
     return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
 
 
-def _asked(options: argparse.Namespace, items: Sequence[Item]) -> list[Asking]:
+def _asked(options: _Options, items: Sequence[Item]) -> list[Asking]:
     """One question about each of some pictures: the data's, those that were given, or drawn scenes. The first has a
     prompt of the usual length."""
     from sinkprune.calibration.scheduling.propose import Asking
@@ -226,8 +245,6 @@ def _parser() -> CommandParser:
         "to, and add it to the bundle.",
         _EXAMPLES,
     )
-    # A budget's graphs run as they are: no engines are built of them yet.
-    parser.set_defaults(engines=None, engines_sha256=None, fit=None)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export")
     target = parser.add_mutually_exclusive_group()

@@ -7,11 +7,12 @@ import copy
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from sinkprune import __version__
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
 
+Options = TypeVar("Options")
 _JSON = "--json"
 
 
@@ -40,6 +41,10 @@ class CommandParser(argparse.ArgumentParser):
             metavar="FILE.json",
             help=f"write {content} as JSON; without FILE.json, or with -, print the JSON and nothing else",
         )
+
+    def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:
+        """Return the options in `arguments`, or the process's own if None, as a dataclass with a field for each."""
+        return kind(**vars(self.parse_args(arguments)))
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse as argparse does, except that an option that needs no value leaves a word to a positional."""

@@ -1,11 +1,10 @@
 """What `--json` means in every command: `-` prints the JSON on standard output, a path writes a file.
 
-`options` are what a `CommandParser` with `add_json` has parsed.
+`json_path` is the value of the option that `CommandParser.add_json` adds; None without `--json`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,23 +17,23 @@ SUFFIX = ".json"
 """The ending of a file that `--json` writes."""
 
 
-def prints_json(options: argparse.Namespace) -> bool:
+def prints_json(json_path: Path | None) -> bool:
     """Return whether standard output is for the JSON alone: text for people is left out."""
-    return bool(options.json == STDOUT)
+    return json_path == STDOUT
 
 
-def json_outputs(options: argparse.Namespace) -> list[Output]:
+def json_outputs(json_path: Path | None) -> list[Output]:
     """Return the file that `write_json` will write, for `check_outputs`; none where the JSON is printed."""
-    return [] if options.json is None or prints_json(options) else [(options.json, (SUFFIX,))]
+    return [] if json_path is None or prints_json(json_path) else [(json_path, (SUFFIX,))]
 
 
-def write_json(options: argparse.Namespace, value: object) -> None:
-    """Write `value` to where `--json` wants it: one line on standard output, or a whole, indented file.
+def write_json(json_path: Path | None, value: object) -> None:
+    """Write `value` as one line to standard output, or as a whole, indented file.
 
     Does nothing without `--json`. Raises `BrokenPipeError` if nobody reads standard output any more.
     """
-    if prints_json(options):
+    if prints_json(json_path):
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
-    elif options.json is not None:
-        write_whole(options.json, (json.dumps(value, indent=1) + "\n").encode())
+    elif json_path is not None:
+        write_whole(json_path, (json.dumps(value, indent=1) + "\n").encode())

@@ -35,15 +35,10 @@ ANY = Trust()
 
 
 def add_trust_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that reads a bundle; `trusted_bundle` reads them."""
+    """Add `--sha256` and `--signed-by`, of which a command that reads a bundle makes a `Trust`."""
     add = parser.add_argument
     add("--sha256", metavar="SUM", help="the sum that was printed when BUNDLE was written: any other is refused")
     add("--signed-by", type=Path, metavar="KEY.pub", help="a public key: what it did not sign is refused")
-
-
-def trusted_bundle(options: argparse.Namespace) -> Trust:
-    """What the bundle must be, by a command's arguments; raises `UsageError`."""
-    return Trust(options.sha256, options.signed_by)
 
 
 def add_sign_option(parser: argparse.ArgumentParser, what: str) -> None:

@@ -10,7 +10,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.files.trust import add_trust_options, trusted_bundle
+from sinkprune.contract.files.trust import Trust, add_trust_options
 
 _EXAMPLES = """\
 examples:
@@ -36,7 +36,6 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.errors import EnginesError
     from sinkprune.contract.files.schema import to_json
-    from sinkprune.contract.files.trust import Trust
     from sinkprune.engines.gate.advice import first_refusal
     from sinkprune.engines.gate.checking import check_engines, engines_alone
     from sinkprune.engines.gate.question import read_question
@@ -47,8 +46,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.runtime.backends.compatibility import backend_of, open_engines
 
     read = [*options.image, *([options.signed_by] if options.signed_by else [])]
-    check_outputs(json_outputs(options), read, [options.bundle, options.engines])
-    bundle = read_bundle(options.bundle, trusted_bundle(options))
+    check_outputs(json_outputs(options.json), read, [options.bundle, options.engines])
+    bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by))
     trust = Trust(options.engines_sha256, options.signed_by)
     built = open_engines(options.engines, bundle, trust)
     question = read_question(options.image, options.prompt, bundle, built.engines.manifest.enforced_limits)
@@ -60,13 +59,13 @@ def _check(arguments: Sequence[str] | None) -> None:
         recording = record(bundle, question, Path(folder) / "recording", progress)
         own = engines_alone(options.engines, trust)
         report = check_engines(built, own, backend, question, recording, progress)
-    write_json(options, to_json(report))
-    if not prints_json(options):
+    write_json(options.json, to_json(report))
+    if not prints_json(options.json):
         print_report(report)
     refused = first_refusal(report, built.engines.manifest)
     if refused is not None:
         raise EnginesError(refused)
-    if not prints_json(options):
+    if not prints_json(options.json):
         sys.stdout.write(f"passed: {len(report.graphs)} engines, {len(report.texts)} answers\n")
 
 

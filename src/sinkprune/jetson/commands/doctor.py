@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _examine(arguments: Sequence[str] | None) -> None:
     boards = read_boards()
     options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
-    check_outputs(json_outputs(options), folders=map(Path, options.models))
+    check_outputs(json_outputs(options.json), folders=map(Path, options.models))
     asked = Asked(tuple(options.models), _size(options.picture), options.backend)
     if options.board is not None:
         report = report_on_board(options.board, boards, asked)
@@ -54,8 +54,8 @@ def _examine(arguments: Sequence[str] | None) -> None:
             files = SystemFiles(options.root)
             machine = read_machine(files, this_environment(), boards, Path())
             report = report_on_machine(machine, boards, asked)
-    write_json(options, to_json(report))
-    if not prints_json(options):
+    write_json(options.json, to_json(report))
+    if not prints_json(options.json):
         print_report(report)
 
 

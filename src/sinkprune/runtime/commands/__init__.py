@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -21,12 +21,12 @@ from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
 from sinkprune.contract.files.schema import to_json
-from sinkprune.contract.files.trust import add_trust_options, trusted_bundle
+from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
-from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
+from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.media.fits import FITS
+from sinkprune.runtime.media.fits import FITS, Fit
 from sinkprune.runtime.media.video_file import VideoFile
 from sinkprune.runtime.pipeline import Pipeline, Wrap
 from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
@@ -38,6 +38,65 @@ R = TypeVar("R")
 _LONG_VIDEO = 300
 IMAGE_PLACE = "{image}"
 """Where an image stands in a prompt."""
+
+
+@dataclass(kw_only=True)
+class BundleOptions:
+    """The options of `bundle_parser`, for `CommandParser.parse`; a command's own options are fields of a subclass."""
+
+    bundle: Path
+    backend: str | None = None
+    compute: Compute | None = None
+    fit: Fit | None = None
+    engines: Path | None = None
+    threads: int | None = None
+    sha256: str | None = None
+    signed_by: Path | None = None
+    engines_sha256: str | None = None
+    skip_sums: bool = False
+
+    @property
+    def trust(self) -> Trust:
+        """What the bundle must be; raises `UsageError` for what is no sum."""
+        return Trust(self.sha256, self.signed_by)
+
+    @property
+    def key_files(self) -> list[Path]:
+        """The public key that the bundle is compared with, if any."""
+        return [self.signed_by] if self.signed_by else []
+
+    @property
+    def folders(self) -> list[Path]:
+        """The folders that `load_pipeline` reads: the bundle's, and the engines' where they are given."""
+        return [folder for folder in (self.bundle, self.engines) if folder]
+
+
+@dataclass(kw_only=True)
+class PictureOptions(BundleOptions):
+    """The options of `new_parser`."""
+
+    image: list[Path] | None
+    video: list[Path] | None
+    prompt: str
+    method: str
+
+    @property
+    def picture_files(self) -> list[Path]:
+        """The files that `read_pictures` reads."""
+        return self.image or self.video or []
+
+
+@dataclass(kw_only=True)
+class ReportOptions:
+    """The options of `add_report_options`."""
+
+    json: Path | None
+    plot: Path | None
+
+    @property
+    def outputs(self) -> list[Output]:
+        """The reports that are written, each with the endings it may have."""
+        return [*json_outputs(self.json), *([(self.plot, PLOT_SUFFIXES)] if self.plot else [])]
 
 
 def new_parser(
@@ -85,15 +144,15 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
     return parser
 
 
-def open_bundle(options: argparse.Namespace, budgets: list[str]) -> Bundle:
+def open_bundle(options: PictureOptions, budgets: list[str]) -> Bundle:
     """The bundle, with method and budgets known to be in it: mistakes are told before anything slow begins."""
-    bundle = read_runnable(options.bundle, trusted_bundle(options))
+    bundle = read_runnable(options.bundle, options.trust)
     for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
     return bundle
 
 
-def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
+def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
     """Load `bundle` on the chosen backend, with something to look at meanwhile."""
     return Pipeline.load(
         bundle,
@@ -110,7 +169,7 @@ def load_pipeline(options: argparse.Namespace, bundle: Bundle, wrap: Wrap | None
     )
 
 
-def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
+def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
     """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`.
 
     Prints a note about each long video that must be decoded as a whole.
@@ -118,15 +177,14 @@ def read_pictures(options: argparse.Namespace, bundle: Bundle) -> list[Picture]:
     family = load_family(bundle.manifest, options.fit)
     if options.video:
         family.check_video()
-    videos = {path: VideoFile(path) for path in options.video or ()}
-    for path, video in videos.items():
+    videos = [VideoFile(path) for path in options.video or ()]
+    for path, video in zip(options.video or (), videos, strict=True):
         if not video.can_seek and video.count >= _LONG_VIDEO:
             sys.stderr.write(
                 f"{escaped(str(path))}: decodes all {video.count} frames, because no list of keyframes leads to the "
                 "few that are shown. Convert the video to MP4 with a keyframe every two seconds to read it faster.\n"
             )
-    sources = options.image or [videos[path] for path in options.video]
-    return [decoded(source, family) for source in sources]
+    return [decoded(source, family) for source in (*(options.image or ()), *videos)]
 
 
 def prompt_pieces(prompt: str) -> str | list[str]:
@@ -142,38 +200,18 @@ def add_report_options(parser: CommandParser, drawn: str) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
-def check_report_options(options: argparse.Namespace, read: Iterable[Path], *others: Output) -> None:
+def check_report_options(bundle: BundleOptions, report: ReportOptions, read: Iterable[Path], *others: Output) -> None:
     """Refuse reports, and `others` a command writes, that could not be written later or are among files it reads.
 
     Raises `OutputError`, and `UsageError` without matplotlib.
     """
-    check_outputs([*report_outputs(options), *others], [*read, *key_files(options)], bundle_folders(options))
-    if options.plot:
+    check_outputs([*report.outputs, *others], [*read, *bundle.key_files], bundle.folders)
+    if report.plot:
         import_matplotlib()
 
 
-def key_files(options: argparse.Namespace) -> list[Path]:
-    """The public key that a bundle is compared with, where one was given."""
-    return [options.signed_by] if options.signed_by else []
-
-
-def report_outputs(options: argparse.Namespace) -> list[Output]:
-    """The reports that were asked for, each with the endings it may have."""
-    return [*json_outputs(options), *([(options.plot, PLOT_SUFFIXES)] if options.plot else [])]
-
-
-def bundle_folders(options: argparse.Namespace) -> list[Path]:
-    """The folders that `load_pipeline` reads: the bundle's, and the engines' where they are given."""
-    return [folder for folder in (options.bundle, options.engines) if folder]
-
-
-def picture_files(options: argparse.Namespace) -> list[Path]:
-    """The files that `read_pictures` reads."""
-    return list(options.image or options.video)
-
-
 def write_report(
-    options: argparse.Namespace,
+    options: ReportOptions,
     report: R,
     plot: Callable[[R, str], bytes],
     more: Mapping[str, object] = MappingProxyType({}),
@@ -182,7 +220,7 @@ def write_report(
     if options.plot:
         write_whole(options.plot, plot(report, options.plot.suffix))
     # Last, because the reader of standard output may stop reading.
-    write_json(options, {**to_json(report), **more})
+    write_json(options.json, {**to_json(report), **more})
 
 
 @contextmanager

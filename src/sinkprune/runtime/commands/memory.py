@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from sinkprune.contract.system.memory_need import TOLD_BYTES, MemoryNeed, memory
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import KNOWN
+from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.pictures import layout_of
@@ -42,10 +42,10 @@ class Memory(NamedTuple):
     """None where the system does not tell."""
 
 
-def check_memory(options: argparse.Namespace, bundle: Bundle, planned: Planned) -> Memory:
+def check_memory(options: BundleOptions, bundle: Bundle, planned: Planned) -> Memory:
     """Tell on stderr what `planned` needs and what is free where it computes, if it is much.
 
-    `options` are those of `bundle_parser`. Raises `TooLittleMemoryError`, and what seeing the pictures raises.
+    Raises `TooLittleMemoryError`, and what `layout_of` raises.
     """
     manifest, backend = bundle.manifest, options.backend or usual_backend(bundle)
     family = load_family(manifest, options.fit)

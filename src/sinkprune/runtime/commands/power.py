@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
-from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import PowerError, UsageError
 from sinkprune.contract.reports.energy import IDLE_SECONDS, PartEnergy, PowerReport
-from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands import status
 from sinkprune.runtime.power import AUTO, SENSORS, Sensor, open_sensor
@@ -17,7 +16,7 @@ from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `wanted_sensor` and `maybe_measuring` read."""
+    """Add the arguments of `PowerOptions`."""
     parser.add_argument(
         "--power",
         nargs="?",
@@ -29,17 +28,28 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--idle", type=IDLE, metavar="SECONDS", help=told)
 
 
-def wanted_sensor(options: argparse.Namespace, bundle: Bundle) -> Sensor | None:
-    """The sensor that was asked for, found to be there and readable; raises `PowerError`, and `UsageError`."""
+@dataclass(kw_only=True)
+class PowerOptions:
+    """The options of `add_power_options`."""
+
+    power: str | None
+    idle: float | None
+
+
+def wanted_sensor(options: PowerOptions, backend: str) -> Sensor | None:
+    """The sensor for what `backend` computes on, found to be there; None without `--power`.
+
+    Raises `PowerError`, and `UsageError`.
+    """
     if options.power is None:
         if options.idle is not None:
             raise UsageError("--idle is for the power that --power subtracts. Add --power, or leave it out.")
         return None
-    return open_sensor(options.power, on_gpu=KNOWN[options.backend or usual_backend(bundle)].on_gpu)
+    return open_sensor(options.power, on_gpu=KNOWN[backend].on_gpu)
 
 
 @contextmanager
-def maybe_measuring(options: argparse.Namespace, sensor: Sensor | None) -> Iterator[EnergyMeter | None]:
+def maybe_measuring(options: PowerOptions, sensor: Sensor | None) -> Iterator[EnergyMeter | None]:
     """A meter on `sensor` that has measured idle power; None for None. Raises `PowerError`."""
     if sensor is None:
         yield None

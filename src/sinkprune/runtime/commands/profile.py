@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -17,13 +18,15 @@ from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.reports.energy import BudgetEnergy
 from sinkprune.contract.reports.report import OF_TTFT, BudgetReport, Report, Spread
+from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.commands import (
+    PictureOptions,
+    ReportOptions,
     add_report_options,
     check_report_options,
     load_pipeline,
     new_parser,
     open_bundle,
-    picture_files,
     plain,
     prompt_pieces,
     read_pictures,
@@ -32,6 +35,7 @@ from sinkprune.runtime.commands import (
 from sinkprune.runtime.commands.frames import frame_files, read_frames
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.commands.power import (
+    PowerOptions,
     add_power_options,
     check_lived,
     joules_text,
@@ -39,7 +43,7 @@ from sinkprune.runtime.commands.power import (
     power_line,
     wanted_sensor,
 )
-from sinkprune.runtime.commands.rate import FRAMES, add_rate_options, print_rates, wanted_camera
+from sinkprune.runtime.commands.rate import FRAMES, RateOptions, add_rate_options, print_rates, wanted_camera
 from sinkprune.runtime.commands.scaled import warn_scaled
 from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.commands.unseen import warn_unseen
@@ -66,6 +70,13 @@ _FEW = ", too few for a p95: it is close to the slowest"
 _LEGEND = """\
 visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers
 x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
+
+
+@dataclass(kw_only=True)
+class _Options(PictureOptions, ReportOptions, RateOptions, PowerOptions):
+    budgets: str | None
+    new_tokens: int
+    warmup: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,16 +108,16 @@ def _profile(arguments: Sequence[str] | None) -> None:
     add_rate_options(parser)
     add_power_options(parser)
     add_report_options(parser, "where the time goes; with --rate, latency and temperature over time")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments, _Options)
 
     camera = wanted_camera(options)
-    files = frame_files(options.frames) if options.frames else picture_files(options)
-    check_report_options(options, files)
+    files = frame_files(options.frames) if options.frames else options.picture_files
+    check_report_options(options, options, files)
     prompt = prompt_pieces(options.prompt)
     budgets = [name.strip() for name in (options.budgets or "").split(",") if name.strip()]
     bundle = open_bundle(options, budgets)
     budgets = budgets or [UNPRUNED, *bundle.manifest.plans[options.method]]
-    sensor = wanted_sensor(options, bundle)
+    sensor = wanted_sensor(options, options.backend or usual_backend(bundle))
     if options.frames:
         prompts = [[frame] for frame in read_frames(files, load_family(bundle.manifest, options.fit))]
     else:
@@ -125,7 +136,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
                     pipeline, prompts[0], prompt, planned, repeat=repeat, meter=meter, on_run=step, **asked
                 )
             write_report(options, report, plot_report)
-            if not prints_json(options):
+            if not prints_json(options.json):
                 # Last: the reader of standard output may stop reading, as `head` does.
                 _print_table(report)
             power = report.power
@@ -133,7 +144,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             with _progress(len(planned) * camera.frames) as step:
                 rates = at_rate(pipeline, prompts, prompt, planned, camera, meter=meter, on_frames=step, **asked)
             write_report(options, rates, plot_rate)
-            if not prints_json(options):
+            if not prints_json(options.json):
                 print_rates(rates)
             power = rates.power
     check_lived(power)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.table import Table
 
@@ -20,13 +22,23 @@ FRAMES = {"--frames": "with --rate: a folder of pictures, of which each frame sh
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `wanted_camera` reads."""
+    """Add the arguments of `RateOptions` but for `--frames` and `--repeat`."""
     add = parser.add_argument
     add("--rate", type=RATE, metavar="HZ", help="ask at a camera's steady rate instead, each budget for --duration")
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
 
 
-def wanted_camera(options: argparse.Namespace) -> FrameClock | None:
+@dataclass(kw_only=True)
+class RateOptions:
+    """The options of `add_rate_options`."""
+
+    frames: Path | None
+    rate: float | None
+    duration: float | None
+    repeat: int | None
+
+
+def wanted_camera(options: RateOptions) -> FrameClock | None:
     """What sends frames; None without --rate. Raises `UsageError` for options that do not go together."""
     if options.rate is None:
         for name in ("frames", "duration"):

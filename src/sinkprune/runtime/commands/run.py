@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,10 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.contract.files.schema import to_json
 from sinkprune.runtime.commands import (
-    bundle_folders,
-    key_files,
+    PictureOptions,
     load_pipeline,
     new_parser,
     open_bundle,
-    picture_files,
     prompt_pieces,
     read_pictures,
     status,
@@ -57,6 +55,22 @@ _REQUEST = (
 _DAY_S = 86_400.0
 _OLD_S = 30 * _DAY_S
 _LOADED = 0.25
+
+
+@dataclass(kw_only=True)
+class _Options(PictureOptions):
+    budget: str
+    deadline_ms: float | None
+    warm_up: bool
+    costs: Path | None
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    seed: int | None
+    system: str | None
+    stop: list[str]
+    overlay: Path | None
+    json: Path | None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,11 +124,11 @@ def _run(arguments: Sequence[str] | None) -> None:
     )
     add("--overlay", type=Path, metavar="FILE.png", help="draw what was kept and dropped on the image")
     parser.add_json("the answer and its figures")
-    options = parser.parse_args(arguments)
+    options = parser.parse(arguments, _Options)
 
     overlays = [(options.overlay, PICTURE_SUFFIXES)] if options.overlay else []
-    read = [*picture_files(options), *key_files(options), *([options.costs] if options.costs else [])]
-    check_outputs([*json_outputs(options), *overlays], read, bundle_folders(options))
+    read = [*options.picture_files, *options.key_files, *([options.costs] if options.costs else [])]
+    check_outputs([*json_outputs(options.json), *overlays], read, options.folders)
     if options.overlay and options.budget == UNPRUNED:
         raise UsageError("--overlay draws what pruning kept; choose a --budget other than none.")
     if (options.costs or options.warm_up) and options.deadline_ms is None:
@@ -138,13 +152,13 @@ def _run(arguments: Sequence[str] | None) -> None:
             pipeline.warm_up(images, prompt, **asking)
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
-    on_text = None if prints_json(options) else _write_piece
+    on_text = None if prints_json(options.json) else _write_piece
     with ProgressLines("answering"):
         answer = pipeline.generate(images, prompt, on_text=on_text, **asking)
-    if not prints_json(options):
+    if not prints_json(options.json):
         write_line("\n" + _timings(answer))
     if options.json is not None:
-        write_json(options, _summary(pipeline, answer, memory))
+        write_json(options.json, _summary(pipeline, answer, memory))
     if answer.deadline is not None:
         sys.stderr.write(_late(answer.deadline) + _doubtful_costs(answer.deadline))
         if not options.costs and pipeline.save_costs() is None and options.warm_up:
@@ -152,8 +166,8 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.overlay:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
-    warn_scaled(picture_files(options), images)
-    warn_unseen(options, bundle, picture_files(options), images)
+    warn_scaled(options.picture_files, images)
+    warn_unseen(options, bundle, options.picture_files, images)
     sys.stderr.write(_unused_options(options))
 
 
@@ -198,7 +212,7 @@ def _late(deadline: DeadlineReport) -> str:
     return f"{told}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
 
 
-def _unused_options(options: argparse.Namespace) -> str:
+def _unused_options(options: _Options) -> str:
     """Return a note for each option that changed nothing: sampling of a greedy answer, threads without a core."""
     notes = []
     sampling = [*(["--seed"] if options.seed is not None else []), *(["--top-p"] if options.top_p < 1 else [])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,18 +13,16 @@ from PIL import Image
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.layout import VisualLayout
+from sinkprune.runtime.commands import BundleOptions
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.pictures import layout_of
 
 
-def warn_unseen(
-    options: argparse.Namespace, bundle: Bundle, files: Sequence[Path], pictures: Sequence[Picture]
-) -> None:
+def warn_unseen(options: BundleOptions, bundle: Bundle, files: Sequence[Path], pictures: Sequence[Picture]) -> None:
     """Print a line for the first image of each size of which the model sees only a part.
 
-    `pictures` are those read from `files`, in the same order. `options` are those of `bundle_parser`. Raises
-    `ImageError` for what the family rejects.
+    `pictures` are those read from `files`, in the same order. Raises `ImageError` for what the family rejects.
     """
     family = load_family(bundle.manifest, options.fit)
     first: dict[tuple[int, int], tuple[Path, Image.Image]] = {}
