@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from typing import NamedTuple
 
-from sinkprune.contract.engines_manifest import Limits
-from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Tensor
 from sinkprune.runtime.deadline.choices import choices
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
-from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.answer import Answer, timings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_number
 from sinkprune.runtime.steps.decoding import decode_one_token, kept_tokens, kv_bytes, prefill
-from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded, see
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.stream import StreamState
 from sinkprune.runtime.text.answer_text import AnswerText
-from sinkprune.runtime.text.prompt import PromptEncoder
-
-
-class LoadedModel(NamedTuple):
-    """The parts of a loaded bundle that a request runs on."""
-
-    manifest: Manifest
-    limits: Limits | None
-    """Limits of the engines; None for graphs, which have none."""
-    family: Family
-    prompts: PromptEncoder
-    embedding: Embedding
-    chain: Chain
 
 
 def generate(

@@ -24,18 +24,19 @@ from sinkprune.runtime.backends import Backend, Decoder, Engine, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, open_engines, own_engines, usual_backend
 from sinkprune.runtime.backends.known import Compute
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.deadline.cost_measuring import SECONDS, Measured, measure_costs, place_of
+from sinkprune.runtime.deadline.cost_measuring import SECONDS, measure_costs, place_of
 from sinkprune.runtime.deadline.other_load import OtherLoad
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import RequestHistory
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.families import load_family
-from sinkprune.runtime.generate import LoadedModel, generate
+from sinkprune.runtime.generate import generate
 from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import Encoded, encode, look
+from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, see
 from sinkprune.runtime.steps.request import DEFAULT_NEW_TOKENS, Request, new_request
@@ -173,11 +174,7 @@ class Pipeline:
         """The whole answer; takes what `stream` takes. `on_text` is given each piece of text as it comes."""
         if on_text is not None:
             check_callable("on_text", on_text)
-        stream = self.stream(image, prompt, observer=observer, **options)
-        for piece in stream:
-            if on_text is not None:
-                on_text(piece)
-        return stream.answer
+        return self.stream(image, prompt, observer=observer, **options).rest(on_text)
 
     def stream(
         self,
@@ -206,8 +203,7 @@ class Pipeline:
         """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
         self.bundle.manifest.plan(request.method, request.budget)
         state = StreamState()
-        model = LoadedModel(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
-        return Stream(generate(model, request, lambda: self._policy(request), observer, state), state)
+        return Stream(generate(self._model, request, lambda: self._policy(request), observer, state), state)
 
     def encode(self, image: PictureLike) -> Encoded:
         """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
@@ -241,12 +237,10 @@ class Pipeline:
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
         """What `warm_up` does, of a `Request`. Raises what `answer` raises."""
-        manifest, limits = self.bundle.manifest, self.limits
         self.load_plans(request.method)
-        own = Measured(manifest, self.chain, self.embedding, self.family, self.prompts, limits, self.answer)
         with self.backend.turn:
             others = OtherLoad()
-            found = measure_costs(own, request, seconds)
+            found = measure_costs(self._model, lambda one: self.answer(one).rest(), request, seconds)
         self.costs = replace(found, measured_at=time.time(), load=others.share())
         cache_costs(self.costs)
         return self.costs
@@ -270,6 +264,10 @@ class Pipeline:
         """Load the selection graphs of all budgets of a method, for which a request would have to wait."""
         for plan in self.bundle.manifest.plans.get(method, {}).values():
             self.chain.load_plan(plan)
+
+    @property
+    def _model(self) -> LoadedModel:
+        return LoadedModel(self.bundle.manifest, self.limits, self.family, self.prompts, self.embedding, self.chain)
 
     def _policy(self, request: Request) -> BudgetPolicy:
         if request.deadline_ms is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -75,6 +75,13 @@ class Stream(Generator[str, None, Answer]):
         where the answer is complete.
         """
         self._state.cancelled = True
+
+    def rest(self, on_text: Callable[[str], None] | None = None) -> Answer:
+        """Iterate to the end, with each remaining piece of text to `on_text`, and return the whole answer."""
+        for piece in self:
+            if on_text is not None:
+                on_text(piece)
+        return self.answer
 
     @property
     def budget(self) -> str | None:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
 
 import numpy as np
 
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_measured
-from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.backends import Backend
 from sinkprune.runtime.deadline.choices import Choice, choices, up_to
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
-from sinkprune.runtime.families import Family
 from sinkprune.runtime.steps.answer import Answer
-from sinkprune.runtime.steps.chain import Chain
-from sinkprune.runtime.steps.embedding import Embedding
+from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.pictures import decoded, layout_of
 from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.system.processor import processor_name
-from sinkprune.runtime.text.prompt import PromptEncoder
 
 SECONDS = 2.0
 """For about how long is measured where a request waits for it."""
@@ -34,46 +29,34 @@ _COUNTS = 6
 _FAR_ABOVE = 2.0
 
 _Ms = Mapping[str, float | None]
-Ask = Callable[[Request], Generator[str, None, Answer]]
-"""Answers a request."""
+Ask = Callable[[Request], Answer]
+"""Returns the whole answer of a request."""
 
 
-class Measured(NamedTuple):
-    """Of a pipeline: what is measured."""
-
-    manifest: Manifest
-    chain: Chain
-    embedding: Embedding
-    family: Family
-    prompts: PromptEncoder
-    limits: Limits | None
-    ask: Ask
-
-
-def measure_costs(measured: Measured, request: Request, seconds: float = SECONDS) -> Costs:
+def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float = SECONDS) -> Costs:
     """The costs of requests like this one: medians of whole ones and of the decoder, in turn for about `seconds`.
 
     Budgets that take far longer to their first token than the request's deadline are left out, the smallest aside.
     The decoder runs on some numbers of rows between those of the smallest and those of the largest budget that is
     measured. Raises what a request raises.
     """
-    manifest, chain = measured.manifest, measured.chain
-    pictures = tuple(decoded(source, measured.family) for source in request.pictures)
-    layouts = [layout_of(picture, picture, measured.family, manifest) for picture in pictures]
-    prompt = measured.prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
+    manifest, limits, family, prompts, embedding, chain = model
+    pictures = tuple(decoded(source, family) for source in request.pictures)
+    layouts = [layout_of(picture, picture, family, manifest) for picture in pictures]
+    prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
     text = prompt.text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
     budgets = up_to(manifest, request.method, request.budget, layouts)
-    possible = choices(manifest, measured.limits, plain, budgets, text, layouts)[::-1]
-    asked = _worth_asking(measured.ask, plain, possible, request.deadline_ms or float("inf"))
+    possible = choices(manifest, limits, plain, budgets, text, layouts)[::-1]
+    asked = _worth_asking(ask, plain, possible, request.deadline_ms or float("inf"))
     planned = [choice.schedule for choice in possible[: len(asked)]]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     most = max(one.rows for one in planned)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder, runs = DecoderTimes(chain, measured.embedding, [*counts]), [list[_Ms]() for _ in asked]
+    decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in asked]
     for counted in rounds(seconds):
         for each, own in zip(asked, runs, strict=True):
-            answered = _answered(measured.ask, each).ms
+            answered = ask(each).ms
             if counted:
                 own.append(answered)
         decoder.run(counted=counted)
@@ -139,18 +122,8 @@ def _worth_asking(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms:
     for choice in possible:
         request = replace(plain, budget=choice.budget)
         # An engine's first run is not like the others.
-        _answered(ask, request)
-        if asked and (_answered(ask, request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
+        ask(request)
+        if asked and (ask(request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
             break
         asked.append(request)
     return asked
-
-
-def _answered(ask: Ask, request: Request) -> Answer:
-    pieces = ask(request)
-    while True:
-        try:
-            next(pieces)
-        except StopIteration as done:
-            answer: Answer = done.value
-            return answer
