@@ -130,7 +130,7 @@ def test_an_altered_engine(tmp_path: Path) -> None:
             "expected one of 'onnxruntime', 'onnxruntime+openvino', 'openvino', 'tensorrt', 'tensorrt-rtx'",
         ),
         (("compute_capabilities",), ["8.6"], "$.compute_capabilities[0]"),
-        (("limits", "images"), None, "expected int"),
+        (("limits", "images"), None, "expected a whole number"),
         (("engines", "head", "file"), "../head.engine", "no size and sha256 for '../head.engine'"),
         (("engines", "head", "file"), "engines/tail.engine", "no size and sha256 for 'engines/tail.engine'"),
         (("engines", "head", "nodes", "TopRho_node_0"), "magic", "expected one of 'plugin', 'function', 'stripped'"),

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Literal
 
+from sinkprune.contract.checks.fields import Bounds, Count, Size
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.files.schema import Bounds, Count, Size
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""

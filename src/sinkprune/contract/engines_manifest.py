@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from sinkprune.contract.checks.fields import Bounds, Count, Few, Size
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.folders import recover
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, Folder, ManifestFile
-from sinkprune.contract.files.schema import Bounds, Count, Few, Size
 from sinkprune.contract.files.trust import ANY, Trust
 
 FORMAT_VERSION = 4

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from sinkprune.contract.budgets import Budget
+from sinkprune.contract.checks.fields import Bounds, Count, Few, Size, Width
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
-from sinkprune.contract.files.schema import Bounds, Count, Few, Size, Width
 from sinkprune.contract.plans import Plan, find_plan
 from sinkprune.contract.precision import PrecisionName, WeightForms
 from sinkprune.contract.towers import Tower

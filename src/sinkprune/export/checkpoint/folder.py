@@ -11,17 +11,20 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then returns)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint.config_fields import Word, read_fields
+
+T = TypeVar("T")
+Name = Annotated[str, Bounds(1, 200)]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -116,6 +119,19 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"'{folder / name}' holds {type(data).__name__}, expected a JSON object.")
     return data
+
+
+def read_fields(kind: type[T], data: Any, where: str) -> T:
+    """The fields of the TypedDict `kind` that `data` has, an object of the file that `where` names; no others.
+
+    Raises `CheckpointError` with the file, the field, what was found and what was expected.
+    """
+    try:
+        return from_json(kind, data)
+    except SchemaError as error:
+        raise CheckpointError(
+            f"{where} is malformed at {error}. Mend it, or download the checkpoint again."
+        ) from error
 
 
 def _refused(path: Path, error: UnreadableError) -> CheckpointError:
@@ -227,14 +243,13 @@ class SafetensorsWeights:
             ) from error
 
 
+class _Index(TypedDict):
+    weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
+
+
 def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
     """The shards that an index names; raises `CheckpointError` for what is no file's name within the folder."""
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(
-            f"{where}: weight_map is no object of tensors and their shards, expected one. Download it again."
-        )
-    names = set(read_fields(places, dict.fromkeys(places, Word()), f"{where}: shard of ").values())
+    names = set(read_fields(_Index, index, where)["weight_map"].values())
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
             raise CheckpointError(
