@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget
 from sinkprune.contract.families import parse_budget
-from sinkprune.export.methods import sinkpruner
 from sinkprune.export.pruning.select import every_text_row, last_row, text_like_the_image
 from support.models import graphs
 from support.references import reference
