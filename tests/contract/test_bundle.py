@@ -1,4 +1,4 @@
-"""`bundle.json`: what is altered, missing, unknown or does not fit the rest is a `BundleError`, never another error."""
+"""`bundle.json`: what is altered, missing, unknown or does not fit is a `BundleError`, never another error."""
 
 from __future__ import annotations
 

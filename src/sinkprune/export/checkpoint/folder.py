@@ -168,9 +168,9 @@ class SafetensorsWeights:
             handle = self._open(shard)
             for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
                 if _canonical(name) in self._owners:
-                    raise CheckpointError(
-                        f"checkpoint '{self.folder}': shard '{shard}' holds tensor '{name}', which has been there "
-                        "before, under this name or another version's. Expected one of each; download it again."
+                    raise self._error(
+                        f"shard '{shard}' holds tensor '{name}', which has been there before, under this name or "
+                        "another version's. Expected one of each; download it again."
                     )
                 self._owners[_canonical(name)] = (handle, name)
 
@@ -191,26 +191,24 @@ class SafetensorsWeights:
 
     def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
         if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': '{name}' was quantised, but config.json has no quantization_config "
-                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised one."
+            raise self._error(
+                f"'{name}' was quantised, but config.json has no quantization_config that says how. Add it (older "
+                "tools wrote it to quantize_config.json), or give the unquantised one."
             )
         if name not in self._owners:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}' holds no tensor '{name}', expected one of shape {list(shape)}. "
-                "The configuration and the weights do not belong together, or a shard is missing."
+            raise self._error(
+                f"holds no tensor '{name}', expected one of shape {list(shape)}. The configuration and the weights "
+                "do not belong together, or a shard is missing."
             )
         handle, stored = self._owners[name]
         found = handle.get_slice(stored)
         if found.get_shape() != list(shape):
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': tensor '{stored}' has shape {found.get_shape()}, expected "
-                f"{list(shape)} by config.json. They do not belong together."
+            raise self._error(
+                f"tensor '{stored}' has shape {found.get_shape()}, expected {list(shape)} by config.json. They do not "
+                "belong together."
             )
         if found.get_dtype() not in dtypes:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': tensor '{stored}' is {found.get_dtype()}, expected {expected}."
-            )
+            raise self._error(f"tensor '{stored}' is {found.get_dtype()}, expected {expected}.")
         array: Array = handle.get_tensor(stored)
         return array
 
@@ -219,9 +217,9 @@ class SafetensorsWeights:
             return _shards_of(read_json(self.folder, _INDEX), f"'{self.folder / _INDEX}'")
         if holds(self.folder, _SINGLE):
             return [_SINGLE]
-        raise CheckpointError(
-            f"checkpoint '{self.folder}': found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert "
-            "others with transformers' save_pretrained."
+        raise self._error(
+            f"found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert others with transformers' "
+            "save_pretrained."
         )
 
     def _open(self, shard: str) -> Any:
@@ -230,17 +228,17 @@ class SafetensorsWeights:
             _check_header(path)
             return self._stack.enter_context(safe_open(path, framework="np"))
         except MissingError as error:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': shard '{shard}' is missing, though {_INDEX} names it. "
-                "Download it again."
-            ) from error
+            raise self._error(f"shard '{shard}' is missing, though {_INDEX} names it. Download it again.") from error
         except UnreadableError as error:
             raise _refused(self.folder / shard, error) from error
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': shard '{shard}' is damaged ({error}). It has {path.stat().st_size} "
-                "bytes; download it again."
+            size = path.stat().st_size
+            raise self._error(
+                f"shard '{shard}' is damaged ({error}). It has {size} bytes; download it again."
             ) from error
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint '{self.folder}': {what}")
 
 
 class _Index(TypedDict):
