@@ -78,7 +78,6 @@ def test_the_table_of_llava_7b(budget: str, manifest: Manifest) -> None:
     assert with_tower in (None, tera(pruned[1]))
     assert f"{baseline[1] / pruned[1]:.2f}" == speedup_with_tower
     assert (tera(layout.tower_flops), tera(576 * layout.projector_flops)) == ("0.366", "0.024")
-    assert model.decoder_parameters == 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096)
 
 
 def test_the_table_of_qwen_7b() -> None:

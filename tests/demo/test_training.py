@@ -81,33 +81,6 @@ def test_turns_see_the_picture_and_themselves_only(
     assert together.item() == pytest.approx(alone.item() / answered, rel=1e-4)
 
 
-def test_the_first_stages_show_the_things_first() -> None:
-    scenes = [make_scene("validation", i) for i in range(4)]
-    whole, some = pictures(scenes), pictures(scenes, 100)
-    assert torch.equal(whole.patches, torch.arange(256).expand(4, -1))
-    for i, row in enumerate(some.patches):
-        assert row.tolist() == sorted(set(row.tolist()))
-        assert torch.equal(some.classes[i], whole.classes[i][row])
-        assert torch.equal(some.centres[i], whole.centres[i][row])
-        things = (whole.classes[i, :, 0] > 0).sum()
-        assert (some.classes[i, :, 0] > 0).sum() == things < 100
-
-
-def test_patches_are_told_what_they_show() -> None:
-    scene, picture = make_scene("validation", 2)
-    seen = pictures([(scene, picture)])
-    for thing in (*scene.objects, *scene.plates):
-        patch = thing.y // pocket_model.PATCH * pocket_model.GRID + thing.x // pocket_model.PATCH
-        classes = seen.classes[0, patch].tolist()
-        assert classes[0] == (7 if thing.text else 1 + SHAPES.index(thing.shape))
-        assert classes[1] == 1 + list(COLOURS).index(thing.colour)
-        half = pocket_model.GRID / 2
-        expected = [thing.x / pocket_model.PATCH - half, thing.y / pocket_model.PATCH - half]
-        assert seen.centres[0, patch].tolist() == pytest.approx(expected)
-        assert classes[4] == 1
-    assert seen.classes[0, :, 4].sum() == len(scene.objects) + len(scene.plates)
-
-
 def test_words_look_at_what_they_speak_of_as_far_as_attention_says(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer
 ) -> None:
@@ -177,3 +150,20 @@ def test_the_checkpoint_has_the_trained_features_and_the_turns_of_the_training(
     after = tokenizer.encode(pocket_model.AFTER.format("Is there a red star?"), add_special_tokens=False).ids
     assert [*before, pocket_model.IMAGE, *after][-len(rendered) :] == rendered
     assert rendered[-len(after) :] == after
+
+
+def test_patches_are_told_what_they_show_and_the_first_stages_show_things_first() -> None:
+    scenes = [make_scene("validation", i) for i in range(4)]
+    whole, some = pictures(scenes), pictures(scenes, 100)
+    for i, (scene, _) in enumerate(scenes):
+        for thing in (*scene.objects, *scene.plates):
+            patch = thing.y // pocket_model.PATCH * pocket_model.GRID + thing.x // pocket_model.PATCH
+            shape, colour, _, _, centre = whole.classes[i, patch].tolist()
+            assert shape == (7 if thing.text else 1 + SHAPES.index(thing.shape))
+            assert (colour, centre) == (1 + list(COLOURS).index(thing.colour), 1)
+            expected = [place / pocket_model.PATCH - pocket_model.GRID / 2 for place in (thing.x, thing.y)]
+            assert whole.centres[i, patch].tolist() == pytest.approx(expected)
+        assert whole.classes[i, :, 4].sum() == len(scene.objects) + len(scene.plates)
+        row = some.patches[i]
+        assert torch.equal(some.classes[i], whole.classes[i][row])
+        assert (some.classes[i, :, 0] > 0).sum() == (whole.classes[i, :, 0] > 0).sum() < 100

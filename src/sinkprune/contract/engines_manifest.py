@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 from sinkprune.contract.checks.fields import Bounds, Count, Few, Size
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.folders import recover
-from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, Folder, ManifestFile
 from sinkprune.contract.files.trust import ANY, Trust
 
@@ -145,10 +144,6 @@ class Engines(Folder[EnginesManifest]):
     """A folder of engines that was read: where it lies, what its `engines.json` says, and its files, held open."""
 
     kind = ENGINES
-
-    def engine_file(self, graph: str) -> HeldFile:
-        """The file of the engine of the graph of that name, as in the bundle."""
-        return self.files[self.manifest.engines[graph].file]
 
     def engine_path(self, graph: str) -> Path:
         """The path of the engine of the graph of that name, as in the bundle."""

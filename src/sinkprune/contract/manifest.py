@@ -69,13 +69,6 @@ class LanguageModel:
     """How many rotary frequencies in a row turn with each axis of a position in mRoPE: time, height, width, time
     again, and so on. Empty where a position is one number."""
 
-    @property
-    def decoder_parameters(self) -> int:
-        """Weights of all decoder layers, biases aside."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 2 * q + 2 * kv + 3 * self.intermediate_size + 2
-        return self.num_layers * layer * self.hidden_size
-
 
 @dataclass(frozen=True)
 class Tokens:

@@ -204,8 +204,8 @@ class SafetensorsWeights:
         found = handle.get_slice(stored)
         if found.get_shape() != list(shape):
             raise self._error(
-                f"tensor '{stored}' has shape {found.get_shape()}, expected {list(shape)} by config.json. They do not "
-                "belong together."
+                f"tensor '{stored}' has shape {found.get_shape()}, expected {list(shape)} by config.json. They do "
+                "not belong together."
             )
         if found.get_dtype() not in dtypes:
             raise self._error(f"tensor '{stored}' is {found.get_dtype()}, expected {expected}.")

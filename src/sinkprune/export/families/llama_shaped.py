@@ -169,29 +169,29 @@ class LlamaShaped(Family):
     def _read_llama(self, text: Any) -> Llama:
         """The decoder of the configuration `text`."""
 
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint '{self._source}': {what}")
+
     def _check_settings(self, settings: Sequence[Setting]) -> None:
         """Refuse the first setting that is none of those supported; raises `CheckpointError`."""
         for name, found, supported in settings:
             if found not in supported:
-                expected = " or ".join(map(str, supported))
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
-                    f"Other variants of {FAMILIES[self.name].architecture} are not supported yet."
+                raise self._error(
+                    f"{name} is {found!r}, expected {' or '.join(map(str, supported))}. Other variants of "
+                    f"{FAMILIES[self.name].architecture} are not supported yet."
                 )
 
     def _check(self, expectations: Sequence[Expectation]) -> None:
         """Refuse the first expectation that does not hold; raises `CheckpointError`."""
         for expectation, holds, found in expectations:
             if not holds:
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': expected that {expectation}; found {found}. Mend config.json."
-                )
+                raise self._error(f"expected that {expectation}; found {found}. Mend config.json.")
 
     def _special_tokens(self, texts: dict[int, str], count: int) -> dict[int, str]:
         """`texts` by id, which are `count` different ids of the vocabulary; raises `CheckpointError`."""
         if len(texts) < count or not all(0 <= token < self.language_model.vocab_size for token in texts):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': the special tokens of config.json have the ids {sorted(texts)}, "
+            raise self._error(
+                f"the special tokens of config.json have the ids {sorted(texts)}, "
                 f"expected {count} different ones below {self.language_model.vocab_size}. Mend the ids of tokens."
             )
         return texts

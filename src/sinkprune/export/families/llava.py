@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any, TypedDict
 
 from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.errors import CheckpointError, UsageError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.image_settings import Pinpoints
 from sinkprune.contract.towers import Side
 from sinkprune.export.checkpoint.folder import Name
@@ -108,10 +108,8 @@ class Llava(LlamaShaped):
         # Hidden state 0 is the embedding, i the output of block i-1.
         blocks = layer if layer >= 0 else vision.num_hidden_layers + 1 + layer
         if not 1 <= blocks <= vision.num_hidden_layers:
-            raise CheckpointError(
-                f"checkpoint '{source}': vision_feature_layer {layer} is none of the tower's "
-                f"{vision.num_hidden_layers} blocks."
-            )
+            count = vision.num_hidden_layers
+            raise self._error(f"vision_feature_layer {layer} is none of the tower's {count} blocks.")
         size, patch = vision.image_size, vision.patch_size
         patches = (size // patch) ** 2
         self._check(
@@ -176,20 +174,18 @@ class Llava(LlamaShaped):
         known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
         known["crop_size"] = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
         if known["size"].keys() not in ({"shortest_edge"}, {"height", "width"}):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': its image processor has the size {known['size']}, expected a "
+            raise self._error(
+                f"its image processor has the size {known['size']}, expected a "
                 "shortest_edge, or a height and a width. Mend preprocessor_config.json."
             )
         kind = str(known["image_processor_type"])
         if not kind.startswith(tuple(self.processors)):
-            raise CheckpointError(
-                f"checkpoint '{self._source}' has image processor '{kind}', expected {' or '.join(self.processors)}."
-            )
+            raise self._error(f"has image processor '{kind}', expected {' or '.join(self.processors)}.")
         side = self.vision.image_size
         shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
         if (shown.get("height"), shown.get("width")) != (side, side):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': its image processor ends with {shown or 'no fixed size'}, expected "
+            raise self._error(
+                f"its image processor ends with {shown or 'no fixed size'}, expected "
                 f"{side}x{side} as the vision tower takes it. They do not belong together."
             )
         return known

@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Annotated, Any, TypedDict
 
 from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.errors import CheckpointError, UsageError
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.image_settings import FrameRate, Frames, LeastPixels, Number, Pixels
 from sinkprune.export.checkpoint.folder import Name
@@ -206,8 +206,8 @@ class Qwen25VL(LlamaShaped):
         self._check_settings(expectations)
         least, most, token = known["min_pixels"], known["max_pixels"], self._pixels_each
         if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most and token <= most):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': images may have {least!r} to {most!r} pixels, expected two whole "
+            raise self._error(
+                f"images may have {least!r} to {most!r} pixels, expected two whole "
                 f"numbers, the second no smaller than the first and than the {token} pixels of a token. "
                 "Mend min_pixels and max_pixels, or give --min-pixels and --max-pixels."
             )

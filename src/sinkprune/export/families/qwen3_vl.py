@@ -8,7 +8,6 @@ from math import isqrt
 from typing import Annotated, Any
 
 from sinkprune.contract.checks.fields import Bounds
-from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.families.llama_shaped import (
     Hidden,
     Inner,
@@ -99,8 +98,8 @@ class Qwen3VL(Qwen25VL):
         blocks, table = tuple(vision.deepstack_visual_indexes), vision.num_position_embeddings
         ascending = all(before < after for before, after in pairwise((*blocks, vision.depth)))
         if len(blocks) != _DEEPSTACK or not ascending:
-            raise CheckpointError(
-                f"checkpoint '{self._source}': vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
+            raise self._error(
+                f"vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
                 f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind the "
                 f"decoder's first {_DEEPSTACK} layers, and only its first segment, which ends there, takes any."
             )
