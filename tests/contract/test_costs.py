@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from sinkprune import Pipeline
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.costs.file import read_costs, write_costs
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve, Place, Recent, fit, fit_measured, predict
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import schedule
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Counts, prune_layers
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
@@ -82,19 +80,15 @@ def test_shares_are_of_what_the_picture_has(qwen: Manifest) -> None:
     budget = FAMILIES["qwen2.5-vl"].budgets["prune-80"]
     picture = schedule(qwen, "sinkpruner", "prune-80", [layout(4, 30)]).pictures[0]
     assert (picture.groups, picture.counts) == (1, budget.resolve(120))
+    two = schedule(qwen, "sinkpruner", "prune-80", [layout(4, 30), layout(1, 30)])
+    assert two.pictures[0] == picture
+    assert two.rows == picture.rows + two.pictures[1].rows
+    for cut in prune_layers(qwen.language_model.num_layers):
+        assert two.kept_after(cut) == [one.after[cut] for one in two.pictures]
     apart = schedule(qwen, "sinkpruner", "prune-80+per-frame", [layout(4, 30)]).pictures[0]
     assert (apart.groups, apart.counts) == (4, budget.resolve(30, 4))
     assert apart.rows == 4 * budget.resolve(30).kept
     assert [*apart.after.values()] == [min(apart.rows, stage.of(120)) for stage in budget.stages]
-
-
-def test_every_picture_has_a_share_of_its_own(qwen: Manifest) -> None:
-    planned = schedule(qwen, "sinkpruner", "prune-80", [layout(1, 120), layout(1, 30)])
-    alone = [schedule(qwen, "sinkpruner", "prune-80", [layout(1, n)]).pictures[0] for n in (120, 30)]
-    assert [*planned.pictures] == alone
-    assert planned.rows == sum(picture.rows for picture in alone)
-    for cut in prune_layers(qwen.language_model.num_layers):
-        assert planned.kept_after(cut) == [picture.after[cut] for picture in alone]
 
 
 def test_unpruned_pictures_have_the_rows_of_the_models_own_prompt(llava: Manifest) -> None:
@@ -102,10 +96,3 @@ def test_unpruned_pictures_have_the_rows_of_the_models_own_prompt(llava: Manifes
     assert planned.plan is None
     assert [picture.rows for picture in planned.pictures] == [336, 64]
     assert all(picture.counts is None and not picture.after for picture in planned.pictures)
-
-
-def test_a_plan_that_the_bundle_lacks_is_named(llava: Manifest) -> None:
-    with pytest.raises(BudgetError, match=r"'retain-65'.*retain-192"):
-        schedule(llava, "sinkpruner", "retain-65", [layout(1, 64)])
-    with pytest.raises(BudgetError, match=r"'magic'.*sinkpruner"):
-        schedule(replace(llava), "magic", "none", [layout(1, 64)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sinkprune.contract.files.schema import SchemaError
+from sinkprune.contract.checks.fields import SchemaError
 from sinkprune.jetson.boards import UnknownBoardError, parse_boards, read_boards
 from support.models.manifests import changed
 from support.programs.repository import ROOT
@@ -86,8 +86,8 @@ def test_programs_have_less_than_the_module() -> None:
 @pytest.mark.parametrize(
     ("place", "change", "complaint"),
     [
-        ((*NANO, "sm"), set_to("87"), "found '87', expected int"),
-        ((*NANO, "gb_per_s"), set_to(0), "expected 0.1 to"),
+        ((*NANO, "sm"), set_to("87"), "found '87', expected a whole number"),
+        ((*NANO, "gb_per_s"), set_to(0), "expected a number from 0.1 to"),
         ((*NANO, "fp16_tflops"), remove, "missing field 'fp16_tflops'"),
         ((*NANO, "speed"), set_to(1), "unknown field 'speed'"),
         ((*NANO, "sources", "gb_per_s"), remove, "look at 'gb_per_s'"),

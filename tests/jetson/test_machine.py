@@ -169,7 +169,7 @@ def test_libraries_are_imported_to_see_whether_they_can_be(tmp_path: Path) -> No
     assert found.minor == ".".join(map(str, sys.version_info[:2]))
     (tmp_path / "tensorrt.py").write_text("raise ImportError('libnvinfer.so.10: cannot open shared object file')\n")
     (tmp_path / "pycuda.py").write_text("import os\nos.kill(os.getpid(), 11)\n")
-    program = "import json, sys; from sinkprune.contract.files.schema import to_json;"
+    program = "import json, sys; from sinkprune.contract.checks.fields import to_json;"
     program += (
         "from sinkprune.jetson.host.python_environment import this_environment as f; print(json.dumps(to_json(f())))"
     )

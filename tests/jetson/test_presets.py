@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.files.schema import from_json, to_json
+from sinkprune.contract.checks.fields import from_json, to_json
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import WeightsName
 from sinkprune.contract.schedule import schedule

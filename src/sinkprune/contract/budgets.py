@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Literal
 
+from sinkprune.contract.checks.fields import Bounds, Count, Size
 from sinkprune.contract.errors import BudgetError
-from sinkprune.contract.files.schema import Bounds, Count, Size
 
 UNPRUNED = "none"
 """The budget of the unpruned engines, which every bundle has."""
@@ -180,9 +180,10 @@ def scaled_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
     scaled = _scaled(layers, num_layers)
     if not _apart(scaled, num_layers):
         enough = next(depth for depth in range(1, 32) if _apart(_scaled(layers, depth), depth))
+        published, here = (", ".join(map(str, listed)) for listed in (layers, scaled))
         raise BudgetError(
-            f"a decoder of {num_layers} layers is too shallow for pruning after layers {_listed(layers)} of 32 (they "
-            f"would fall after layers {_listed(scaled)}); at least {enough} layers are needed."
+            f"a decoder of {num_layers} layers is too shallow for pruning after layers {published} of 32 (they would "
+            f"fall after layers {here}); at least {enough} layers are needed."
         )
     return scaled
 
@@ -194,7 +195,3 @@ def _scaled(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 def _apart(layers: tuple[int, ...], num_layers: int) -> bool:
     """Whether each stage comes after the one before, and before the last layer."""
     return all(first < second for first, second in pairwise((*layers, num_layers - 1)))
-
-
-def _listed(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers))

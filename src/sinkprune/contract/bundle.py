@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from sinkprune.contract.files.folders import recover
 from sinkprune.contract.files.manifest_file import Folder
 from sinkprune.contract.files.trust import ANY, Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES
-from sinkprune.contract.graph_contract import check_interfaces
+from sinkprune.contract.graph_contract import misfits
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST, Manifest
+from sinkprune.contract.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -101,56 +102,50 @@ def _came_with(engines: Engines) -> Bundle:
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest whose parts do not fit each other, or whose files lie outside the bundle."""
+    for complaint in _complaints(manifest):
+        raise BundleError(f"'{path}' {complaint}. {BUNDLE.again}")
+
+
+def _complaints(manifest: Manifest) -> Iterator[str]:
+    """What of a manifest does not fit the rest of it, one after the other; each relies on those before."""
     if manifest.family not in FAMILIES:
-        raise BundleError(
-            f"'{path}' is of family '{manifest.family}', expected one of: {', '.join(FAMILIES)}. Upgrade sinkprune."
-        )
+        yield f"is of family '{manifest.family}', expected one of {', '.join(FAMILIES)}: upgrade sinkprune"
     lm = manifest.language_model
     if lm.rope_sections and sum(lm.rope_sections) != lm.head_dim // 2:
-        raise BundleError(
-            f"'{path}' has the rope_sections {list(lm.rope_sections)}, expected numbers that add up to "
-            f"{lm.head_dim // 2}, half of head_dim. Export the bundle again."
-        )
+        sections, half = list(lm.rope_sections), lm.head_dim // 2
+        yield f"has the rope_sections {sections}, expected numbers that add up to {half}, half of head_dim"
     decoders = (f"decoder_{segment}" for segment in range(len(manifest.segments)))
     plans = [(name, plan) for budgets in manifest.plans.values() for name, plan in budgets.items()]
-    selections = [graph for _, plan in plans for graph in plan.graphs]
     projector = [] if manifest.projector is None else [manifest.projector]
+    selections = [graph for _, plan in plans for graph in plan.graphs]
     used = dict.fromkeys(["vision", *projector, *decoders, "head", *selections])
     for graph in used:
         if graph not in manifest.graphs:
-            raise BundleError(f"'{path}' lacks the graph '{graph}'. Export the bundle again.")
-    cuts = {str(layer) for layer in manifest.cut_after}
+            yield f"lacks the graph '{graph}'"
     for name, plan in plans:
-        kept, other = (plan.shares, plan.counts) if manifest.any_resolution else (plan.counts, plan.shares)
-        if kept is None or other is not None:
-            must = "shares and no counts" if manifest.any_resolution else "counts and no shares"
-            raise BundleError(
-                f"'{path}' holds a plan at budget '{name}' that must have {must}. Export the bundle again."
-            )
-        most = manifest.most_visual_tokens
-        chooses = kept.sanitizer if isinstance(kept, Budget) else kept.kept != most
-        if chooses and plan.sanitizer is None:
-            raise BundleError(
-                f"'{path}' holds a plan at budget '{name}' that keeps some of the tokens, and no sanitizer to choose "
-                "them. Export the bundle again."
-            )
-        stages = len(kept.stages)
-        if not cuts.issuperset(plan.select_after) or len(plan.select_after) != stages:
-            raise BundleError(
-                f"'{path}' holds a plan that selects after layers {', '.join(plan.select_after)} with "
-                f"{stages} counts; the decoder is cut after {', '.join(sorted(cuts, key=int))}. "
-                "Export the bundle again."
-            )
-    needed = [*BESIDE_GRAPHS, *(graph.file for graph in manifest.graphs.values())]
-    unlisted = [name for name in needed if name not in manifest.files]
-    if unlisted:
-        raise BundleError(f"'{path}' has no size and sha256 for '{unlisted[0]}'. Export the bundle again.")
-    check_interfaces(path, manifest)
+        yield from _complaints_of_plan(manifest, f"holds a plan at budget '{name}' that", plan)
+    for file in (*BESIDE_GRAPHS, *(graph.file for graph in manifest.graphs.values())):
+        if file not in manifest.files:
+            yield f"has no size and sha256 for '{file}'"
+    yield from misfits(manifest)
     if manifest.deepstack_width == 0 and any(t.name == "deepstack" for t in manifest.graphs["vision"].outputs):
-        raise BundleError(
-            f"'{path}': graph 'vision' gives 'deepstack', which graph 'decoder_0' does not take. Export or copy the "
-            "bundle again."
+        yield "has a graph 'vision' that gives 'deepstack', which graph 'decoder_0' does not take"
+    for graph in manifest.graphs:
+        if graph not in used:
+            yield f"holds the graph '{graph}', which nothing runs"
+
+
+def _complaints_of_plan(manifest: Manifest, what: str, plan: Plan) -> Iterator[str]:
+    kept, other = (plan.shares, plan.counts) if manifest.any_resolution else (plan.counts, plan.shares)
+    if kept is None or other is not None:
+        yield f"{what} must have {'shares and no counts' if manifest.any_resolution else 'counts and no shares'}"
+        return
+    chooses = kept.sanitizer if isinstance(kept, Budget) else kept.kept != manifest.most_visual_tokens
+    if chooses and plan.sanitizer is None:
+        yield f"{what} keeps some of the tokens, and no sanitizer to choose them"
+    cuts = [str(layer) for layer in sorted(manifest.cut_after)]
+    if not set(cuts).issuperset(plan.select_after) or len(plan.select_after) != len(kept.stages):
+        yield (
+            f"{what} selects after layers {', '.join(plan.select_after)} with {len(kept.stages)} counts; the decoder "
+            f"is cut after {', '.join(cuts)}"
         )
-    unused = [graph for graph in manifest.graphs if graph not in used]
-    if unused:
-        raise BundleError(f"'{path}' holds the graph '{unused[0]}', which nothing runs. Export the bundle again.")

@@ -7,16 +7,16 @@ the library and some GPUs; everything here is compared before any of them is loa
 from __future__ import annotations
 
 import os
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Literal
 
+from sinkprune.contract.checks.fields import Bounds, Count, Few, Size
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.folders import recover
-from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.files.manifest_file import FileSpec, Folder, ManifestFile
-from sinkprune.contract.files.schema import Bounds, Count, Few, Size
 from sinkprune.contract.files.trust import ANY, Trust
 
 FORMAT_VERSION = 4
@@ -145,10 +145,6 @@ class Engines(Folder[EnginesManifest]):
 
     kind = ENGINES
 
-    def engine_file(self, graph: str) -> HeldFile:
-        """The file of the engine of the graph of that name, as in the bundle."""
-        return self.files[self.manifest.engines[graph].file]
-
     def engine_path(self, graph: str) -> Path:
         """The path of the engine of the graph of that name, as in the bundle."""
         return self.path / self.manifest.engines[graph].file
@@ -169,24 +165,22 @@ def read_engines(path: str | os.PathLike[str], trust: Trust = ANY) -> Engines:
 
 def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
     """Refuse a manifest whose parts do not fit each other."""
+    for complaint in _complaints(manifest):
+        raise EnginesError(f"'{path}' {complaint}. {ENGINES.again}")
+
+
+def _complaints(manifest: EnginesManifest) -> Iterator[str]:
     for graph, engine in manifest.engines.items():
         if engine.file not in manifest.files:
-            raise EnginesError(f"'{path}' has no size and sha256 for '{engine.file}'. {ENGINES.again}")
-        if bool(engine.optimisation_profiles) == (manifest.target in ANY_SHAPE):
-            raise EnginesError(
-                f"'{path}' has {len(engine.optimisation_profiles)} optimisation profiles for '{graph}', which does "
-                f"not go with target '{manifest.target}'. {ENGINES.again}"
-            )
-        for name, inputs in engine.optimisation_profiles.items():
+            yield f"has no size and sha256 for '{engine.file}'"
+        profiles = engine.optimisation_profiles
+        if bool(profiles) == (manifest.target in ANY_SHAPE):
+            yield f"has {len(profiles)} optimisation profiles for '{graph}', unlike target '{manifest.target}'"
+        for name, inputs in profiles.items():
             for tensor, shapes in inputs.items():
-                _check_range(path, f"optimisation profile '{name}' of '{graph}', input '{tensor}'", shapes)
-
-
-def _check_range(path: Path, where: str, shapes: Range) -> None:
-    ranks = {len(shapes.min), len(shapes.opt), len(shapes.max)}
-    sizes = zip(shapes.min, shapes.opt, shapes.max, strict=False)
-    if len(ranks) != 1 or not all(0 <= least <= usual <= most for least, usual, most in sizes):
-        raise EnginesError(
-            f"'{path}', {where}: smallest, usual and largest shape are {list(shapes.min)}, {list(shapes.opt)} and "
-            f"{list(shapes.max)}, which is no range. {ENGINES.again}"
-        )
+                sizes = [*zip_longest(shapes.min, shapes.opt, shapes.max, fillvalue=-1)]
+                if not all(0 <= least <= usual <= most for least, usual, most in sizes):
+                    yield (
+                        f"has in optimisation profile '{name}' of '{graph}', input '{tensor}', the shapes "
+                        f"{list(shapes.min)}, {list(shapes.opt)} and {list(shapes.max)}, which is no range"
+                    )

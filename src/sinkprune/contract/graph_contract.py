@@ -4,39 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.errors import BundleError
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.contract.precision import DTYPES
 
 
-def check_interfaces(path: Path, manifest: Manifest) -> None:
-    """Refuse graphs that give something else than is needed of them, or take something that nobody gives them.
-
-    `path` is the manifest's, for the message. Raises `BundleError`.
-    """
+def misfits(manifest: Manifest) -> Iterator[str]:
+    """Say of each graph that gives something else than is needed of it, or takes something that nobody gives it."""
     for graph, given, needed in _interfaces(manifest):
         spec = manifest.graphs[graph]
         outputs = {tensor.name: tensor for tensor in spec.outputs}
         # Needed tensors come one by one: an absurd number of layers is refused at its first that is missing.
         for expected in needed:
-            _check_tensor(path, graph, "output", outputs.get(expected.name), expected)
+            yield from _misfit(graph, "output", outputs.get(expected.name), expected)
         inputs = {tensor.name: tensor for tensor in given}
         for declared in spec.inputs:
-            _check_tensor(path, graph, "input", declared, inputs.get(declared.name))
+            yield from _misfit(graph, "input", declared, inputs.get(declared.name))
 
 
-def _check_tensor(path: Path, graph: str, role: str, found: TensorSpec | None, expected: TensorSpec | None) -> None:
+def _misfit(graph: str, role: str, found: TensorSpec | None, expected: TensorSpec | None) -> Iterator[str]:
     if found and expected and found.dtype == expected.dtype and len(found.shape) == len(expected.shape):
         sizes = zip(found.shape, expected.shape, strict=True)
         if all(wanted is None or size == wanted for size, wanted in sizes):
             return
     told = [f"{spec.name} {spec.dtype}{list(spec.shape)}" if spec else "none" for spec in (found, expected)]
-    raise BundleError(
-        f"'{path}': graph '{graph}' does not fit the model's facts and cuts: its {role} is {told[0]}, expected "
-        f"{told[1]}. Export or copy the bundle again."
+    yield (
+        f"has a graph '{graph}' that does not fit the model's facts and cuts: its {role} is {told[0]}, expected "
+        f"{told[1]}"
     )
 
 

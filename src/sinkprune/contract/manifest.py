@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from sinkprune.contract.budgets import Budget
+from sinkprune.contract.checks.fields import Bounds, Count, Few, Size, Width
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.manifest_file import FileSpec, ManifestFile
-from sinkprune.contract.files.schema import Bounds, Count, Few, Size, Width
 from sinkprune.contract.plans import Plan, find_plan
 from sinkprune.contract.precision import PrecisionName, WeightForms
 from sinkprune.contract.towers import Tower
@@ -68,13 +68,6 @@ class LanguageModel:
     rope_sections: tuple[Count, ...] = ()
     """How many rotary frequencies in a row turn with each axis of a position in mRoPE: time, height, width, time
     again, and so on. Empty where a position is one number."""
-
-    @property
-    def decoder_parameters(self) -> int:
-        """Weights of all decoder layers, biases aside."""
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer = 2 * q + 2 * kv + 3 * self.intermediate_size + 2
-        return self.num_layers * layer * self.hidden_size
 
 
 @dataclass(frozen=True)

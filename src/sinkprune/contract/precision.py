@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from sinkprune.contract.files.schema import Bounds
+from sinkprune.contract.checks.fields import Bounds
 
 Array = np.ndarray[Any, Any]
 """A host array; docstrings give shape and type."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from sinkprune.contract.files.schema import Bounds, Count, Few, Width
+from sinkprune.contract.checks.fields import Bounds, Count, Few, Width
 
 Side = Annotated[int, Bounds(1, 1 << 14)]
 """How many pixels, patches or frames something has along one side."""

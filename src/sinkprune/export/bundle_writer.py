@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +21,6 @@ from sinkprune.contract.manifest import (
     EMBEDDING,
     FORMAT_VERSION,
     TOKENIZER,
-    GraphSpec,
     Manifest,
     Tokens,
     decoder_segments,
@@ -29,14 +28,14 @@ from sinkprune.contract.manifest import (
 from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array, WeightForms
 from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.export.dialects import DIALECTS, Dialect
+from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
 from sinkprune.export.plan_files import save_plan
 from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
 from sinkprune.export.precision import PRECISIONS, Precision
-from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.source import ExportRequest, Source, open_source
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.export.source import ExportRequest, open_source
 from sinkprune.export.weights.quantised_weights import QuantisedWeights
 from sinkprune.export.weights.repacked_form import CheckpointForm, RepackedForm
 from sinkprune.export.weights.requantised import Requantised
@@ -72,47 +71,46 @@ def export_bundle(
     Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
     `output` is left as it was.
     """
-    precision, dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
     check_replaceable(output, BUNDLE, force=force)
-    source = open_source(request)
-    with closing(source.weights):
-        forms = _forms(request, precision, source)
-        family, lm = source.family, source.family.language_model
+    with closing(_Export(request, progress, requantised)) as export:
+        family, lm, precision = export.source.family, export.source.family.language_model, export.precision
         budgets = parse_budgets(family.name, request.budgets)
-        facts = _facts(source, precision, dialect, request.max_images)
-        planned = plan_graphs(facts, request.methods, budgets, left_out)
+        planned = plan_graphs(export.facts, request.methods, budgets, left_out)
         plans_of_all = [plan for plans in planned.values() for plan in plans.values()]
         cut_after = tuple(sorted({layer for plan in plans_of_all for layer in plan.select_after}))
-        formed = partial(_form, request, source, precision, forms, progress, requantised)
-        weight_graphs = partial(_weight_graphs, source, precision, dialect, formed, progress)
-        shallow = list(weight_graphs([range(1)]))
+        shallow = list(export.weight_graphs([range(1)]))
         memory = _check_memory(family, shallow, precision)
         needed = weight_bytes_of(family, shallow, precision) + _SMALL_FILES_BYTES
         with replacing(output, BUNDLE, needed, "export with --weights int4", force=force) as root:
             needs(memory, needed)
-            built = weight_graphs(decoder_segments(cut_after, lm.num_layers))
+            built = export.weight_graphs(decoder_segments(cut_after, lm.num_layers))
             graphs = {graph.name: graph.save(root, f"graphs/{graph.name}.onnx") for graph in built}
-            plans = _save_plans(root, facts, planned, graphs)
-            _save_embedding(root / EMBEDDING, family, precision, _reader(source, "embedding", progress))
-            (root / TOKENIZER).write_text(source.text.tokenizer_json, encoding="utf-8")
-            (root / CHAT_TEMPLATE).write_text(source.text.chat_template, encoding="utf-8")
+            plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
+            for method, by_budget in planned.items():
+                for name, plan in by_budget.items():
+                    plans[method][name], own = save_plan(root, export.facts, method, name, plan)
+                    graphs |= own
+            _save_embedding(root / EMBEDDING, family, precision, export.reader("embedding"))
+            text = export.source.text
+            (root / TOKENIZER).write_text(text.tokenizer_json, encoding="utf-8")
+            (root / CHAT_TEMPLATE).write_text(text.chat_template, encoding="utf-8")
             progress("checking sums", 0)
             manifest = Manifest(
                 format_version=FORMAT_VERSION,
                 sinkprune_version=version("sinkprune"),
                 family=family.name,
                 precision=precision.name,
-                weights=forms,
+                weights=export.forms,
                 dialect=request.dialect,
-                cache=dialect.CACHE,
-                checkpoint=source.checkpoint,
+                cache=export.dialect.CACHE,
+                checkpoint=export.source.checkpoint,
                 language_model=lm,
                 vision=family.vision,
-                most_visual_tokens=facts.most_in_group,
+                most_visual_tokens=export.facts.most_in_group,
                 max_images=request.max_images,
                 projector=family.projector,
-                processor=source.processor,
-                tokens=Tokens(family.image_token, source.text.stop, source.text.bos, source.text.eos),
+                processor=export.source.processor,
+                tokens=Tokens(family.image_token, text.stop, text.bos, text.eos),
                 cut_after=cut_after,
                 budgets=budgets,
                 plans=plans,
@@ -121,6 +119,82 @@ def export_bundle(
             )
             BUNDLE.write(root, manifest, sign)
         return manifest
+
+
+class _Export:
+    """A checkpoint, opened and checked, with the choices of a request."""
+
+    def __init__(
+        self, request: ExportRequest, progress: Progress, requantised: Callable[[Requantised], None]
+    ) -> None:
+        """Raises `UsageError` for forms of weights that do not go together, or that the dialect is not for."""
+        self._request, self._progress, self._requantised = request, progress, requantised
+        self.precision, self.dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
+        self.source = open_source(request)
+        try:
+            self.forms = self._chosen_forms()
+            self.facts = self._plan_facts()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the checkpoint."""
+        self.source.weights.close()
+
+    def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
+        """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
+        for name, write in self.source.family.graphs(segments, self.source.weights).items():
+            graph = WeightedGraph(name, self.precision, self.dialect, self._form(name), self.reader(name))
+            write(graph)
+            yield graph
+
+    def reader(self, what: str) -> ReadTensor:
+        """Reads the checkpoint, and tells `progress` of every tensor read for `what`."""
+
+        def read(name: str, shape: Sequence[int]) -> Array:
+            array = self.source.weights.tensor(name, shape)
+            self._progress(what, array.size)
+            return array
+
+        return read
+
+    def _chosen_forms(self) -> WeightForms:
+        asked, quantisation = self._request, self.source.quantisation
+        forms = chosen_forms(self.precision, asked.weights, asked.vision_weights, asked.block_size, quantisation)
+        repacked = quantisation if quantisation and quantisation.repacks(asked.weights) else None
+        check_dialect(forms, asked.dialect, repacked)
+        return forms
+
+    def _form(self, graph: str) -> WeightForm:
+        """The form of the matrices of a weight graph."""
+        weights, asked, forms = self.source.weights, self._request.weights, self.forms
+
+        def on_rounded(name: str, weight: Array, found: Rounded | RoundedFromZero) -> None:
+            if isinstance(weights, QuantisedWeights) and weights.quantised(name):
+                self._requantised(Requantised.between(name, weight, found.values()))
+
+        form = form_of(forms.vision if graph == "vision" else forms.decoder, forms.block_size, on_rounded)
+        if graph == "vision" or not isinstance(weights, QuantisedWeights):
+            return form
+        if weights.quantisation.repacks(asked):
+            form = RepackedForm(weights, forms.block_size, partial(self._progress, graph))
+        return CheckpointForm(weights, form, form_of(asked or self.precision.name, forms.block_size))
+
+    def _plan_facts(self) -> PlanFacts:
+        family, processor = self.source.family, self.source.processor
+        groups = family.groups_of(processor)
+        return PlanFacts(
+            language_model=family.language_model,
+            tokens=family.tokens_of(processor),
+            visual_width=family.visual_width,
+            precision=self.precision,
+            dialect=self.dialect,
+            groups=groups,
+            images=self._request.max_images,
+            joined=family.groups_are_frames and groups > 1,
+            deepstack=family.deepstack,
+        )
 
 
 def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
@@ -149,80 +223,6 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
     return needed + _LIBRARIES_BYTES
 
 
-def _weight_graphs(
-    source: Source,
-    precision: Precision,
-    dialect: Dialect,
-    formed: Callable[[str], WeightForm],
-    progress: Progress,
-    segments: Sequence[range],
-) -> Iterator[WeightedGraph]:
-    """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
-    for name, write in source.family.graphs(segments, source.weights).items():
-        graph = WeightedGraph(name, precision, dialect, formed(name), _reader(source, name, progress))
-        write(graph)
-        yield graph
-
-
-def _forms(request: ExportRequest, precision: Precision, source: Source) -> WeightForms:
-    """The forms of the bundle's matrices; raises `UsageError` for those that the dialect is not for."""
-    quantisation = source.quantisation
-    forms = chosen_forms(precision, request.weights, request.vision_weights, request.block_size, quantisation)
-    repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
-    check_dialect(forms, request.dialect, repacked)
-    return forms
-
-
-def _form(
-    request: ExportRequest,
-    source: Source,
-    precision: Precision,
-    forms: WeightForms,
-    progress: Progress,
-    requantised: Callable[[Requantised], None],
-    graph: str,
-) -> WeightForm:
-    """The form of the matrices of a weight graph."""
-    weights, asked = source.weights, request.weights
-
-    def on_rounded(name: str, weight: Array, found: Rounded | RoundedFromZero) -> None:
-        if isinstance(weights, QuantisedWeights) and weights.quantised(name):
-            requantised(Requantised.between(name, weight, found.values()))
-
-    form = form_of(forms.vision if graph == "vision" else forms.decoder, forms.block_size, on_rounded)
-    if graph == "vision" or not isinstance(weights, QuantisedWeights):
-        return form
-    if weights.quantisation.repacks(asked):
-        form = RepackedForm(weights, forms.block_size, partial(progress, graph))
-    return CheckpointForm(weights, form, form_of(asked or precision.name, forms.block_size))
-
-
-def _reader(source: Source, what: str, progress: Progress) -> ReadTensor:
-    """Reads the checkpoint, and tells `progress` of every tensor read for `what`."""
-
-    def read(name: str, shape: Sequence[int]) -> Array:
-        array = source.weights.tensor(name, shape)
-        progress(what, array.size)
-        return array
-
-    return read
-
-
-def _save_plans(
-    root: Path,
-    facts: PlanFacts,
-    planned: Mapping[str, Mapping[str, PlanGraphs]],
-    graphs: dict[str, GraphSpec],
-) -> dict[str, dict[str, Plan]]:
-    """Write the weightless graphs of every method and budget; their interfaces are added to `graphs`."""
-    plans: dict[str, dict[str, Plan]] = {method: {} for method in planned}
-    for method, by_budget in planned.items():
-        for name, built in by_budget.items():
-            plans[method][name], own = save_plan(root, facts, method, name, built)
-            graphs |= own
-    return plans
-
-
 def _save_embedding(path: Path, family: Family, precision: Precision, read: ReadTensor) -> None:
     """Write the embedding table, and the rows beside it."""
     lm = family.language_model
@@ -236,13 +236,3 @@ def _save_embedding(path: Path, family: Family, precision: Precision, read: Read
     save_file(arrays, path)
     # safetensors writes through a private temporary file
     path.chmod(0o644)
-
-
-def _facts(source: Source, precision: Precision, dialect: Dialect, images: int) -> PlanFacts:
-    """What methods may know of the model."""
-    family, groups = source.family, source.family.groups_of(source.processor)
-    tokens, width = family.tokens_of(source.processor), family.visual_width
-    joined = family.groups_are_frames and groups > 1
-    return PlanFacts(
-        family.language_model, tokens, width, precision, dialect, groups, images, joined, family.deepstack
-    )

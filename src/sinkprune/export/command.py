@@ -23,7 +23,6 @@ from sinkprune.export.packages import packages_told_of
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
-    from sinkprune.contract.manifest import Manifest
     from sinkprune.export.planning import Unreachable
     from sinkprune.export.weights.requantised import Requantised
 
@@ -106,8 +105,11 @@ def _export(arguments: Sequence[str] | None) -> None:
     )
     if not prints_json(options.json):
         budgets = ", ".join(["none", *manifest.budgets])
+        shown = f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+        precision, weights = manifest.precision, manifest.weights.name
+        numbers = precision if weights == precision else f"{precision}, weights {weights}"
         sys.stdout.write(
-            f"{escaped(str(options.output))}: {_size(size)}, {_numbers(manifest)}, budgets {budgets}\n"
+            f"{escaped(str(options.output))}: {shown}, {numbers}, budgets {budgets}\n"
             f"sha256 {BUNDLE.sha256(manifest)}\n"
         )
 
@@ -123,12 +125,6 @@ def _tell_needs(memory: int, disk: int) -> None:
         sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
 
 
-def _numbers(manifest: Manifest) -> str:
-    """The bundle's precision, and its weights' form where that is another."""
-    precision, weights = manifest.precision, manifest.weights.name
-    return precision if weights == precision else f"{precision}, weights {weights}"
-
-
 def _rounded_again(told: dict[str, Any]) -> str:
     """How far matrices are off that the checkpoint had quantised otherwise."""
     largest = told["largest"]
@@ -137,10 +133,6 @@ def _rounded_again(told: dict[str, Any]) -> str:
         f"{told['relative_error']:.2%}; the largest is {largest['relative_error']:.2%}, "
         f"in {escaped(largest['layer'])}\n"
     )
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -213,28 +205,15 @@ def _parser() -> CommandParser:
         action="store_true",
         help="seeded random weights: CHECKPOINT is a config.json, a folder holding one, or a preset",
     )
-    add(
-        "--max-images",
-        type=MAX_IMAGES,
-        default=1,
-        help="the most images a prompt may have (default: 1)",
-    )
+    add("--max-images", type=MAX_IMAGES, default=1, help="the most images a prompt may have (default: 1)")
     add(
         "--max-frames",
         type=MAX_FRAMES,
         default=0,
         help="take video, and up to as many frames of it (default: no video)",
     )
-    add(
-        "--min-pixels",
-        type=MIN_PIXELS,
-        help="enlarge smaller images to as many (default: the checkpoint's)",
-    )
-    add(
-        "--max-pixels",
-        type=MAX_PIXELS,
-        help="scale larger images down to as many (default: the checkpoint's)",
-    )
+    add("--min-pixels", type=MIN_PIXELS, help="enlarge smaller images to as many (default: the checkpoint's)")
+    add("--max-pixels", type=MAX_PIXELS, help="scale larger images down to as many (default: the checkpoint's)")
     add(
         "--salience",
         choices=["penultimate", "last"],

@@ -30,6 +30,12 @@ _QWEN3_LARGE_VISION = {
     "deepstack_visual_indexes": [8, 16, 24],
 }
 _MISTRAL = {"model_type": "mistral", "max_position_embeddings": 32768, "rope_theta": 1e6, "sliding_window": None}
+_QWEN_TOKENS = {
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+}
 # What the rows of the table below give
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -68,10 +74,7 @@ def _qwen(*shape: int, **text: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "model_type": "qwen2_5_vl",
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
+        **_QWEN_TOKENS,
         "vision_config": {
             **_QWEN_VISION,
             "model_type": "qwen2_5_vl_vision",
@@ -108,10 +111,7 @@ def _qwen3(*shape: int, tied: bool, **vision: Any) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
+        **_QWEN_TOKENS,
         "tie_word_embeddings": tied,
         "vision_config": {
             **_QWEN3_VISION,

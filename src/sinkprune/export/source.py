@@ -10,13 +10,13 @@ from typing import Any
 from sinkprune.contract.errors import CheckpointError, UsageError
 from sinkprune.contract.manifest import Checkpoint, DialectName
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint.config_fields import read_fields
 from sinkprune.export.checkpoint.folder import (
     RandomWeights,
     SafetensorsWeights,
     config_sha256,
     holds,
     locate,
+    read_fields,
     read_json,
 )
 from sinkprune.export.checkpoint.quantisation_config import Quantisation, read_quantisation
@@ -121,13 +121,14 @@ def open_source(request: ExportRequest) -> Source:
 def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:
     """What the checkpoint says of its image processor, and of its video processor where the family has one."""
     nested = holds(folder, _NESTED) and not holds(folder, _SINGLE)
-    tables = {_NESTED if nested else _SINGLE: family.processor_fields}
-    tables |= {_VIDEO: family.video_fields} if family.video_fields and holds(folder, _VIDEO) else {}
-    image, *video = [
-        read_fields(read_json(folder, name), fields, f"checkpoint '{source}': {name}: ")
-        for name, fields in tables.items()
-    ]
-    return {**image, **({"video_processor": video[0]} if video else {})}
+
+    def read(name: str, kind: type) -> dict[str, Any]:
+        return dict(read_fields(kind, read_json(folder, name), f"checkpoint '{source}': {name}"))
+
+    settings = read(_NESTED if nested else _SINGLE, family.processor_fields)
+    if family.video_fields and holds(folder, _VIDEO):
+        settings["video_processor"] = read(_VIDEO, family.video_fields)
+    return settings
 
 
 def _processor(family: Family, settings: Mapping[str, Any], request: ExportRequest) -> dict[str, Any]:

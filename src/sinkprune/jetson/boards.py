@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated
 
+from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json
 from sinkprune.contract.errors import SinkpruneError
-from sinkprune.contract.files.schema import Bounds, SchemaError, from_json
 from sinkprune.contract.files.untrusted import read_json
 from sinkprune.contract.manifest import DialectName
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.checks.fields import Bounds, Width, from_json
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.manifest_file import FileSpec
-from sinkprune.contract.files.schema import Bounds, Width, from_json
 from sinkprune.contract.files.untrusted import read_json
 from sinkprune.contract.manifest import (
     FORMAT_VERSION,

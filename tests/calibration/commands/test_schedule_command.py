@@ -18,8 +18,8 @@ from sinkprune.calibration.commands import schedule as schedule_command
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.scheduling.propose import Proposer
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve
-from sinkprune.contract.files.schema import from_json
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import schedule as schedule_of
 from support.programs.commands import Outcome, assert_refused, own_process, run

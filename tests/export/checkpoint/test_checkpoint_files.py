@@ -165,12 +165,12 @@ def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("index", "said"),
     [
-        ({}, "weight_map is no object"),
-        ({"weight_map": None}, "weight_map is no object"),
-        ({"weight_map": []}, "weight_map is no object"),
-        ({"weight_map": {}}, "weight_map is no object"),
-        ({"weight_map": {"a": 1}}, "shard of a is 1, expected a name"),
-        ({"weight_map": {"a": ""}}, 'shard of a is "", expected a name'),
+        ({}, "missing field 'weight_map'"),
+        ({"weight_map": None}, "weight_map: found None, expected an object"),
+        ({"weight_map": []}, "weight_map: found [], expected an object"),
+        ({"weight_map": {}}, "weight_map: found {}, expected an object"),
+        ({"weight_map": {"a": 1}}, "weight_map.a: found 1, expected 1 to 200 printable"),
+        ({"weight_map": {"a": ""}}, "weight_map.a: found '', expected 1 to 200 printable"),
         ({"weight_map": {"a": "/etc/passwd"}}, "names the shard '/etc/passwd'"),
         ({"weight_map": {"a": "../other/model.safetensors"}}, "names the shard '../other/model.safetensors'"),
         ({"weight_map": {"a": "shards/../../model.safetensors"}}, "expected a .safetensors file within the folder"),
@@ -179,7 +179,7 @@ def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> Non
             {"weight_map": {str(i): f"{i}.safetensors" for i in range(1001)}},
             "names 1001 shards, expected at most 1000",
         ),
-        ({"weight_map": {"a": "nul\0.safetensors"}}, "expected a name"),
+        ({"weight_map": {"a": "nul\0.safetensors"}}, "expected 1 to 200 printable"),
         ({"weight_map": {"a": "gone.safetensors"}}, "shard 'gone.safetensors' is missing"),
     ],
 )

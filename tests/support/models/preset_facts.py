@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sinkprune.contract.files.schema import to_json
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family, read_family

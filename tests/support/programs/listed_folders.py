@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import replacing
 from sinkprune.contract.files.manifest_file import ManifestFile, file_specs, sha256
-from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, system_rename
 
 KIND = ManifestFile(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
@@ -22,7 +23,6 @@ from sinkprune.contract.command_line.json_output import json_outputs, prints_jso
 from sinkprune.contract.costs.file import write_costs
 from sinkprune.contract.errors import BudgetError, TaskError, UsageError
 from sinkprune.contract.files.output_files import Output, check_apart, check_outputs
-from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE

@@ -1,65 +1,59 @@
-"""Numbers that a user gives: of which kind, and from where to where. One message for all of them."""
+"""Numbers that a user gives, to a command or to a function."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Annotated, ClassVar, Generic, TypeVar
 
+from sinkprune.contract.checks.fields import Bounds, describe, fits
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.errors import UsageError
 
+N = TypeVar("N", int, float)
+
 
 @dataclass(frozen=True)
-class WholeNumber:
-    """A whole number from `least` to `most`, of a program (`check`) or of a command line (called with the word)."""
+class _Number(Generic[N]):
+    """A number from `least` to `most`, of a program (`check`) or of a command line (called with the word)."""
 
     name: str
     """What messages call it, as in `--repeat`."""
-    least: int
-    most: int
+    least: N
+    most: N
+    expected: str = ""
+    """What messages say is expected; its kind and bounds unless given."""
+    kind: ClassVar[type]
+    numbers: ClassVar[type]
 
-    def check(self, value: object) -> int:
-        """`value` as an int, where it is one of numpy's too; True and 1.0 are none. Raises `UsageError`."""
-        number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-        if number is not None and self.least <= number <= self.most:
-            return number
-        raise UsageError(
-            f"{self.name} is {format_value(value)}, expected a whole number from {self.least} to {self.most}."
-        )
+    def check(self, value: object) -> N:
+        """`value` as Python's own number, where it is one of numpy's too; True is none. Raises `UsageError`."""
+        number, kind = value, Annotated[self.kind, Bounds(self.least, self.most)]
+        if isinstance(value, self.numbers) and not isinstance(value, bool):
+            try:
+                number = self.kind(value)
+            except OverflowError:
+                number = None
+        if not fits(kind, number):
+            raise UsageError(f"{self.name} is {format_value(value)}, expected {self.expected or describe(kind)}.")
+        return number  # type: ignore[return-value]
 
-    def __call__(self, word: str) -> int:
+    def __call__(self, word: str) -> N:
         """The number that `word` says; raises `UsageError`."""
         try:
-            return self.check(int(word))
+            return self.check(self.kind(word))
         except ValueError:
             # No number, or one of more digits than Python reads.
             return self.check(word)
 
 
-@dataclass(frozen=True)
-class RealNumber:
-    """A finite number from `least` to `most`, of a program (`check`) or of a command line (called with the word)."""
+class WholeNumber(_Number[int]):
+    """A whole number."""
 
-    name: str
-    """What messages call it, as in `--temperature`."""
-    least: float
-    most: float
-    expected: str
-    """What messages say is expected, as in `more than 0 and at most 1`."""
+    kind, numbers = int, Integral
 
-    def check(self, value: object) -> float:
-        """`value` as a float, where it is an int or one of numpy's too; True is none. Raises `UsageError`."""
-        try:
-            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else None
-        except OverflowError:
-            number = None
-        if number is not None and self.least <= number <= self.most:
-            return number
-        raise UsageError(f"{self.name} is {format_value(value)}, expected {self.expected}.")
 
-    def __call__(self, word: str) -> float:
-        """The number that `word` says; raises `UsageError`."""
-        try:
-            return self.check(float(word))
-        except ValueError:
-            return self.check(word)
+class RealNumber(_Number[float]):
+    """A finite number."""
+
+    kind, numbers = float, Real

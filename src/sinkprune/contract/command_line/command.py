@@ -23,30 +23,22 @@ from sinkprune.contract.errors import SinkpruneError
 INTERRUPTED = 130
 
 # What the operating system says when the disk, not the program, is at fault.
-_DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENAMETOOLONG,
-}
-# What Python, the dynamic linker and ONNX Runtime say where no memory is to be had.
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
+_DISK_ERRORS |= {errno.ENAMETOOLONG}
+# What Python, the dynamic linker, ONNX Runtime, OpenVINO and oneTBB say where there is no thread, or no memory. The
+# system calls both a lack of resources.
+_THREAD_WORDS = (
+    "can't start new thread",
+    "pthread_create failed",
+    "Resource temporarily unavailable",
+    "thread creation failed",
+)
 _MEMORY_WORDS = (
     "failed to map segment",
     "Cannot allocate memory",
     "bad_alloc",
     "bad allocation",
     "Failed to allocate memory",
-)
-# What they, OpenVINO and oneTBB say where no thread is to be had; the system calls both a lack of resources.
-_THREAD_WORDS = (
-    "can't start new thread",
-    "pthread_create failed",
-    "Resource temporarily unavailable",
-    "thread creation failed",
 )
 _SHOWN = 160
 # A compiled module's own code runs as it is made, or then.
@@ -98,7 +90,7 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
             raise
         # Where stderr takes nothing, the exit code alone must tell.
         with suppress(OSError):
-            _say(message)
+            sys.stderr.write(f"error: {escaped(message)}\n")
         return 2
     return 0
 
@@ -108,16 +100,8 @@ def _message_for_user(error: Exception) -> str | None:
     if isinstance(error, FileNotFoundError) and _current_folder_is_gone():
         return "the current folder was removed. Change to a folder that exists, and run the command again."
     shortage = _shortage(error)
-    if shortage is not None and _is_of_threads(shortage):
-        return (
-            f"there are too few threads: {_last_line(shortage)}. End other programs, raise the limit that is set "
-            "(ulimit -u or -v, or TasksMax of a systemd unit), or give --threads a smaller number."
-        )
     if shortage is not None:
-        return (
-            f"there is too little memory: {_last_line(shortage)}. End other programs, raise the limit that is set "
-            "(ulimit -v), or use a machine with more."
-        )
+        return shortage
     if isinstance(error, SinkpruneError):
         return str(error)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
@@ -126,21 +110,24 @@ def _message_for_user(error: Exception) -> str | None:
     return None
 
 
-def _shortage(error: BaseException | None) -> BaseException | None:
-    """What says that memory, address space or threads ran out: an error, or one that it was made of."""
+def _shortage(error: BaseException | None) -> str | None:
+    """What to tell where memory, address space or threads ran out, by an error or by one that it was made of."""
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-            return error
         # Ours quote what users wrote.
-        words = (*_MEMORY_WORDS, *_THREAD_WORDS)
-        if not isinstance(error, SinkpruneError) and any(word in str(error) for word in words):
-            return error
+        text = "" if isinstance(error, SinkpruneError) else str(error)
+        if any(word in text for word in _THREAD_WORDS):
+            return (
+                f"there are too few threads: {_last_line(error)}. End other programs, raise the limit that is set "
+                "(ulimit -u or -v, or TasksMax of a systemd unit), or give --threads a smaller number."
+            )
+        lacks_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+        if lacks_memory or any(word in text for word in _MEMORY_WORDS):
+            return (
+                f"there is too little memory: {_last_line(error)}. End other programs, raise the limit that is set "
+                "(ulimit -v), or use a machine with more."
+            )
         error = error.__cause__
     return None
-
-
-def _is_of_threads(shortage: BaseException) -> bool:
-    return any(word in str(shortage) for word in _THREAD_WORDS)
 
 
 def _current_folder_is_gone() -> bool:
@@ -227,7 +214,3 @@ def _drop_what_nobody_takes() -> None:
             stream.flush()
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"error: {escaped(message)}\n")

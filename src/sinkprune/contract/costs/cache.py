@@ -7,10 +7,10 @@ import json
 import os
 from pathlib import Path
 
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.costs.file import read_costs, write_costs
 from sinkprune.contract.costs.model import Costs, Place
 from sinkprune.contract.errors import OutputError, UsageError
-from sinkprune.contract.files.schema import to_json
 
 
 def cache_file(place: Place) -> Path | None:

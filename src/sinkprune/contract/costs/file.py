@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 
 from sinkprune.contract.checks.arguments import check_path
+from sinkprune.contract.checks.fields import SchemaError, from_json, to_json
 from sinkprune.contract.checks.format_value import format_value
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, Recent
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import write_whole
-from sinkprune.contract.files.schema import SchemaError, from_json, to_json
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
 _AGAIN = "Measure them here with: sinkprune-calibrate schedule BUNDLE --costs FILE.json"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from sinkprune.contract.files.schema import Bounds, Count
+from sinkprune.contract.checks.fields import Bounds, Count
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule

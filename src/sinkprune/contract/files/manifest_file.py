@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Protocol, TypeVar
 
+from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.files.held_files import HeldFile
-from sinkprune.contract.files.schema import Bounds, SchemaError, from_json, to_json
 from sinkprune.contract.files.signature import SIGNATURE_BYTES, Sign, verify_signature
 from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, MissingError, UnreadableError, parsed_json, read_bytes

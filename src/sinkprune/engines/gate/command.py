@@ -34,8 +34,8 @@ def _check(arguments: Sequence[str] | None) -> None:
     from tempfile import TemporaryDirectory
 
     from sinkprune.contract.bundle import read_bundle
+    from sinkprune.contract.checks.fields import to_json
     from sinkprune.contract.errors import EnginesError
-    from sinkprune.contract.files.schema import to_json
     from sinkprune.engines.gate.advice import first_refusal
     from sinkprune.engines.gate.checking import check_engines, engines_alone
     from sinkprune.engines.gate.question import read_question

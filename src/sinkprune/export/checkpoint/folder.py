@@ -11,17 +11,20 @@ import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import ml_dtypes  # noqa: F401  (teaches numpy bfloat16, which safetensors then returns)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.files import untrusted
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint.config_fields import Word, read_fields
+
+T = TypeVar("T")
+Name = Annotated[str, Bounds(1, 200)]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -118,6 +121,19 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return data
 
 
+def read_fields(kind: type[T], data: Any, where: str) -> T:
+    """The fields of the TypedDict `kind` that `data` has, an object of the file that `where` names; no others.
+
+    Raises `CheckpointError` with the file, the field, what was found and what was expected.
+    """
+    try:
+        return from_json(kind, data)
+    except SchemaError as error:
+        raise CheckpointError(
+            f"{where} is malformed at {error}. Mend it, or download the checkpoint again."
+        ) from error
+
+
 def _refused(path: Path, error: UnreadableError) -> CheckpointError:
     if isinstance(error, MissingError):
         return CheckpointError(
@@ -152,9 +168,9 @@ class SafetensorsWeights:
             handle = self._open(shard)
             for name in handle.keys():  # noqa: SIM118  (a safetensors handle is no dict)
                 if _canonical(name) in self._owners:
-                    raise CheckpointError(
-                        f"checkpoint '{self.folder}': shard '{shard}' holds tensor '{name}', which has been there "
-                        "before, under this name or another version's. Expected one of each; download it again."
+                    raise self._error(
+                        f"shard '{shard}' holds tensor '{name}', which has been there before, under this name or "
+                        "another version's. Expected one of each; download it again."
                     )
                 self._owners[_canonical(name)] = (handle, name)
 
@@ -175,26 +191,24 @@ class SafetensorsWeights:
 
     def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
         if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': '{name}' was quantised, but config.json has no quantization_config "
-                "that says how. Add it (older tools wrote it to quantize_config.json), or give the unquantised one."
+            raise self._error(
+                f"'{name}' was quantised, but config.json has no quantization_config that says how. Add it (older "
+                "tools wrote it to quantize_config.json), or give the unquantised one."
             )
         if name not in self._owners:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}' holds no tensor '{name}', expected one of shape {list(shape)}. "
-                "The configuration and the weights do not belong together, or a shard is missing."
+            raise self._error(
+                f"holds no tensor '{name}', expected one of shape {list(shape)}. The configuration and the weights "
+                "do not belong together, or a shard is missing."
             )
         handle, stored = self._owners[name]
         found = handle.get_slice(stored)
         if found.get_shape() != list(shape):
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': tensor '{stored}' has shape {found.get_shape()}, expected "
-                f"{list(shape)} by config.json. They do not belong together."
+            raise self._error(
+                f"tensor '{stored}' has shape {found.get_shape()}, expected {list(shape)} by config.json. They do "
+                "not belong together."
             )
         if found.get_dtype() not in dtypes:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': tensor '{stored}' is {found.get_dtype()}, expected {expected}."
-            )
+            raise self._error(f"tensor '{stored}' is {found.get_dtype()}, expected {expected}.")
         array: Array = handle.get_tensor(stored)
         return array
 
@@ -203,9 +217,9 @@ class SafetensorsWeights:
             return _shards_of(read_json(self.folder, _INDEX), f"'{self.folder / _INDEX}'")
         if holds(self.folder, _SINGLE):
             return [_SINGLE]
-        raise CheckpointError(
-            f"checkpoint '{self.folder}': found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert "
-            "others with transformers' save_pretrained."
+        raise self._error(
+            f"found neither {_INDEX} nor {_SINGLE}. Only safetensors are read; convert others with transformers' "
+            "save_pretrained."
         )
 
     def _open(self, shard: str) -> Any:
@@ -214,27 +228,26 @@ class SafetensorsWeights:
             _check_header(path)
             return self._stack.enter_context(safe_open(path, framework="np"))
         except MissingError as error:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': shard '{shard}' is missing, though {_INDEX} names it. "
-                "Download it again."
-            ) from error
+            raise self._error(f"shard '{shard}' is missing, though {_INDEX} names it. Download it again.") from error
         except UnreadableError as error:
             raise _refused(self.folder / shard, error) from error
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"checkpoint '{self.folder}': shard '{shard}' is damaged ({error}). It has {path.stat().st_size} "
-                "bytes; download it again."
+            size = path.stat().st_size
+            raise self._error(
+                f"shard '{shard}' is damaged ({error}). It has {size} bytes; download it again."
             ) from error
+
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint '{self.folder}': {what}")
+
+
+class _Index(TypedDict):
+    weight_map: Annotated[dict[str, Name], Bounds(1, 1 << 20)]
 
 
 def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
     """The shards that an index names; raises `CheckpointError` for what is no file's name within the folder."""
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places:
-        raise CheckpointError(
-            f"{where}: weight_map is no object of tensors and their shards, expected one. Download it again."
-        )
-    names = set(read_fields(places, dict.fromkeys(places, Word()), f"{where}: shard of ").values())
+    names = set(read_fields(_Index, index, where)["weight_map"].values())
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
             raise CheckpointError(

@@ -7,35 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import WeightsName
-from sinkprune.export.checkpoint.config_fields import Flag, Kind, Section, Whole, Word, or_null, read_fields
+from sinkprune.export.checkpoint.folder import Name, read_fields
 
 # Blocks of engines are multiples of it, and so are groups that can be made of whole blocks.
 _GROUP_UNIT = 32
 _ALL_INPUTS = -1
 
-_FIELDS: dict[str, Kind] = {
-    "quant_method": Word(),
-    "bits": Whole(1, 64),
-    "group_size": or_null(Whole(_ALL_INPUTS, 1 << 20)),
-    "desc_act": or_null(Flag()),
-    "sym": or_null(Flag()),
-    "zero_point": or_null(Flag()),
-    "checkpoint_format": or_null(Word()),
-    "format": or_null(Word()),
-    "version": or_null(Word()),
-    "is_marlin_format": or_null(Flag()),
-}
-_SECTION: Kind = or_null(Section(_FIELDS))
-_PLACES: dict[str, Kind] = {
-    "quantization_config": _SECTION,
-    "text_config": or_null(Section({"quantization_config": _SECTION})),
-}
 _BITS = {"gptq": (4, 8), "awq": (4,)}
 _LAYOUTS = {"gptq": ("gptq", "gptq_v2"), "awq": ("gemm",)}
+
+
+class _Fields(TypedDict, total=False):
+    quant_method: Name
+    bits: Annotated[int, Bounds(1, 64)]
+    group_size: Annotated[int, Bounds(_ALL_INPUTS, 1 << 20)] | None
+    desc_act: bool | None
+    sym: bool | None
+    zero_point: bool | None
+    checkpoint_format: Name | None
+    format: Name | None
+    version: Name | None
+    is_marlin_format: bool | None
+
+
+class _Place(TypedDict, total=False):
+    quantization_config: _Fields | None
+
+
+class _Places(_Place, total=False):
+    text_config: _Place | None
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,12 @@ def read_quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | 
 
     Raises `CheckpointError` for what is malformed, and by name for what is not read.
     """
-    where = f"checkpoint '{source}': config.json: "
-    known = read_fields(config, _PLACES, where)
+    where = f"checkpoint '{source}': config.json"
+    known: Any = read_fields(_Places, config, where)
     found = known.get("quantization_config") or (known.get("text_config") or {}).get("quantization_config")
     if not found:
         return None
-    where += "quantization_config."
+    where += ": quantization_config."
     method = found.get("quant_method")
     _expect(where, "quant_method", method, tuple(_LAYOUTS))
     _expect(where, "bits", found.get("bits"), _BITS[method])

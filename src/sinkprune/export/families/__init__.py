@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import import_module
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypedDict
 
+from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.manifest import LanguageModel
 from sinkprune.contract.towers import Tower
-from sinkprune.export.checkpoint.config_fields import Kind, Listed, Word, or_null, read_fields
+from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.pruning.plan import UpTo
@@ -22,7 +23,11 @@ SalienceBlock = Literal["penultimate", "last"]
 """The block of a tower without a CLS token whose attention is the salience."""
 WriteGraph = Callable[[WeightedGraph], None]
 """Writes one weight graph into an empty one."""
-_KNOWN_BY: dict[str, Kind] = {"model_type": or_null(Word()), "architectures": or_null(Listed(Word(), 0, 100))}
+
+
+class _KnownBy(TypedDict, total=False):
+    model_type: Name | None
+    architectures: Annotated[list[Name], Bounds(0, 100)] | None
 
 
 class Family(Protocol):
@@ -46,10 +51,10 @@ class Family(Protocol):
     """Whether the groups of a picture are the frames of a clip."""
     deepstack: int
     """How many sets of features beside its tokens the tower gives, each in the decoder's width; 0 where none."""
-    processor_fields: Mapping[str, Kind]
-    """What is read of preprocessor_config.json, or of processor_config.json in its place."""
-    video_fields: Mapping[str, Kind] = {}
-    """What is read of video_preprocessor_config.json."""
+    processor_fields: type
+    """The TypedDict of what is read of preprocessor_config.json, or of processor_config.json in its place."""
+    video_fields: type | None = None
+    """That of what is read of video_preprocessor_config.json."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
@@ -80,7 +85,7 @@ def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock 
 
     `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
     """
-    known = read_fields(config, _KNOWN_BY, f"checkpoint '{source}': config.json: ")
+    known = read_fields(_KnownBy, config, f"checkpoint '{source}': config.json")
     model_type = known.get("model_type")
     rows = {row.model_type: row for row in FAMILIES.values()}
     if model_type not in rows:

@@ -6,24 +6,14 @@ from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from textwrap import shorten
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
+from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.image_settings import Colours, Filter, Number, Scale, Scales
 from sinkprune.contract.manifest import LanguageModel
-from sinkprune.export.checkpoint.config_fields import (
-    Either,
-    Flag,
-    Kind,
-    Listed,
-    Null,
-    Number,
-    Section,
-    Whole,
-    Word,
-    or_null,
-    read_fields,
-)
+from sinkprune.export.checkpoint.folder import Name, read_fields
 from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.models.llama import Llama, build_head, build_segment
 
@@ -32,70 +22,83 @@ Setting = tuple[str, Any, Sequence[Any]]
 Expectation = tuple[str, bool, Any]
 """What is expected, whether it holds, and what was found."""
 
-COUNT = Whole(1, 1024)
+Heads = Annotated[int, Bounds(1, 1024)]
 """Heads of a layer, blocks of a tower; the most published is 128."""
-SIZE = Whole(1, 1 << 17)
+Hidden = Annotated[int, Bounds(1, 1 << 17)]
 """A width of hidden states; the largest published is 16384."""
-INNER_SIZE = Whole(1, 1 << 20)
+Inner = Annotated[int, Bounds(1, 1 << 20)]
 """A width within an MLP; the largest published is 106496."""
-TOKEN = Whole(0, (1 << 19) - 1)
+Token = Annotated[int, Bounds(0, (1 << 19) - 1)]
 """A token's id; the largest published vocabulary has 262208."""
-SIDE = Whole(1, 16384)
-"""Pixels along a side of a picture."""
-EPSILON = Number(1e-20, 0.1)
+Epsilon = Annotated[Number, Bounds(1e-20, 0.1)]
 """What a norm adds, so that it never divides by zero."""
-THETA = Number(1, 1e12)
+Theta = Annotated[Number, Bounds(1, 1e12)]
 """The base of rotary positions; the largest published is 5e8."""
 
-ROPE_FIELDS: dict[str, Kind] = {
-    "rope_type": Word(),
-    "type": Word(),
-    "rope_theta": THETA,
-    "mrope_section": Listed(Whole(1, 1 << 12), 3, 3),
-    "factor": Number(1, 1e6),
-    "partial_rotary_factor": Number(1, 1),
-}
-"""What is read of a decoder's rotary positions."""
-_ROPE = Section(ROPE_FIELDS)
-TEXT_FIELDS: dict[str, Kind] = {
-    "model_type": Word(),
-    "vocab_size": Whole(1, TOKEN.most + 1),
-    "hidden_size": SIZE,
-    "intermediate_size": INNER_SIZE,
-    "num_hidden_layers": Whole(1, 1024),
-    "num_attention_heads": COUNT,
-    "num_key_value_heads": or_null(COUNT),
-    "head_dim": or_null(Whole(1, 1 << 13)),
-    "max_position_embeddings": Whole(1, 1 << 30),
-    "rms_norm_eps": EPSILON,
-    "hidden_act": Word(),
-    "attention_bias": Flag(),
-    "mlp_bias": Flag(),
-    "use_sliding_window": or_null(Flag()),
-    "sliding_window": or_null(Whole(1, 1 << 30)),
-    "max_window_layers": or_null(Whole(0, 10_000)),
-    "rope_theta": THETA,
-    "rope_scaling": or_null(_ROPE),
-    "rope_parameters": or_null(_ROPE),
-    "partial_rotary_factor": or_null(Number(1, 1)),
-    "eos_token_id": Either((TOKEN, Listed(TOKEN, 0, 100), Null())),
-    "tie_word_embeddings": Flag(),
-}
-"""What is read of a decoder's configuration."""
-_COLOURS = 3
-PIXEL_FIELDS: dict[str, Kind] = {
-    "image_processor_type": or_null(Word()),
-    "do_convert_rgb": or_null(Flag()),
-    "do_resize": or_null(Flag()),
-    # Pillow's filters
-    "resample": or_null(Whole(0, 5)),
-    "do_rescale": or_null(Flag()),
-    "rescale_factor": or_null(Number(1e-6, 1000)),
-    "do_normalize": or_null(Flag()),
-    "image_mean": or_null(Listed(Number(-1000, 1000), _COLOURS, _COLOURS)),
-    "image_std": or_null(Listed(Number(1e-6, 1000), _COLOURS, _COLOURS)),
-}
-"""What is read of every image processor's settings."""
+
+class RopeFields(TypedDict, total=False):
+    """What is read of a decoder's rotary positions."""
+
+    rope_type: Name
+    type: Name
+    rope_theta: Theta
+    mrope_section: Annotated[list[Annotated[int, Bounds(1, 1 << 12)]], Bounds(3, 3)]
+    factor: Annotated[Number, Bounds(1, 1e6)]
+    partial_rotary_factor: Annotated[Number, Bounds(1, 1)]
+
+
+class DecoderFields(TypedDict, total=False):
+    """What is read of a decoder's configuration, wherever it stands."""
+
+    vocab_size: Annotated[int, Bounds(1, 1 << 19)]
+    hidden_size: Hidden
+    intermediate_size: Inner
+    num_hidden_layers: Annotated[int, Bounds(1, 1024)]
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None
+    head_dim: Annotated[int, Bounds(1, 1 << 13)] | None
+    max_position_embeddings: Annotated[int, Bounds(1, 1 << 30)]
+    rms_norm_eps: Epsilon
+    hidden_act: Name
+    attention_bias: bool
+    mlp_bias: bool
+    use_sliding_window: bool | None
+    sliding_window: Annotated[int, Bounds(1, 1 << 30)] | None
+    max_window_layers: Annotated[int, Bounds(0, 10_000)] | None
+    rope_theta: Theta
+    rope_scaling: RopeFields | None
+    rope_parameters: RopeFields | None
+    partial_rotary_factor: Annotated[Number, Bounds(1, 1)] | None
+    eos_token_id: Token | Annotated[list[Token], Bounds(0, 100)] | None
+    tie_word_embeddings: bool
+
+
+class TextFields(DecoderFields, total=False):
+    """What is read of `text_config`."""
+
+    model_type: Name
+
+
+class ConfigFields(TypedDict, total=False):
+    """What is read of every config.json, beside its sections for tower and decoder."""
+
+    model_type: Name
+    tie_word_embeddings: bool
+
+
+class PixelFields(TypedDict, total=False):
+    """What is read of every image processor's settings."""
+
+    image_processor_type: Name | None
+    do_convert_rgb: bool | None
+    do_resize: bool | None
+    resample: Filter | None
+    do_rescale: bool | None
+    rescale_factor: Scale | None
+    do_normalize: bool | None
+    image_mean: Colours | None
+    image_std: Scales | None
+
 
 CLIP_PIXELS: dict[str, Any] = {
     "do_rescale": True,
@@ -117,23 +120,12 @@ class LlamaShaped(Family):
     projector: str | None = None
     extra_rows: Mapping[str, str] = {}
     deepstack = 0
-    text_fields: Mapping[str, Kind] = TEXT_FIELDS
-    """What is read of the decoder's section."""
-    vision_fields: Mapping[str, Kind]
-    """What is read of the tower's configuration."""
-    own_fields: Mapping[str, Kind]
-    """What is read of the configuration beside its sections for tower and decoder."""
+    config_fields: type
+    """The TypedDict of what is read of config.json."""
 
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         self._source = source
-        fields = {
-            "model_type": Word(),
-            "tie_word_embeddings": Flag(),
-            **self.own_fields,
-            "vision_config": or_null(Section(self.vision_fields)),
-            "text_config": or_null(Section(self.text_fields)),
-        }
-        known = read_fields(config, fields, f"checkpoint '{source}': config.json: ")
+        known: Any = read_fields(self.config_fields, config, f"checkpoint '{source}': config.json")
         kind = self._config_class()
         try:
             self._config: Any = kind.from_dict(known)
@@ -177,29 +169,29 @@ class LlamaShaped(Family):
     def _read_llama(self, text: Any) -> Llama:
         """The decoder of the configuration `text`."""
 
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"checkpoint '{self._source}': {what}")
+
     def _check_settings(self, settings: Sequence[Setting]) -> None:
         """Refuse the first setting that is none of those supported; raises `CheckpointError`."""
         for name, found, supported in settings:
             if found not in supported:
-                expected = " or ".join(map(str, supported))
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': {name} is {found!r}, expected {expected}. "
-                    f"Other variants of {FAMILIES[self.name].architecture} are not supported yet."
+                raise self._error(
+                    f"{name} is {found!r}, expected {' or '.join(map(str, supported))}. Other variants of "
+                    f"{FAMILIES[self.name].architecture} are not supported yet."
                 )
 
     def _check(self, expectations: Sequence[Expectation]) -> None:
         """Refuse the first expectation that does not hold; raises `CheckpointError`."""
         for expectation, holds, found in expectations:
             if not holds:
-                raise CheckpointError(
-                    f"checkpoint '{self._source}': expected that {expectation}; found {found}. Mend config.json."
-                )
+                raise self._error(f"expected that {expectation}; found {found}. Mend config.json.")
 
     def _special_tokens(self, texts: dict[int, str], count: int) -> dict[int, str]:
         """`texts` by id, which are `count` different ids of the vocabulary; raises `CheckpointError`."""
         if len(texts) < count or not all(0 <= token < self.language_model.vocab_size for token in texts):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': the special tokens of config.json have the ids {sorted(texts)}, "
+            raise self._error(
+                f"the special tokens of config.json have the ids {sorted(texts)}, "
                 f"expected {count} different ones below {self.language_model.vocab_size}. Mend the ids of tokens."
             )
         return texts

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from sinkprune.contract.errors import CheckpointError, UsageError
-from sinkprune.export.checkpoint.config_fields import Either, Flag, Kind, Listed, Null, Section, Whole, Word, or_null
+from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.errors import UsageError
+from sinkprune.contract.image_settings import Pinpoints
+from sinkprune.contract.towers import Side
+from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
     CLIP_PIXELS,
-    COUNT,
-    EPSILON,
-    INNER_SIZE,
-    PIXEL_FIELDS,
-    SIDE,
-    SIZE,
-    TOKEN,
+    ConfigFields,
+    Epsilon,
+    Heads,
+    Hidden,
+    Inner,
     LlamaShaped,
+    PixelFields,
     Setting,
+    TextFields,
+    Token,
     read_language_model,
 )
 from sinkprune.export.graph import WeightedGraph
@@ -29,8 +33,51 @@ from sinkprune.export.models.vit import ACTIVATIONS, ViT, activation, build_visi
 
 # 128 x 128; published towers have 576.
 _MOST_PATCHES = 16384
-_PINPOINTS = or_null(Listed(Listed(SIDE, 2, 2), 0, 1000))
-_SHAPE = Either((SIDE, Section({"shortest_edge": SIDE, "height": SIDE, "width": SIDE}), Null()))
+
+
+class _ClipFields(TypedDict, total=False):
+    model_type: Name
+    hidden_size: Hidden
+    intermediate_size: Inner
+    num_hidden_layers: Heads
+    num_attention_heads: Heads
+    num_channels: Annotated[int, Bounds(3, 3)]
+    image_size: Side
+    patch_size: Side
+    layer_norm_eps: Epsilon
+    hidden_act: Name
+
+
+class _LlavaFields(ConfigFields, total=False):
+    image_token_index: Token
+    image_token_id: Token
+    projector_hidden_act: Name
+    vision_feature_select_strategy: Name
+    vision_feature_layer: Annotated[int, Bounds(-1024, 1024)]
+    multimodal_projector_bias: bool
+    image_grid_pinpoints: Pinpoints | None
+    vision_config: _ClipFields | None
+    text_config: TextFields | None
+
+
+class _Shape(TypedDict, total=False):
+    shortest_edge: Side
+    height: Side
+    width: Side
+
+
+class _ProcessorFields(PixelFields, total=False):
+    size: Side | _Shape | None
+    do_center_crop: bool | None
+    crop_size: Side | _Shape | None
+    do_pad: bool | None
+    image_grid_pinpoints: Pinpoints | None
+
+
+class _NestingFields(_ProcessorFields, total=False):
+    """processor_config.json nests what preprocessor_config.json holds at the top."""
+
+    image_processor: _ProcessorFields
 
 
 class Llava(LlamaShaped):
@@ -42,37 +89,8 @@ class Llava(LlamaShaped):
     groups_are_frames = False
     decoders: Sequence[str] = ("llama",)
     processors: Sequence[str] = ("CLIPImageProcessor", "LlavaImageProcessor")
-    own_fields: Mapping[str, Kind] = {
-        "image_token_index": TOKEN,
-        "image_token_id": TOKEN,
-        "projector_hidden_act": Word(),
-        "vision_feature_select_strategy": Word(),
-        "vision_feature_layer": Whole(-COUNT.most, COUNT.most),
-        "multimodal_projector_bias": Flag(),
-        "image_grid_pinpoints": _PINPOINTS,
-    }
-    vision_fields: Mapping[str, Kind] = {
-        "model_type": Word(),
-        "hidden_size": SIZE,
-        "intermediate_size": INNER_SIZE,
-        "num_hidden_layers": COUNT,
-        "num_attention_heads": COUNT,
-        "num_channels": Whole(3, 3),
-        "image_size": SIDE,
-        "patch_size": SIDE,
-        "layer_norm_eps": EPSILON,
-        "hidden_act": Word(),
-    }
-    _processor_fields: Mapping[str, Kind] = {
-        **PIXEL_FIELDS,
-        "size": _SHAPE,
-        "do_center_crop": or_null(Flag()),
-        "crop_size": _SHAPE,
-        "do_pad": or_null(Flag()),
-        "image_grid_pinpoints": _PINPOINTS,
-    }
-    # processor_config.json nests what preprocessor_config.json holds at the top
-    processor_fields: Mapping[str, Kind] = {**_processor_fields, "image_processor": Section(_processor_fields)}
+    config_fields: type = _LlavaFields
+    processor_fields: type = _NestingFields
     chat_template = (
         "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}"
@@ -90,10 +108,8 @@ class Llava(LlamaShaped):
         # Hidden state 0 is the embedding, i the output of block i-1.
         blocks = layer if layer >= 0 else vision.num_hidden_layers + 1 + layer
         if not 1 <= blocks <= vision.num_hidden_layers:
-            raise CheckpointError(
-                f"checkpoint '{source}': vision_feature_layer {layer} is none of the tower's "
-                f"{vision.num_hidden_layers} blocks."
-            )
+            count = vision.num_hidden_layers
+            raise self._error(f"vision_feature_layer {layer} is none of the tower's {count} blocks.")
         size, patch = vision.image_size, vision.patch_size
         patches = (size // patch) ** 2
         self._check(
@@ -158,20 +174,18 @@ class Llava(LlamaShaped):
         known["size"] = {"shortest_edge": size} if isinstance(size, int) else dict(size)
         known["crop_size"] = {"height": crop, "width": crop} if isinstance(crop, int) else dict(crop)
         if known["size"].keys() not in ({"shortest_edge"}, {"height", "width"}):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': its image processor has the size {known['size']}, expected a "
+            raise self._error(
+                f"its image processor has the size {known['size']}, expected a "
                 "shortest_edge, or a height and a width. Mend preprocessor_config.json."
             )
         kind = str(known["image_processor_type"])
         if not kind.startswith(tuple(self.processors)):
-            raise CheckpointError(
-                f"checkpoint '{self._source}' has image processor '{kind}', expected {' or '.join(self.processors)}."
-            )
+            raise self._error(f"has image processor '{kind}', expected {' or '.join(self.processors)}.")
         side = self.vision.image_size
         shown = known["crop_size"] if known["do_center_crop"] else known["size"] if known["do_resize"] else {}
         if (shown.get("height"), shown.get("width")) != (side, side):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': its image processor ends with {shown or 'no fixed size'}, expected "
+            raise self._error(
+                f"its image processor ends with {shown or 'no fixed size'}, expected "
                 f"{side}x{side} as the vision tower takes it. They do not belong together."
             )
         return known

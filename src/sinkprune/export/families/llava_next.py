@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sinkprune.contract.errors import CheckpointError
 from sinkprune.export.families.llava import Llava
 
 _MISTRAL_TEMPLATE = (
@@ -38,8 +37,8 @@ class LlavaNext(Llava):
         if not self._pinpoints or any(
             len(p) != 2 or min(p) < 1 or p[0] % side or p[1] % side for p in self._pinpoints
         ):
-            raise CheckpointError(
-                f"checkpoint '{source}': image_grid_pinpoints is {self._pinpoints}, expected pairs of heights and "
+            raise self._error(
+                f"image_grid_pinpoints is {self._pinpoints}, expected pairs of heights and "
                 f"widths that are multiples of the tower's {side} pixels. Mend config.json."
             )
         self.most_groups = 1 + max(height * width for height, width in self._pinpoints) // side**2
@@ -60,13 +59,13 @@ class LlavaNext(Llava):
         known = {**super().processor(settings), "do_pad": False}
         side, size = self.vision.image_size, known["size"]
         if set(size.values()) != {side}:
-            raise CheckpointError(
-                f"checkpoint '{self._source}': its image processor shows the whole image at {size}, expected {side} "
+            raise self._error(
+                f"its image processor shows the whole image at {size}, expected {side} "
                 "pixels as the vision tower takes it. They do not belong together."
             )
         if [list(pinpoint) for pinpoint in known["image_grid_pinpoints"]] != self._pinpoints:
-            raise CheckpointError(
-                f"checkpoint '{self._source}': its image processor has image_grid_pinpoints "
+            raise self._error(
+                f"its image processor has image_grid_pinpoints "
                 f"{known['image_grid_pinpoints']}, config.json has {self._pinpoints}. They do not belong together."
             )
         return known

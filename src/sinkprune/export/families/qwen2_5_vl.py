@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from math import isqrt
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
-from sinkprune.contract.errors import CheckpointError, UsageError
+from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.errors import UsageError
 from sinkprune.contract.families import FAMILIES
-from sinkprune.export.checkpoint.config_fields import Flag, Kind, Listed, Number, Section, Whole, Word, or_null
+from sinkprune.contract.image_settings import FrameRate, Frames, LeastPixels, Number, Pixels
+from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
 from sinkprune.export.families.llama_shaped import (
     CLIP_PIXELS,
-    COUNT,
-    INNER_SIZE,
-    PIXEL_FIELDS,
-    SIZE,
-    TEXT_FIELDS,
-    THETA,
-    TOKEN,
+    ConfigFields,
+    DecoderFields,
+    Heads,
+    Hidden,
+    Inner,
     LlamaShaped,
+    PixelFields,
     Setting,
+    TextFields,
+    Theta,
+    Token,
     head_dim,
     read_language_model,
 )
@@ -45,38 +49,81 @@ IMAGE_DEFAULTS: dict[str, Any] = {
     "merge_size": 2,
 }
 """What a checkpoint leaves out of its image processor's settings."""
-# 16384 x 16384, and what smaller pictures are enlarged to: 4096 x 4096
-_PIXELS = Whole(0, 1 << 28)
-_LEAST_PIXELS = Whole(0, 1 << 24)
-_PATCH = Whole(1, 256)
-_FRAMES = Whole(1, 1 << 20)
-_PROCESSOR_FIELDS: dict[str, Kind] = {
-    **PIXEL_FIELDS,
-    "size": or_null(Section({"shortest_edge": or_null(_LEAST_PIXELS), "longest_edge": or_null(_PIXELS)})),
-    "min_pixels": or_null(_LEAST_PIXELS),
-    "max_pixels": or_null(_PIXELS),
-    "patch_size": or_null(_PATCH),
-    "temporal_patch_size": or_null(_PATCH),
-    "merge_size": or_null(_PATCH),
+Patch = Annotated[int, Bounds(1, 256)]
+
+
+class _Edges(TypedDict, total=False):
+    shortest_edge: LeastPixels | None
+    longest_edge: Pixels | None
+
+
+class _ProcessorFields(PixelFields, total=False):
+    size: _Edges | None
+    min_pixels: LeastPixels | None
+    max_pixels: Pixels | None
+    patch_size: Patch | None
+    temporal_patch_size: Patch | None
+    merge_size: Patch | None
     # Of clips, for which a checkpoint may have no settings of their own.
-    "cap_pixels_per_frame": or_null(Flag()),
-    "fps": or_null(Number(0.001, 1000)),
-    "min_frames": or_null(_FRAMES),
-    "max_frames": or_null(_FRAMES),
-}
-VISION_FIELDS: dict[str, Kind] = {
-    "model_type": Word(),
-    "depth": COUNT,
-    "num_heads": COUNT,
-    "hidden_size": SIZE,
-    "hidden_act": Word(),
-    "in_channels": Whole(3, 3),
-    "in_chans": Whole(3, 3),
-    "patch_size": _PATCH,
-    "spatial_merge_size": _PATCH,
-    "temporal_patch_size": _PATCH,
-    "rope_parameters": or_null(Section({"rope_type": Word(), "rope_theta": THETA})),
-}
+    cap_pixels_per_frame: bool | None
+    fps: FrameRate | None
+    min_frames: Frames | None
+    max_frames: Frames | None
+
+
+class _NestingFields(_ProcessorFields, total=False):
+    """processor_config.json nests what preprocessor_config.json holds at the top."""
+
+    image_processor: _ProcessorFields
+    video_processor: _ProcessorFields
+
+
+class _AxialFields(TypedDict, total=False):
+    rope_type: Name
+    rope_theta: Theta
+
+
+class TowerFields(TypedDict, total=False):
+    """What is read of every Qwen tower's configuration."""
+
+    model_type: Name
+    depth: Heads
+    num_heads: Heads
+    hidden_size: Hidden
+    hidden_act: Name
+    in_channels: Annotated[int, Bounds(3, 3)]
+    in_chans: Annotated[int, Bounds(3, 3)]
+    patch_size: Patch
+    spatial_merge_size: Patch
+    temporal_patch_size: Patch
+    rope_parameters: _AxialFields | None
+
+
+class _WindowedFields(TowerFields, total=False):
+    intermediate_size: Inner
+    out_hidden_size: Hidden
+    window_size: Annotated[int, Bounds(1, 1024)]
+    fullatt_block_indexes: Annotated[list[Annotated[int, Bounds(0, 1024)]], Bounds(0, 1024)]
+    tokens_per_second: Annotated[Number, Bounds(1, 1000)]
+
+
+class TokenFields(ConfigFields, total=False):
+    """What is read of every Qwen config.json, beside its sections for tower and decoder."""
+
+    image_token_id: Token
+    video_token_id: Token
+    vision_start_token_id: Token
+    vision_end_token_id: Token
+
+
+class FlatFields(TokenFields, DecoderFields, total=False):
+    """Published checkpoints have the decoder's settings at the top."""
+
+    text_config: TextFields | None
+
+
+class _ConfigFields(FlatFields, total=False):
+    vision_config: _WindowedFields | None
 
 
 class Qwen25VL(LlamaShaped):
@@ -89,29 +136,9 @@ class Qwen25VL(LlamaShaped):
     image_defaults: Mapping[str, Any] = IMAGE_DEFAULTS
     image_processors: Sequence[str] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
     """The names of those that are read, each also with Fast behind it."""
-    own_fields: Mapping[str, Kind] = {
-        # Published checkpoints have the decoder's settings at the top.
-        **{name: kind for name, kind in TEXT_FIELDS.items() if name != "model_type"},
-        "image_token_id": TOKEN,
-        "video_token_id": TOKEN,
-        "vision_start_token_id": TOKEN,
-        "vision_end_token_id": TOKEN,
-    }
-    vision_fields: Mapping[str, Kind] = {
-        **VISION_FIELDS,
-        "intermediate_size": INNER_SIZE,
-        "out_hidden_size": SIZE,
-        "window_size": Whole(1, 1024),
-        "fullatt_block_indexes": Listed(Whole(0, COUNT.most), 0, COUNT.most),
-        "tokens_per_second": Number(1, 1000),
-    }
-    # processor_config.json nests what preprocessor_config.json holds at the top
-    processor_fields: Mapping[str, Kind] = {
-        **_PROCESSOR_FIELDS,
-        "image_processor": Section(_PROCESSOR_FIELDS),
-        "video_processor": Section(_PROCESSOR_FIELDS),
-    }
-    video_fields: Mapping[str, Kind] = _PROCESSOR_FIELDS
+    config_fields: type = _ConfigFields
+    processor_fields: type = _NestingFields
+    video_fields: type = _ProcessorFields
     width_behind_merger = "out_hidden_size"
     """The name of the setting."""
     chat_template = (
@@ -179,8 +206,8 @@ class Qwen25VL(LlamaShaped):
         self._check_settings(expectations)
         least, most, token = known["min_pixels"], known["max_pixels"], self._pixels_each
         if not (isinstance(least, int) and isinstance(most, int) and 0 < least <= most and token <= most):
-            raise CheckpointError(
-                f"checkpoint '{self._source}': images may have {least!r} to {most!r} pixels, expected two whole "
+            raise self._error(
+                f"images may have {least!r} to {most!r} pixels, expected two whole "
                 f"numbers, the second no smaller than the first and than the {token} pixels of a token. "
                 "Mend min_pixels and max_pixels, or give --min-pixels and --max-pixels."
             )

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from sinkprune.export.checkpoint.config_fields import Kind, Number
-from sinkprune.export.families.llama_shaped import SIZE
-from sinkprune.export.families.qwen2_5_vl import VISION_FIELDS, Qwen25VL
+from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.image_settings import Number
+from sinkprune.export.families.llama_shaped import Hidden
+from sinkprune.export.families.qwen2_5_vl import FlatFields, Qwen25VL, TowerFields
 from sinkprune.export.models.qwen2_vision import Qwen2Vision
+
+
+class _VisionFields(TowerFields, total=False):
+    embed_dim: Hidden
+    mlp_ratio: Annotated[Number, Bounds(1, 64)]
+
+
+class _ConfigFields(FlatFields, total=False):
+    vision_config: _VisionFields | None
 
 
 class Qwen2VL(Qwen25VL):
@@ -18,7 +27,7 @@ class Qwen2VL(Qwen25VL):
     tower = Qwen2Vision
     activation = "quick_gelu"
     width_behind_merger = "hidden_size"
-    vision_fields: Mapping[str, Kind] = {**VISION_FIELDS, "embed_dim": SIZE, "mlp_ratio": Number(1, 64)}
+    config_fields = _ConfigFields
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:
         return {

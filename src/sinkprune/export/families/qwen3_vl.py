@@ -5,28 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from math import isqrt
-from typing import Any
+from typing import Annotated, Any
 
-from sinkprune.contract.errors import CheckpointError
-from sinkprune.export.checkpoint.config_fields import Flag, Kind, Listed, Section, Whole, or_null
+from sinkprune.contract.checks.fields import Bounds
 from sinkprune.export.families.llama_shaped import (
-    COUNT,
-    INNER_SIZE,
-    ROPE_FIELDS,
-    SIZE,
-    TEXT_FIELDS,
-    TOKEN,
+    Hidden,
+    Inner,
+    RopeFields,
     Setting,
+    TextFields,
     read_language_model,
 )
-from sinkprune.export.families.qwen2_5_vl import IMAGE_DEFAULTS, VISION_FIELDS, Qwen25VL
+from sinkprune.export.families.qwen2_5_vl import IMAGE_DEFAULTS, Qwen25VL, TokenFields, TowerFields
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.qwen3_vision import Qwen3Vision
 
 _DEEPSTACK = 3
 """As many sets as the first segment of a decoder has layers: (2, 6, 15) is where the method cuts."""
-_ROPE = or_null(Section({**ROPE_FIELDS, "mrope_interleaved": Flag()}))
 _AXES = 3
+
+
+class _RopeFields(RopeFields, total=False):
+    mrope_interleaved: bool
+
+
+class _TextFields(TextFields, total=False):
+    rope_scaling: _RopeFields | None  # type: ignore[misc]
+    rope_parameters: _RopeFields | None  # type: ignore[misc]
+
+
+class _VisionFields(TowerFields, total=False):
+    intermediate_size: Inner
+    out_hidden_size: Hidden
+    num_position_embeddings: Annotated[int, Bounds(1, 1 << 20)]
+    deepstack_visual_indexes: Annotated[list[Annotated[int, Bounds(0, 1024)]], Bounds(0, 1024)]
+
+
+class _ConfigFields(TokenFields, total=False):
+    vision_config: _VisionFields | None
+    text_config: _TextFields | None
 
 
 class Qwen3VL(Qwen25VL):
@@ -36,20 +53,7 @@ class Qwen3VL(Qwen25VL):
     tower = Qwen3Vision
     activation = "gelu_pytorch_tanh"
     deepstack = _DEEPSTACK
-    text_fields: Mapping[str, Kind] = {**TEXT_FIELDS, "rope_scaling": _ROPE, "rope_parameters": _ROPE}
-    own_fields: Mapping[str, Kind] = {
-        "image_token_id": TOKEN,
-        "video_token_id": TOKEN,
-        "vision_start_token_id": TOKEN,
-        "vision_end_token_id": TOKEN,
-    }
-    vision_fields: Mapping[str, Kind] = {
-        **VISION_FIELDS,
-        "intermediate_size": INNER_SIZE,
-        "out_hidden_size": SIZE,
-        "num_position_embeddings": Whole(1, 1 << 20),
-        "deepstack_visual_indexes": Listed(Whole(0, COUNT.most), 0, COUNT.most),
-    }
+    config_fields = _ConfigFields
     image_defaults: Mapping[str, Any] = {**IMAGE_DEFAULTS, "patch_size": 16}
     image_processors = ("Qwen2VLImageProcessor",)
     chat_template = (
@@ -94,8 +98,8 @@ class Qwen3VL(Qwen25VL):
         blocks, table = tuple(vision.deepstack_visual_indexes), vision.num_position_embeddings
         ascending = all(before < after for before, after in pairwise((*blocks, vision.depth)))
         if len(blocks) != _DEEPSTACK or not ascending:
-            raise CheckpointError(
-                f"checkpoint '{self._source}': vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
+            raise self._error(
+                f"vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
                 f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind the "
                 f"decoder's first {_DEEPSTACK} layers, and only its first segment, which ends there, takes any."
             )

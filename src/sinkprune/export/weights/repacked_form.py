@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
 from sinkprune.contract.precision import Array
 from sinkprune.export.weights.quantised_weights import QuantisedLayer, QuantisedWeights
-from sinkprune.export.weights.weight_forms import Matrices, Matrix, WeightForm, block_of, stored_4_bits, typed
+from sinkprune.export.weights.weight_forms import Matrices, Matrix, WeightForm, block_of, dequantised
 
 
 class CheckpointForm(WeightForm):
@@ -76,43 +75,30 @@ class RepackedForm(WeightForm):
         return [self._weights.layer(name, matrix.inputs, outputs) for name, outputs in matrix.parts.items()]
 
     def _matrix(self, graph: Matrices, layers: Sequence[QuantisedLayer], matrix: Matrix) -> ir.Value:
-        quantisation, op, name = self._weights.quantisation, graph.op, matrix.name
-        inputs, outputs, group = matrix.inputs, matrix.outputs, layers[0].group
-        if self._most_in_block is None:
-            block, shape, place = inputs, [outputs], {"axis": 1}
-        else:
-            block = block_of(name, group, self._most_in_block)
-            shape, place = [inputs // block, outputs], {"axis": 0, "block_size": block}
+        quantisation, group = self._weights.quantisation, layers[0].group
+        form = quantisation.form
+        block = None if self._most_in_block is None else block_of(matrix.name, group, self._most_in_block)
 
         def by_block(by_group: Sequence[Array]) -> Array:
-            return np.repeat(_beside(by_group), group // block, axis=0).reshape(shape)
+            return np.repeat(_beside(by_group), group // (block or group), axis=0)
 
         def codes() -> Array:
             found = _beside([layer.codes() for layer in layers])
             self._on_read(found.size)
             return found if form == "uint4" else (found - np.uint8(1 << (quantisation.bits - 1))).view(np.int8)
 
-        def scales() -> ir.Tensor[Array]:
+        def scales() -> Array:
             scales = []
             for part, layer in zip(matrix.parts, layers, strict=True):
                 # Whether it is symmetric is known by its zero points alone.
                 layer.zeros()
                 scales.append(graph.precision.converted(f"{part}.scale", layer.scales()))
-            return ir.Tensor(by_block(scales))
+            return by_block(scales)
 
         def zeros() -> Array:
             return by_block([layer.zeros() for layer in layers])
 
-        form = quantisation.form
-        four_bits = partial(stored_4_bits, graph)
-        if form == "int8":
-            stored = graph.stored(name, ir.DataType.INT8, [inputs, outputs], lambda: ir.Tensor(codes()))
-        else:
-            stored = four_bits(name, ir.DataType[form.upper()], [inputs, outputs], codes)
-        operands = [stored, graph.stored(f"{name}.scale", graph.precision.onnx, shape, scales)]
-        if form == "uint4":
-            operands.append(four_bits(f"{name}.zero", ir.DataType.UINT4, shape, zeros))
-        return typed(graph, op.DequantizeLinear(*operands, **place), stored)
+        return dequantised(graph, matrix, form, block, codes, scales, zeros if form == "uint4" else None)
 
 
 def _beside(parts: Sequence[Array]) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -127,120 +126,81 @@ class FloatForm(WeightForm):
         return value if self._dtype == graph.precision.numpy else graph.op.Cast(value, to=graph.precision.onnx)
 
 
-class Int8Form(WeightForm):
-    """int8, one scale for each output."""
+class RoundedForm(WeightForm):
+    """Rounded as it is written: int8 with a scale an output, int4 and uint4 with one for each block of inputs."""
 
-    least_opset = 19
-
-    def __init__(self, on_rounded: OnRounded, rounding: Rounding) -> None:
-        self._on_rounded, self._rounding = on_rounded, rounding
-
-    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
-        name, shape = matrix.name, [matrix.inputs, matrix.outputs]
-        round_ = partial(self._rounding, most=127, block=matrix.inputs, dtype=graph.precision.numpy)
-        found = _RoundedMatrix(graph, matrix, round_, self._on_rounded)
-        codes = graph.stored(name, ir.DataType.INT8, shape, lambda: ir.Tensor(found.codes().T))
-        scales = graph.stored(
-            f"{name}.scale", graph.precision.onnx, [matrix.outputs], lambda: ir.Tensor(found.next()[:, 0])
-        )
-        return typed(graph, graph.op.DequantizeLinear(codes, scales, axis=1), codes)
-
-
-class Int4Form(WeightForm):
-    """int4, one scale for each block of at most `most_in_block` inputs."""
-
-    # Of INT4 and of blocks
-    least_opset = 21
-
-    def __init__(self, most_in_block: int, on_rounded: OnRounded, rounding: Rounding) -> None:
-        self._most_in_block, self._on_rounded, self._rounding = most_in_block, on_rounded, rounding
+    def __init__(
+        self, name: WeightsName, most_in_block: int | None, rounding: Rounding, on_rounded: OnRounded
+    ) -> None:
+        self._name, self._most_in_block = name, most_in_block
+        self._rounding, self._on_rounded = rounding, on_rounded
+        self.least_opset = 19 if most_in_block is None else 21
 
     def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
-        name, inputs, outputs = matrix.name, matrix.inputs, matrix.outputs
-        block = block_of(name, inputs, self._most_in_block)
-        round_ = partial(self._rounding, most=7, block=block, dtype=graph.precision.numpy)
-        found = _RoundedMatrix(graph, matrix, round_, self._on_rounded)
-        codes = stored_4_bits(graph, name, ir.DataType.INT4, [inputs, outputs], lambda: found.codes().T)
-        scales = graph.stored(
-            f"{name}.scale", graph.precision.onnx, [inputs // block, outputs], lambda: ir.Tensor(found.next().T)
-        )
-        return typed(graph, graph.op.DequantizeLinear(codes, scales, axis=0, block_size=block), codes)
+        block = None if self._most_in_block is None else block_of(matrix.name, matrix.inputs, self._most_in_block)
+        others: list[Array] = []
+
+        def codes() -> Array:
+            """Read and round the matrix, part by part; scales and zero points are written after its codes."""
+            parts = [self._rounded(graph, name, weight, block) for name, weight in matrix.read(graph)]
+            codes, *rest = (below(same) for same in zip(*parts, strict=True))
+            others.extend(rest)
+            return codes.T
+
+        def following() -> Array:
+            return others.pop(0).T
+
+        zeros = following if self._name == "uint4" else None
+        return dequantised(graph, matrix, self._name, block, codes, following, zeros)
+
+    def _rounded(self, graph: Matrices, name: str, weight: Array, block: int | None) -> Rounded | RoundedFromZero:
+        # Refused where the graph's type cannot hold it, rounded from what was read.
+        graph.precision.converted(name, weight)
+        block, dtype = block or weight.shape[1], graph.precision.numpy
+        if self._name == "uint4":
+            found: Rounded | RoundedFromZero = rounded_from_zero(weight, 15, block, dtype)
+        else:
+            found = self._rounding(name, weight, 127 if self._name == "int8" else 7, block, dtype)
+        self._on_rounded(name, weight, found)
+        return found
 
 
-class Uint4Form(WeightForm):
-    """uint4, one scale and one zero point for each block of at most `most_in_block` inputs."""
-
-    # Of UINT4 and of blocks
-    least_opset = 21
-
-    def __init__(self, most_in_block: int, on_rounded: OnRounded) -> None:
-        self._most_in_block, self._on_rounded = most_in_block, on_rounded
-
-    def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
-        name, inputs, outputs = matrix.name, matrix.inputs, matrix.outputs
-        block = block_of(name, inputs, self._most_in_block)
-
-        def round_(part: str, weight: Array) -> RoundedFromZero:
-            return rounded_from_zero(weight, 15, block, graph.precision.numpy)
-
-        found = _RoundedMatrix(graph, matrix, round_, self._on_rounded)
-        shape = [inputs // block, outputs]
-        codes = stored_4_bits(graph, name, ir.DataType.UINT4, [inputs, outputs], lambda: found.codes().T)
-        scales = graph.stored(f"{name}.scale", graph.precision.onnx, shape, lambda: ir.Tensor(found.next().T))
-        zeros = stored_4_bits(graph, f"{name}.zero", ir.DataType.UINT4, shape, lambda: found.next().T)
-        return typed(graph, graph.op.DequantizeLinear(codes, scales, zeros, axis=0, block_size=block), codes)
-
-
-def stored_4_bits(
-    graph: Matrices, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], Array]
+def dequantised(
+    graph: Matrices,
+    matrix: Matrix,
+    form: WeightsName,
+    block: int | None,
+    codes: Callable[[], Array],
+    scales: Callable[[], Array],
+    zeros: Callable[[], Array] | None,
 ) -> ir.Value:
-    """A weight of two codes in a byte, of the codes that `read` gives."""
-    return graph.stored(name, dtype, shape, lambda: ir.PackedTensor(packed(read()), dtype, shape=ir.Shape(shape)))
+    """The matrix of `codes` [inputs,outputs], with `scales` and `zeros` [inputs/block,outputs] or, without a block,
+    [outputs]; they are read in this order when the graph is saved."""
+    dtype, shape = ir.DataType[form.upper()], [matrix.inputs, matrix.outputs]
+    place: dict[str, int] = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
+    each = [matrix.outputs] if block is None else [matrix.inputs // block, matrix.outputs]
 
+    def stored(name: str, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
+        if form == "int8":
+            return graph.stored(name, dtype, shape, lambda: ir.Tensor(read()))
+        # Two codes in a byte
+        return graph.stored(name, dtype, shape, lambda: ir.PackedTensor(packed(read()), dtype, shape=ir.Shape(shape)))
 
-def typed(graph: Matrices, matrix: ir.Value, codes: ir.Value) -> ir.Value:
-    """`matrix`, of the shape of its `codes`: not every opset's inference tells it, and dialects ask for shapes."""
-    matrix.shape, matrix.type = codes.shape, ir.TensorType(graph.precision.onnx)
-    return matrix
+    operands = [stored(matrix.name, shape, codes)]
+    operands.append(
+        graph.stored(f"{matrix.name}.scale", graph.precision.onnx, each, lambda: ir.Tensor(scales().reshape(each)))
+    )
+    if zeros is not None:
+        operands.append(stored(f"{matrix.name}.zero", each, zeros))
+    floats: ir.Value = graph.op.DequantizeLinear(*operands, **place)
+    # Not every opset's inference tells them, and dialects ask for shapes.
+    floats.shape, floats.type = operands[0].shape, ir.TensorType(graph.precision.onnx)
+    return floats
 
 
 def below(parts: Sequence[Array]) -> Array:
     """`parts` [n,...], one below the other; one alone is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-class _RoundedMatrix:
-    """A matrix that is read and rounded once, part by part, when its codes are asked for; what else there is of it is
-    asked for next."""
-
-    def __init__(
-        self,
-        graph: Matrices,
-        matrix: Matrix,
-        round_: Callable[[str, Array], Rounded | RoundedFromZero],
-        on_rounded: OnRounded,
-    ) -> None:
-        self._graph, self._matrix = graph, matrix
-        self._round, self._on_rounded = round_, on_rounded
-        self._others: list[Array] = []
-
-    def codes(self) -> Array:
-        parts = [self._rounded(name, weight) for name, weight in self._matrix.read(self._graph)]
-        codes, *self._others = (below(same) for same in zip(*parts, strict=True))
-        return codes
-
-    def next(self) -> Array:
-        """Scales, then zero points, each once."""
-        if not self._others:
-            raise RuntimeError(f"the codes of '{self._matrix.name}' are written before what belongs to them")
-        return self._others.pop(0)
-
-    def _rounded(self, name: str, weight: Array) -> Rounded | RoundedFromZero:
-        # Refused where the graph's type cannot hold it, rounded from what was read.
-        self._graph.precision.converted(name, weight)
-        found = self._round(name, weight)
-        self._on_rounded(name, weight, found)
-        return found
 
 
 def largest_block(inputs: int, most: int) -> int | None:
@@ -267,13 +227,9 @@ def form_of(
 ) -> WeightForm:
     """The form of that name; `block_size` is that of forms in blocks, `rounding` the rule of those without zero
     points."""
-    if name == "int8":
-        return Int8Form(on_rounded, rounding)
-    if name == "int4":
-        return Int4Form(block_size or DEFAULT_BLOCK_SIZE, on_rounded, rounding)
-    if name == "uint4":
-        return Uint4Form(block_size or DEFAULT_BLOCK_SIZE, on_rounded)
-    return FloatForm(name)
+    if name in _FLOAT_TYPES:
+        return FloatForm(name)
+    return RoundedForm(name, None if name == "int8" else block_size or DEFAULT_BLOCK_SIZE, rounding, on_rounded)
 
 
 def chosen_forms(

@@ -7,13 +7,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs
-from sinkprune.contract.files.schema import to_json
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.host.machine import read_machine
 from sinkprune.jetson.host.python_environment import this_environment

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
-from sinkprune.contract.files.schema import to_json
 from sinkprune.contract.files.trust import Trust, add_trust_options
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS, COMPUTES, Compute

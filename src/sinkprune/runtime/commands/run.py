@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
@@ -17,7 +18,6 @@ from sinkprune.contract.costs.cache import cache_file
 from sinkprune.contract.costs.file import read_costs
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
-from sinkprune.contract.files.schema import to_json
 from sinkprune.runtime.commands import (
     PictureOptions,
     load_pipeline,

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.image_settings import TileSettings
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.processors.image_settings import TileSettings, check_image_settings
 from sinkprune.runtime.processors.square import SquareProcessor
 
 Size = tuple[int, int]
@@ -34,7 +35,7 @@ class LlavaNextProcessor:
 
     def __init__(self, settings: Mapping[str, Any], side: int) -> None:
         """Raises `SchemaError` for settings that are malformed."""
-        check_image_settings(TileSettings, settings)
+        from_json(TileSettings, settings, "$.processor")
         self._settings, self._side = settings, side
         self._square = SquareProcessor(settings)
 

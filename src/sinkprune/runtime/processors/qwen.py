@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.image_settings import PatchSettings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.clip import ClipSize, Shown
-from sinkprune.runtime.processors.image_settings import PatchSettings, check_image_settings
 from sinkprune.runtime.processors.pixel_values import pixel_values
 from sinkprune.runtime.processors.torchvision_resize import TorchvisionResize
 
@@ -40,7 +41,7 @@ class QwenProcessor:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises `SchemaError` for settings that are malformed."""
-        check_image_settings(PatchSettings, settings)
+        from_json(PatchSettings, settings, "$.processor")
         self._settings = settings
 
     def __call__(self, picture: Image.Image | Shown) -> Array:

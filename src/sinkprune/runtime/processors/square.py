@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.errors import ImageError
+from sinkprune.contract.image_settings import SquareSettings
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.fits import Fit, fitted_settings
-from sinkprune.runtime.processors.image_settings import SquareSettings, check_image_settings
 from sinkprune.runtime.processors.pixel_values import pixel_values
 
 # An image this large after resizing is a panorama whose crop shows next to nothing of it.
@@ -26,7 +27,7 @@ class SquareProcessor:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Raises `SchemaError` for settings that are malformed."""
-        check_image_settings(SquareSettings, settings)
+        from_json(SquareSettings, settings, "$.processor")
         self._settings = settings
 
     def __call__(self, image: Image.Image) -> Array:

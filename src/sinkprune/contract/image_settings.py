@@ -1,0 +1,75 @@
+"""What a bundle's `processor` holds, as far as it is read: transformers' settings of images, with bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypedDict
+
+from sinkprune.contract.checks.fields import Bounds
+from sinkprune.contract.towers import Side
+
+Number = int | float
+Scale = Annotated[Number, Bounds(1e-6, 1e3)]
+"""By what pixels are multiplied or divided."""
+Colours = Annotated[list[Annotated[Number, Bounds(-1e3, 1e3)]], Bounds(3, 3)]
+Scales = Annotated[list[Scale], Bounds(3, 3)]
+Pixels = Annotated[int, Bounds(1, 1 << 28)]
+LeastPixels = Annotated[int, Bounds(1, 1 << 24)]
+"""To how many pixels smaller pictures are enlarged."""
+Frames = Annotated[int, Bounds(1, 1 << 20)]
+FrameRate = Annotated[Number, Bounds(1e-3, 1e3)]
+Filter = Annotated[int, Bounds(0, 5)]
+"""One of Pillow's filters (`PIL.Image.Resampling`)."""
+Pinpoints = Annotated[list[Annotated[list[Side], Bounds(2, 2)]], Bounds(0, 1000)]
+"""Heights and widths that an image may be fitted to."""
+
+
+class PixelSettings(TypedDict):
+    """How 8-bit pixels become floats."""
+
+    do_rescale: bool
+    rescale_factor: Scale
+    do_normalize: bool
+    image_mean: Colours
+    image_std: Scales
+    resample: Filter
+
+
+class SquareSettings(PixelSettings):
+    """How an image becomes a square."""
+
+    do_resize: bool
+    size: dict[str, Side]
+    do_center_crop: bool
+    crop_size: dict[str, Side]
+    do_pad: bool
+
+
+class TileSettings(SquareSettings):
+    """How an image becomes several squares."""
+
+    image_grid_pinpoints: Pinpoints
+
+
+class VideoSettings(TypedDict):
+    """Which frames of a clip are shown, and how large."""
+
+    min_pixels: LeastPixels
+    max_pixels: Pixels
+    most_tokens: Pixels
+    fps: FrameRate
+    min_frames: Frames
+    max_frames: Frames
+
+
+class _Video(TypedDict, total=False):
+    video: VideoSettings | None
+
+
+class PatchSettings(PixelSettings, _Video):
+    """How an image of any size becomes patches, and with `video` a clip."""
+
+    min_pixels: LeastPixels
+    max_pixels: Pixels
+    patch_size: Side
+    temporal_patch_size: Side
+    merge_size: Side

@@ -1,0 +1,146 @@
+"""Methods that choose tokens before the LLM, as many as meet the budget's mean, and keep them in raster order;
+docs/methods.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import onnx_ir as ir
+
+from sinkprune.contract.budgets import Budget
+from sinkprune.export.graph import Graph
+from sinkprune.export.pruning.equal_mean import kept_before, tokens_into_llm
+from sinkprune.export.pruning.functions import cosines, diversity_select, unit_rows
+from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
+from sinkprune.export.pruning.sanitizer import (
+    Features,
+    ascending,
+    give_tokens,
+    largest,
+    mask_of,
+    new_sanitizer,
+    smallest,
+)
+from sinkprune.export.pruning.shares import Count, sanitizer_counts, vector
+
+PIVOTS = 4
+SEED = 0
+_FLOAT = ir.DataType.FLOAT
+
+Choose = Callable[[PlanFacts, Budget, Graph, Features, Callable[[], Count]], ir.Value]
+"""Writes into a sanitizer that keeps the shares of a budget which tokens stay: their index [G,k], or [1,k] for all
+groups alike. The last argument gives k."""
+
+
+def fastervlm(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+    """FasterVLM ("[CLS] Attention is All You Need for Training-Free Visual Token Pruning"): the tokens of largest CLS
+    attention. That is our salience, which towers without a CLS token have too."""
+    facts.check_ranked(facts.most_counts(kept).kept)
+    count = k()
+    return ascending(graph, largest(graph, features.salience, count), count)
+
+
+def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+    """DivPrune ("DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models"): the tokens least
+    similar to each other, by greedy max-min cosine distance.
+
+    Our DIV rule with one token reserved: the one whose largest similarity to any other is smallest. Like DIV it takes
+    several tokens a round; DivPrune's own serial rule is the budget's option `serial`, one round a token, 1.6 kB of
+    graph a round.
+    """
+    most, batch = facts.most_counts(kept).kept, kept.diversity_group_size
+    facts.check_ranked(most)
+    op = graph.op
+    index = _loneliest(graph, features)
+    if most > 1:
+        function = diversity_select(rounds=-(-(most - 1) // batch), opset=facts.dialect.OPSET)
+        count = k()
+        candidate = op.Not(mask_of(graph, features, index))
+        others = op.call(function, features.tokens, candidate, index, op.Sub(vector(count), [1]), batch=batch)
+        index = ascending(graph, op.Concat(index, others, axis=1), count)
+    return index
+
+
+def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+    """DART ("Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More"): the pivots,
+    4 tokens of largest norm, and for each in turn its share of the tokens least similar to it.
+
+    Shares are equal but for one token; what an earlier pivot took is no candidate of a later one. DART's 4 text
+    pivots are keys of a decoder layer: before the LLM, where this plan acts, there are none.
+    """
+    most = facts.most_counts(kept).kept
+    facts.check_ranked(most)
+    op, count = graph.op, k()
+    pivots = op.Min(vector(count), [PIVOTS])
+    chosen = largest(graph, features.norms, pivots)
+    similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=_FLOAT)), chosen)
+    # No image has a share for more pivots than the largest.
+    for pivot in range(min(PIVOTS, most - PIVOTS)):
+        # Where an image keeps fewer than there are pivots, the last stands for those it lacks, and its share is 0.
+        share = op.Max(op.Div(op.Sub(vector(count), [1 + pivot]), pivots), [0])
+        to_pivot = op.Squeeze(op.Gather(similarity, op.Min([pivot], op.Sub(pivots, [1])), axis=2), [2])
+        free = op.Where(mask_of(graph, features, chosen), float("inf"), to_pivot)
+        chosen = op.Concat(chosen, smallest(graph, free, share), axis=1)
+    return ascending(graph, chosen, count)
+
+
+def uniform(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+    """A baseline that never looks at the image: the middle token of each of k equal parts of it."""
+    op, (tokens, count) = graph.op, _sizes(graph, features, k)
+    part = op.Unsqueeze(op.Range(0, op.Squeeze(count), 1), [0])
+    return op.Div(op.Mul(op.Add(op.Mul(part, 2), 1), tokens), op.Mul(count, 2))
+
+
+def random(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
+    """Another: the k tokens of largest score, scores drawn from `SEED`. What a small budget keeps, a large one keeps
+    too, and all images of as many tokens keep the same places."""
+    facts.check_ranked(facts.most_counts(kept).kept)
+    draw = Random(SEED)
+    scores = [draw.random() for _ in range(facts.most_at_once(kept))]
+    ranks = [0.0] * len(scores)
+    # Ranks, because scores may tie when they are rounded to fp32.
+    for rank, token in enumerate(sorted(range(len(scores)), key=scores.__getitem__)):
+        ranks[token] = float(rank)
+    op, (tokens, count) = graph.op, _sizes(graph, features, k)
+    own = op.Slice(op.Constant(value_floats=ranks), [0], tokens, [0])
+    return ascending(graph, largest(graph, op.Unsqueeze(own, [0]), count), count)
+
+
+def _sizes(graph: Graph, features: Features, k: Callable[[], Count]) -> tuple[ir.Value, ir.Value]:
+    """N and k, each [1] int64."""
+    count, tokens = k(), graph.op.Shape(features.norms, start=1, end=2)
+    return tokens, graph.op.Constant(value_ints=vector(count)) if isinstance(count, int) else count
+
+
+def _loneliest(graph: Graph, features: Features) -> ir.Value:
+    """[G,1]: the token whose largest cosine with another is smallest."""
+    op = graph.op
+    place = op.Range(0, op.Squeeze(op.Shape(features.norms, start=1, end=2)), 1)
+    everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(features.norms))
+    unit = unit_rows(op, op.Cast(features.tokens, to=_FLOAT))
+    itself = op.Equal(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
+    similarity = op.Where(itself, float("-inf"), cosines(op, unit, everyone))
+    return smallest(graph, op.ReduceMax(similarity, [-1], keepdims=0), 1)
+
+
+def _build(choose: Choose, by_salience: bool, facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """The plan of a method; tokens chosen by salience are booked as the budget's `reserve`, others as `diverse`."""
+    share = {"reserve" if by_salience else "diverse": tokens_into_llm(facts, budget)}
+    kept = kept_before(facts, budget, **share)
+    graph, features = new_sanitizer(facts, kept)
+
+    def count() -> Count:
+        counts = sanitizer_counts(graph.op, facts, kept, features.norms)
+        return counts.reserve if by_salience else counts.diverse
+
+    give_tokens(graph, facts, kept, features, choose(facts, kept, graph, features, count))
+    return PlanGraphs(kept, graph)
+
+
+METHODS = {
+    "fastervlm": partial(_build, fastervlm, True),
+    **{choose.__name__: partial(_build, choose, False) for choose in (divprune, dart, uniform, random)},
+}

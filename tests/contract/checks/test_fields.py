@@ -1,0 +1,147 @@
+"""Values of JSON files: what is missing, of another kind or out of bounds is refused, and messages say where."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sinkprune.contract.checks.fields import Bounds, SchemaError, from_json, to_json
+from sinkprune.contract.engines_manifest import EnginesManifest
+from sinkprune.contract.manifest import LanguageModel, Manifest
+from sinkprune.contract.plans import Plan
+
+Share = Annotated[int | float, Bounds(0, 1)]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A part of `Tree`."""
+
+    size: Annotated[int, Bounds(1, 64)]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Fruit:
+    """Another."""
+
+    name: str
+
+
+class Loose(TypedDict, total=False):
+    """An object whose other fields are nobody's concern, and whose own may be left out."""
+
+    share: Share | None
+    name: Annotated[str, Bounds(1, 9)]
+    pairs: Annotated[list[Share], Bounds(2, 2)] | int
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Every kind of field that files have."""
+
+    name: str
+    flag: bool
+    count: int
+    ratio: float
+    kind: Literal["oak", "elm"]
+    parent: str | None
+    leaves: tuple[Leaf, ...]
+    by_name: dict[str, Leaf]
+    either: Leaf | Fruit
+    loose: Loose
+    anything: Any
+
+
+LOOSE: Loose = {"share": 1, "name": "a", "pairs": [0, 0.5]}
+TREE = Tree("a", True, 3, 0.5, "oak", None, (Leaf(1, 2.0),), {"l": Leaf(2, 1.5)}, Fruit("pear"), LOOSE, [1, "n"])
+JSON: dict[str, Any] = json.loads(json.dumps(to_json(TREE)))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=15,
+)
+
+
+def test_values_come_back_as_they_were() -> None:
+    assert JSON["leaves"] == [{"size": 1, "scale": 2.0}]
+    assert from_json(Tree, JSON) == TREE
+    assert from_json(Tree, {**JSON, "parent": "b"}).parent == "b"
+    # A whole number is a float where one is expected, and stays what it is where both are.
+    assert repr(from_json(Tree, {**JSON, "ratio": 2}).ratio) == "2.0"
+    assert repr(from_json(Tree, JSON).loose) == repr(LOOSE)
+    assert from_json(Loose, {"bomb": 10**30, "pairs": 4}) == {"pairs": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": 1}, "$.name: found 1, expected text"),
+        ({"flag": 1}, "$.flag: found 1, expected true or false"),
+        ({"count": True}, "$.count: found True, expected a whole number"),
+        ({"count": 3.0}, "$.count: found 3.0, expected a whole number"),
+        ({"ratio": False}, "$.ratio: found False, expected a number"),
+        ({"ratio": math.inf}, "$.ratio: found inf, expected a number"),
+        ({"ratio": 10**400}, "$.ratio: found a number of more than 80 digits, expected a number"),
+        ({"kind": "ash"}, "$.kind: found 'ash', expected one of 'oak', 'elm'"),
+        ({"kind": {}}, "$.kind: found {}, expected one of 'oak', 'elm'"),
+        ({"parent": 1}, "$.parent: found 1, expected text or null"),
+        ({"leaves": {}}, "$.leaves: found {}, expected a list"),
+        ({"leaves": [None]}, "$.leaves[0]: found None, expected an object"),
+        ({"leaves": [{"size": 1}]}, "$.leaves[0]: missing field 'scale'"),
+        ({"leaves": [{"size": 1, "scale": 1, "x": 1}]}, "$.leaves[0]: unknown field 'x'"),
+        ({"leaves": [{"size": 65, "scale": 1}]}, "$.leaves[0].size: found 65, expected a whole number from 1 to 64"),
+        ({"by_name": {"l": {}}}, "$.by_name.l: missing field 'size'"),
+        ({"either": {"size": 1}}, "$.either: missing field 'scale'"),
+        ({"either": {"names": 1}}, "$.either: missing field 'name'"),
+        ({"loose": []}, "$.loose: found [], expected an object"),
+        ({"loose": {"share": 1.5}}, "$.loose.share: found 1.5, expected a number from 0 to 1 or null"),
+        ({"loose": {"share": math.nan}}, "$.loose.share: found nan, expected a number from 0 to 1 or null"),
+        ({"loose": {"name": ""}}, "$.loose.name: found '', expected 1 to 9 printable characters"),
+        ({"loose": {"name": "\n"}}, "$.loose.name: found '\\n', expected 1 to 9 printable characters"),
+        ({"loose": {"pairs": [1]}}, "expected a list of 2, each a number from 0 to 1 or a whole number"),
+        ({"loose": {"pairs": [1, 2]}}, "$.loose.pairs[1]: found 2, expected a number from 0 to 1"),
+        ({"count": "x" * 10**6}, f"$.count: found 'x{'x' * 78}..., expected a whole number"),
+        ({"nmae": 1}, "$: unknown field 'nmae'"),
+        ({"__class__": 1}, "$: unknown field '__class__'"),
+    ],
+)
+def test_the_message_says_where_what_was_found_and_what_was_expected(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        from_json(Tree, {**JSON, **change})
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("field", JSON)
+def test_a_missing_field_is_refused_by_name(field: str) -> None:
+    with pytest.raises(SchemaError, match=rf"^\$: missing field '{field}'$"):
+        from_json(Tree, {name: value for name, value in JSON.items() if name != field})
+
+
+@given(data=VALUES, kind=st.sampled_from((Tree, Manifest, LanguageModel, Plan, EnginesManifest)))
+@settings(max_examples=200, deadline=None)
+def test_any_json_value_is_refused_as_a_whole(data: Any, kind: type) -> None:
+    with pytest.raises(SchemaError):
+        from_json(kind, data)
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_any_value_in_any_field_is_refused_or_read_as_it_is(data: st.DataObject) -> None:
+    field = data.draw(st.sampled_from(sorted(set(get_type_hints(Tree)) - {"loose"})))
+    value = data.draw(VALUES)
+    try:
+        read = from_json(Tree, {**JSON, field: value})
+    except SchemaError as error:
+        assert str(error).startswith(f"$.{field}")
+    else:
+        # repr tells 1 from True and lets NaN equal itself; whole numbers become floats.
+        expected = float(value) if field == "ratio" else value
+        assert repr(to_json(read)[field]) == repr(expected)
