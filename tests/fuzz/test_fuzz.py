@@ -34,7 +34,7 @@ def worker() -> Iterator[Worker]:
 def found_before() -> Iterator[object]:
     """The corpus; of each kind the suite takes every so many, and `make test-slow` all.
 
-    test_template_bombs.py renders all templates, and all tokenizers are tried at `run`.
+    test_text_bombs.py renders all templates, and all tokenizers are tried at `run`.
     """
     one_of = {"templates/": 20, "manifests.jsonl": 3, "checkpoints.jsonl": 2}
     for number, (name, case) in enumerate(corpus()):

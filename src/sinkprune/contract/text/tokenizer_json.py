@@ -1,7 +1,6 @@
 """tokenizer.json, checked before the tokenizers library reads it: what a stranger wrote there must not end a process.
 
-The library takes any file that parses. Some then have it allocate by an id in the file, search for hours or end the
-process: those are refused here. Whether a file says all that its parts need is the library's to tell.
+The library reports most damage itself. Refused here is what would have it search for hours, fill the memory or panic.
 """
 
 from __future__ import annotations
@@ -19,48 +18,55 @@ _LETTERS = 1000
 """The most letters of a token or of a pattern."""
 _ADDED_LETTERS = 1 << 20
 """The most letters of all added tokens together: an automaton is made of them."""
-_PARTS = 100
-"""The most parts of a component."""
+_PARTS = 10
+"""The most parts of a component, and the most tokens that a post-processor adds in one place."""
 _GROWTH = 8
-"""How many times as long as it was a text may become."""
-_NORMALIZERS = frozenset(
-    {"BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Prepend"}
-    | {"Replace", "Sequence", "Strip", "StripAccents"}
-)
-_PRE_TOKENIZERS = frozenset(
-    {"BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation"}
-    | {"Sequence", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit"}
-)
-_POST_PROCESSORS = frozenset({"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"})
-_DECODERS = frozenset(
-    {"BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Replace", "Sequence", "Strip"}
-    | {"WordPiece"}
-)
+"""How many times as long as it was a component may make a text."""
 _COMPONENTS = {
-    "normalizer": (_NORMALIZERS, "normalizers"),
-    "pre_tokenizer": (_PRE_TOKENIZERS, "pretokenizers"),
-    "post_processor": (_POST_PROCESSORS, "processors"),
-    "decoder": (_DECODERS, "decoders"),
+    "normalizer": {
+        "ByteLevel": 4,
+        "Lowercase": 1,
+        "NFC": 3,
+        "NFD": 3,
+        "NFKC": 3,
+        "NFKD": 3,
+        "Prepend": 2,
+        "Strip": 1,
+    },
+    "pre_tokenizer": {
+        "ByteLevel": 4,
+        "Digits": 1,
+        "Metaspace": 2,
+        "Punctuation": 1,
+        "Split": 1,
+        "WhitespaceSplit": 1,
+    },
+    "post_processor": {"ByteLevel": 1, "RobertaProcessing": 1, "TemplateProcessing": 1},
+    "decoder": {"ByteFallback": 1, "ByteLevel": 1, "Fuse": 1, "Metaspace": 1, "Strip": 1},
 }
-"""The types a component may have, and where one of type Sequence has its parts."""
+"""The types of parts that published BPE tokenizers have, and how many times as long each makes a text. No component
+can have two forms of Unicode: characters that one takes apart could be put together again between them."""
+_SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def check_tokenizer_json(data: bytes) -> None:
     """Raises `UnreadableError` for a tokenizer.json that is damaged, or that no tokenizer needs to be."""
-    root = parsed_json(data, _unique)
-    if not isinstance(root, dict):
-        raise UnreadableError(f"holds {type(root).__name__}, expected a JSON object")
+    root = _object(parsed_json(data, _unique), "JSON document")
     _check_model(_object(root.get("model"), "model"))
-    _check_added(root.get("added_tokens", []))
-    for name, (kinds, parts) in _COMPONENTS.items():
-        steps = list(_steps(root.get(name), name, kinds, parts))
-        if len(steps) > _PARTS:
-            raise UnreadableError(f"has a {name} of {len(steps)} parts, expected at most {_PARTS}")
+    added = _list(root.get("added_tokens", []), "added_tokens")
+    contents = [_text(_object(token, "token in added_tokens"), "content") for token in added]
+    if not all(contents) or sum(map(len, contents)) > _ADDED_LETTERS:
+        raise UnreadableError(f"has an added token without content, or more than {_ADDED_LETTERS} letters of them")
+    for name, kinds in _COMPONENTS.items():
+        parts = list(_parts(root.get(name), name))
         growth = 1.0
-        for step in steps:
-            growth *= _check_step(step, name)
-        if growth > _GROWTH:
-            raise UnreadableError(f"has a {name} that makes texts {growth:.0f} times as long, expected {_GROWTH}")
+        for part in parts:
+            growth *= _growth(part, name, kinds)
+        if len(parts) > _PARTS or growth > _GROWTH:
+            raise UnreadableError(
+                f"has a {name} of {len(parts)} parts that makes texts {growth:.3g} times as long, expected at most "
+                f"{_PARTS} parts and {_GROWTH} times"
+            )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -72,183 +78,82 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_model(model: Mapping[str, Any]) -> None:
-    kind, vocab = model.get("type"), model.get("vocab")
-    if kind == "Unigram":
-        _check_unigram(model, vocab)
-        return
-    if kind not in ("BPE", "WordPiece", "WordLevel"):
-        raise UnreadableError(
-            f"has a model of type {format_value(kind)}, expected BPE, Unigram, WordPiece or WordLevel"
-        )
-    if not isinstance(vocab, dict) or not {type(number) for number in vocab.values()} <= {int}:
-        raise UnreadableError("has no vocabulary that gives each token a whole number")
-    if vocab and not 0 <= min(vocab.values()) <= max(vocab.values()) < _IDS:
+    if model.get("type") != "BPE":
+        raise UnreadableError(f"has a model of type {format_value(model.get('type'))}, expected BPE")
+    vocabulary = _object(model.get("vocab"), "vocabulary")
+    ids = vocabulary.values()
+    if not {type(number) for number in ids} <= {int} or not all(0 <= number < _IDS for number in ids):
         raise UnreadableError(f"has a vocabulary with ids that are not between 0 and {_IDS}")
-    if len(set(vocab.values())) != len(vocab):
-        raise UnreadableError("has a vocabulary that gives two tokens one id")
-    if max(map(len, vocab), default=0) > _LETTERS:
-        raise UnreadableError(f"has a vocabulary with a token of more than {_LETTERS} letters")
-    unknown = model.get("unk_token")
-    if not (isinstance(unknown, str) and unknown in vocab) and (unknown is not None or kind != "BPE"):
-        raise UnreadableError(f"has the unknown token {format_value(unknown)}, which is not in its vocabulary")
-    prefix = model.get("continuing_subword_prefix")
-    if kind == "BPE" and prefix:
-        # The library cuts so many bytes off the second of each pair.
-        listed = model.get("merges")
-        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in _list(listed, "merges")]
-        if not isinstance(prefix, str) or not all(
-            isinstance(merge, list) and len(merge) == 2 and str(merge[1]).startswith(prefix) for merge in merges
-        ):
-            raise UnreadableError(f"has merges whose second part does not begin with {format_value(prefix)}")
-        if not prefix.isascii():
-            raise UnreadableError(f"has the continuing_subword_prefix {format_value(prefix)}, expected ASCII")
-    if kind == "WordPiece":
-        _check_number(model, "max_input_chars_per_word", _LETTERS)
-    dropout = model.get("dropout")
-    if dropout not in (None, 0):
-        raise UnreadableError(f"has a dropout of {format_value(dropout)}, expected none: it is for training")
+    if len(set(ids)) != len(ids) or max(map(len, vocabulary), default=0) > _LETTERS:
+        raise UnreadableError(f"gives two tokens one id, or has a token of more than {_LETTERS} letters")
+    # The library cuts a prefix's bytes off tokens that do not begin with it; a dropout is for training.
+    for name in ("continuing_subword_prefix", "dropout"):
+        if model.get(name):
+            raise UnreadableError(f"has the {name} {format_value(model[name])}, expected none")
 
 
-def _check_unigram(model: Mapping[str, Any], vocab: Any) -> None:
-    pairs = vocab if isinstance(vocab, list) else []
-    if not 0 < len(pairs) < _IDS or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise UnreadableError("has no vocabulary of tokens and scores")
-    _check_letters([token for token, _ in pairs], "vocabulary")
-    if not all(token for token, _ in pairs):
-        raise UnreadableError("has an empty token in its vocabulary")
-    unknown = model.get("unk_id")
-    if not isinstance(unknown, int) or not 0 <= unknown < len(pairs):
-        raise UnreadableError(f"has the unknown token {format_value(unknown)}, which is not in its vocabulary")
-
-
-def _check_added(added: Any) -> None:
-    if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise UnreadableError("has added_tokens that are no list of objects")
-    contents = [token.get("content") for token in added]
-    if not all(isinstance(content, str) and content for content in contents):
-        raise UnreadableError("has an added token without content")
-    _check_letters(contents, "added_tokens")
-    if sum(map(len, contents)) > _ADDED_LETTERS:
-        raise UnreadableError(f"has added_tokens of more than {_ADDED_LETTERS} letters")
-    for token in added:
-        _check_number(token, "id", _IDS)
-
-
-def _steps(component: Any, name: str, kinds: frozenset[str], parts: str) -> Iterator[dict[str, Any]]:
+def _parts(component: Any, name: str) -> Iterator[Mapping[str, Any]]:
     """The parts of a component, those of a Sequence one by one."""
     if component is None:
         return
-    step = _object(component, name)
-    kind = step.get("type")
-    if not isinstance(kind, str) or kind not in kinds:
-        raise UnreadableError(
-            f"has a {name} of type {format_value(kind)}, expected one of: {', '.join(sorted(kinds))}"
-        )
-    if kind != "Sequence":
-        yield step
+    part = _object(component, name)
+    if part.get("type") != "Sequence":
+        yield part
         return
-    listed = step.get(parts)
-    if not isinstance(listed, list):
-        raise UnreadableError(f"has a {name} of type Sequence without '{parts}'")
-    for part in listed:
-        yield from _steps(part, name, kinds, parts)
+    for key in _SEQUENCES:
+        for inner in _list(part.get(key, []), name):
+            yield from _parts(inner, name)
 
 
-def _check_step(step: dict[str, Any], name: str) -> float:
+def _growth(part: Mapping[str, Any], name: str, kinds: Mapping[str, int]) -> float:
     """How many times as long as it was a text becomes in one part of a component."""
-    kind = step["type"]
-    for key in (
-        "content",
-        "prepend",
-        "replacement",
-        "delimiter",
-        "prefix",
-        "suffix",
-        "pad_token",
-        "word_delimiter_token",
-    ):
-        if isinstance(step.get(key), str):
-            _check_letters([step[key]], f"{name}'s {key}")
-    if kind in ("Replace", "Split"):
-        pattern = _check_pattern(step.get("pattern"), name)
-        if kind == "Split":
-            return 1
-        content = step.get("content")
-        if not isinstance(content, str):
-            raise UnreadableError(f"has a {name} of type Replace without content")
+    kind = part.get("type")
+    if kind == "Replace" and name in ("normalizer", "decoder"):
+        content, pattern = _text(part, "content"), _pattern(part)
         return max(1.0, len(content) / len(pattern)) if pattern else 1.0 + len(content)
-    if kind == "Strip" and name == "decoder":
-        _check_number(step, "start", _PARTS)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise UnreadableError(f"has a {name} of type {format_value(kind)}, expected one of: {', '.join(kinds)}")
+    if kind == "Split":
+        _pattern(part)
+    if kind == "Prepend":
+        return 1.0 + len(_text(part, "prepend"))
+    if name == "decoder" and kind == "Strip" and part.get("stop") != 0:
         # The library counts back from the end of a token, past its beginning.
-        _check_number(step, "stop", 1)
-    if kind == "BPEDecoder" and not step.get("suffix"):
-        raise UnreadableError("has a decoder that looks for no text")
-    if kind == "CTC" and not (step.get("pad_token") and step.get("word_delimiter_token")):
-        raise UnreadableError("has a decoder that looks for no text")
-    if kind == "ByteLevel" and name in ("normalizer", "pre_tokenizer"):
-        # A character for each byte
-        return 4.0
-    if kind == "BertNormalizer":
-        return 3.0
-    if kind == "FixedLength" and not _check_number(step, "length", _LETTERS):
-        raise UnreadableError("has a pre_tokenizer that cuts the text into pieces of no length")
+        raise UnreadableError("has a decoder that strips texts at their end")
     if kind == "TemplateProcessing":
-        _check_template(step)
-    return 1.0
+        _check_template(part)
+    return kinds[kind]
 
 
-def _check_pattern(pattern: Any, name: str) -> str:
-    """The text that a pattern looks for; empty for a regular expression, which may match nothing at all."""
-    if not isinstance(pattern, dict) or len(pattern) != 1 or not {"String", "Regex"} & pattern.keys():
-        raise UnreadableError(f"has a {name} without a pattern")
-    (kind, text), *_ = pattern.items()
-    _check_letters([text], f"{name}'s pattern")
-    if kind == "String":
-        if not text:
-            raise UnreadableError(f"has a {name} that looks for no text")
-        return str(text)
-    if not is_quick(text):
-        raise UnreadableError(
-            f"has a {name} with a regular expression that could take very long: {format_value(text)}"
-        )
+def _pattern(part: Mapping[str, Any]) -> str:
+    """The text that a part looks for; empty for a regular expression, which may match nothing at all."""
+    pattern = _object(part.get("pattern"), "pattern")
+    if pattern.keys() == {"String"} and _text(pattern, "String"):
+        return _text(pattern, "String")
+    if pattern.keys() != {"Regex"} or not is_quick(_text(pattern, "Regex")):
+        raise UnreadableError(f"looks for nothing, or for what could take very long: {format_value(pattern)}")
     return ""
 
 
-def _check_template(step: Mapping[str, Any]) -> None:
-    """A post-processor's template writes each text once, and special tokens that it knows."""
-    known = _object(step.get("special_tokens", {}), "post_processor's special_tokens")
-    for name in ("single", "pair"):
-        pieces = step.get(name)
-        if not isinstance(pieces, list) or len(pieces) > _PARTS:
-            raise UnreadableError(f"has a post_processor whose {name} is no list of at most {_PARTS} pieces")
-        written = [piece for piece in pieces if isinstance(piece, dict) and "Sequence" in piece]
-        special = [_object(piece, "post_processor").get("SpecialToken") for piece in pieces if piece not in written]
-        names = [_object(piece["Sequence"], "post_processor").get("id") for piece in written]
-        if sorted(map(str, names)) != ["A", "B"][: 1 if name == "single" else 2]:
-            raise UnreadableError(f"has a post_processor whose {name} does not write each text once")
-        for piece in special:
-            if str(_object(piece, "post_processor").get("id")) not in known:
-                raise UnreadableError("has a post_processor that writes a special token it does not know")
-    for token in known.values():
-        ids = _object(token, "post_processor's special_tokens").get("ids")
-        if not isinstance(ids, list) or len(ids) > _PARTS:
-            raise UnreadableError(f"has a post_processor with a special token of more than {_PARTS} ids, or none")
-        for number in ids:
-            _check_number({"id": number}, "id", _IDS)
+def _check_template(part: Mapping[str, Any]) -> None:
+    """A template writes each text once, and special tokens that the part lists."""
+    tokens = _object(part.get("special_tokens", {}), "post_processor's special_tokens")
+    for token in tokens.values():
+        if len(_list(_object(token, "special token").get("ids"), "ids of a special token")) > _PARTS:
+            raise UnreadableError(f"has a special token of more than {_PARTS} ids")
+    for name, texts in (("single", 1), ("pair", 2)):
+        pieces = _list(part.get(name), f"pieces of '{name}'")
+        written = [piece["SpecialToken"] for piece in pieces if isinstance(piece, dict) and "SpecialToken" in piece]
+        known = all(_text(_object(token, "special token"), "id") in tokens for token in written)
+        if not known or len(pieces) - len(written) != texts or len(written) > _PARTS:
+            raise UnreadableError(f"has a post_processor whose '{name}' writes what it does not know, or too much")
 
 
-def _check_number(fields: Mapping[str, Any], name: str, limit: int) -> int:
-    """`fields[name]`, a whole number from 0 to `limit`."""
-    number = fields.get(name)
-    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < limit:
-        raise UnreadableError(f"has '{name}' {format_value(number)}, expected a whole number from 0 to {limit - 1}")
-    return number
-
-
-def _check_letters(texts: Any, name: str) -> None:
-    longest = max((len(text) if isinstance(text, str) else _LETTERS + 1 for text in texts), default=0)
-    if longest > _LETTERS:
-        raise UnreadableError(f"has a {name} with what is no text of at most {_LETTERS} letters")
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or len(value) > _LETTERS:
+        raise UnreadableError(f"has '{name}' {format_value(value)}, expected a text of at most {_LETTERS} letters")
+    return value
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:

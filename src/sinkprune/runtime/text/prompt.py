@@ -16,10 +16,6 @@ from sinkprune.contract.manifest import Tokens
 from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
 from sinkprune.runtime.text.chat_template import ChatTemplate
 
-_TEMPLATE_CHARACTERS, _TIMES_GIVEN = 1 << 15, 16
-"""How many characters a chat template may write of its own, and how often it may say what it was given."""
-
-
 _Message = dict[str, Any]
 """A turn of a conversation, as chat templates take it."""
 
@@ -167,15 +163,7 @@ class PromptEncoder:
         return text in rendered.partition(image)[0]
 
     def _render(self, messages: list[_Message]) -> str:
-        given = sum(map(_characters, messages))
-        rendered = self._template.render(messages, self._tokens.bos, self._tokens.eos, given)
-        most = _TEMPLATE_CHARACTERS + _TIMES_GIVEN * given
-        if len(rendered) > most:
-            raise BundleError(
-                f"the bundle's chat template makes {len(rendered)} characters of {given}, expected at most {most}. "
-                "Mend the checkpoint's template and export it again."
-            )
-        rendered = self._written(rendered)
+        rendered = self._written(self._template.render(messages, self._tokens.bos, self._tokens.eos))
         for special in self._specials:
             rendered = rendered.replace(special.quoted, special.token.content)
         return rendered
@@ -191,11 +179,6 @@ def _in_parts(text: str) -> _Message:
 
 def _as_text(text: str) -> _Message:
     return {"role": "system", "content": text}
-
-
-def _characters(message: _Message) -> int:
-    content = message["content"]
-    return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
 def _read_tokenizer(tokenizer_json: bytes) -> Tokenizer:

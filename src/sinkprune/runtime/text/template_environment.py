@@ -1,69 +1,145 @@
-"""What chat templates may call: filters, tests, functions and methods, each paid for in steps and characters.
+"""The Jinja environment of chat templates: what they may call, and how much they may compute.
 
-A template is a program that a stranger wrote. It gets what published templates use, and what transformers gives
-them, each with the same results; nothing else can be reached.
+A template is a program that a stranger wrote. It gets what published templates use, with the results that
+transformers gives; nothing else can be reached. What an operation reads is counted before the operation runs, so that
+a rendering ends soon and stays small.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
+from copy import copy
 from datetime import datetime
 from functools import wraps
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError, pass_context
+from jinja2 import TemplateError
 from jinja2.exceptions import SecurityError
-from jinja2.filters import FILTERS, make_attrgetter
-from jinja2.runtime import Context, LoopContext, Macro, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.filters import FILTERS
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.tests import TESTS
 from jinja2.utils import Namespace
-from markupsafe import Markup
 
-from sinkprune.runtime.text.template_meter import BoundError, Meter, meter_of
-
-_LAZY = "count d default first items last length list map reject rejectattr reverse select selectattr"
-_COMPARING = "== != > >= < <= eq equalto ne gt greaterthan ge lt lessthan le in lower upper divisibleby"
-_TEXT_METHODS = (
-    "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric "
-    "isspace istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition "
-    "rsplit rstrip split splitlines startswith strip swapcase title upper"
+_UNITS, _UNITS_A_CHARACTER = 1 << 20, 64
+"""What a rendering may compute, and how much more for each character of the conversation. A value that an operation
+reads is 8 units, and one more for each of its characters. Published templates take some thousands."""
+_DEPTH, _BITS, _DATE_CHARACTERS = 32, 1024, 100
+_FILTERS = (
+    "abs capitalize count d default dictsort e escape first float indent int items join last length list lower map "
+    "max min reject rejectattr replace reverse round safe select selectattr sort string title trim upper "
+    "wordcount"
 )
+_METHODS = (
+    "capitalize count endswith find index isalnum isalpha isdigit islower isspace isupper join lower lstrip "
+    "partition removeprefix removesuffix replace rfind rpartition rsplit rstrip split splitlines startswith strip "
+    "title upper"
+)
+_PRODUCTS = "* indent join lstrip replace rfind rpartition rsplit rstrip round strip tojson trim"
+"""What may make or compare more than it reads: up to the product of the sizes of its values."""
 _LOOP = "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0"
-_ATTRIBUTES: list[tuple[type, frozenset[str]]] = [
-    (str, frozenset(_TEXT_METHODS.split())),
-    (LoopContext, frozenset(_LOOP.split())),
-    (dict, frozenset(["copy", "get", "items", "keys", "values"])),
-    (list, frozenset(["count", "index"])),
-    (tuple, frozenset(["count", "index"])),
-]
-_STRIPPED = 64
-_DATE = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%]){0,100}", re.DOTALL)
-_INDENT = 32
+_ATTRIBUTES = [(str, _METHODS.split()), (dict, ["get", "items", "keys", "values"]), (LoopContext, _LOOP.split())]
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up for chat templates, less what no chat template needs, and metered."""
+    """Jinja as transformers sets it up for chat templates, with a limit to what a rendering may compute."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
     def __init__(self, extensions: list[Any]) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=extensions)
-        lazy = {name: _paid(FILTERS[name], _walk) for name in _LAZY.split()}
-        reading = {name: _paid(FILTERS[name], pay) for name, pay in _READING.items()}
-        own = {"indent": _indent, "join": _join, "replace": _replace, "tojson": _tojson}
-        self.filters = {**lazy, **reading, **own}
-        comparing = _COMPARING.split()
-        self.tests = {name: _paid(test, _read if name in comparing else _look) for name, test in TESTS.items()}
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=self.read, extensions=extensions
+        )
+        self._units = 0
+        filters: dict[str, Any] = {**{name: FILTERS[name] for name in _FILTERS.split()}, "tojson": _tojson}
+        self.filters = {name: self._counted(name, function) for name, function in filters.items()}
+        tests: dict[str, Any] = {**TESTS}
+        self.tests = {name: self._counted(name, function) for name, function in tests.items()}
         self.globals = {
-            "dict": _dict,
-            "namespace": _namespace,
+            "dict": dict,
+            "namespace": _Namespace,
             "raise_exception": _raise_exception,
-            "range": _range,
+            "range": safe_range,
             "strftime_now": _strftime_now,
         }
+
+    def begin(self, characters: int) -> None:
+        """Begin the rendering of a conversation of so many characters."""
+        self._units = _UNITS + _UNITS_A_CHARACTER * characters
+
+    def spend(self, units: int) -> bool:
+        """Count `units`; true, so that it can stand in a condition. Raises `TemplateError` when all are spent."""
+        self._units -= units
+        if self._units < 0:
+            raise TemplateError("it computes too much: it takes too long, or makes too much text")
+        return True
+
+    def read(self, value: Any, depth: int = 0) -> Any:
+        """`value`, after all its parts were counted; those that occur twice are counted twice."""
+        if depth > _DEPTH:
+            raise TemplateError(f"it nests a value more than {_DEPTH} deep")
+        if isinstance(value, str):
+            self.spend(8 + len(value))
+        elif isinstance(value, int):
+            self.spend(8 + value.bit_length() // 3)
+        else:
+            self.spend(8)
+            for part in _parts(value):
+                self.read(part, depth + 1)
+        return value
+
+    def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, a filter or test of this name, with what it reads counted before it runs."""
+        passed = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+        @wraps(function)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self._count(name, arguments[passed:], options)
+            result = function(*arguments, **options)
+            # What is yet to be computed is computed: later it would be read uncounted.
+            return iter(list(result)) if isinstance(result, Iterator) else result
+
+        return counted
+
+    def _count(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Count what an operation reads and makes."""
+        given = [self.read(value) for value in (*values, *options.values())]
+        if name not in _PRODUCTS.split():
+            return
+        first, *others = (abs(value) if isinstance(value, int) else len(str(value)) for value in given)
+        if name == "replace" and len(values) > 2:
+            first = str(values[0]).count(str(values[1]))
+        self.spend((1 + first) * sum(others))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """What a macro, a method or a function gives. Names as in the base class."""
+        __self.spend(32)
+        owner = getattr(__obj, "__self__", None)
+        # Jinja's own begin with an underscore, as a loop's variables do.
+        options = {name: value for name, value in kwargs.items() if not name.startswith("_")}
+        if isinstance(owner, str):
+            __self._count(__obj.__name__, (owner, *args), options)
+        else:
+            __self._count("", args, options)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """`left operator right`, counted by what it reads and makes."""
+        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+        self._count("" if numbers else operator, (left, right))
+        if operator == "%" and isinstance(left, str):
+            raise SecurityError("'%' would format text")
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _BITS:
+                raise TemplateError(f"it computes a number of more than {_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """`obj[argument]`; the hash of a key takes as long as the key has parts."""
+        return super().getitem(obj, self.read(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether `attr` is one that templates may have of `obj`; keys of a dict are no attributes."""
@@ -72,210 +148,31 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Nothing: `format` is a method as any other, and none of those templates may have."""
-
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]`. Raises `SecurityError` for keys with parts: looking one up takes as long as they like."""
-        if not isinstance(argument, (str, int, float, slice, Undefined)) and argument is not None:
-            raise SecurityError(f"a {type(argument).__name__} is no key or index")
-        return super().getitem(obj, argument)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`, paid for by what it will make."""
-        meter = meter_of(context)
-        meter.step(1)
-        if isinstance(left, str) and operator == "%":
-            raise SecurityError("'%' would format text")
-        if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-            meter.number(_bits(operator, left, right))
-        elif operator == "*":
-            many, count = (right, left) if isinstance(left, int) else (left, right)
-            if isinstance(many, (str, list, tuple)) and isinstance(count, int):
-                (meter.make if isinstance(many, str) else meter.step)(len(many) * max(count, 0))
-        elif isinstance(left, str) and isinstance(right, str):
-            escaped = isinstance(left, Markup) or isinstance(right, Markup)
-            meter.make((len(left) + len(right)) * (6 if escaped else 1))
-        elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-            meter.step(len(left) + len(right))
-        elif not (_is_operand(left) and _is_operand(right)):
-            raise SecurityError(f"'{operator}' of {type(left).__name__} and {type(right).__name__}")
-        return super().call_binop(context, operator, left, right)
-
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """What calling a macro, a method or one of the functions gives, paid for. Names as in the base class."""
-        meter = meter_of(__context)
-        meter.step(4)
-        if not isinstance(__obj, (Macro, LoopContext, Undefined)) and __obj not in __self._functions():
-            args = tuple(map(meter.whole, args))
-            owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
-            if isinstance(owner, str):
-                _pay_text_method(meter, owner, name, args)
-            elif isinstance(owner, (list, tuple, dict)):
-                meter.step(len(owner)) if isinstance(owner, dict) else meter.read(owner)
-            elif not isinstance(owner, LoopContext):
-                raise SecurityError(f"a {type(__obj).__name__} cannot be called")
-            for argument in (*args, *kwargs.values()):
-                meter.read(argument)
-        return meter.made(super().call(__context, __obj, *args, **kwargs))
-
-    def _functions(self) -> Any:
-        return self.globals.values()
+        """Nothing: `format` is a method like any other, and templates may not have it."""
 
 
-def _paid(function: Any, pay: Callable[..., None]) -> Callable[..., Any]:
-    """`function`, a filter or test of Jinja's, with `pay` before it and its result paid for after."""
-    kind = getattr(getattr(function, "jinja_pass_arg", None), "name", None)
-
-    @pass_context
-    @wraps(function)
-    def paid(context: Context, value: Any = None, *arguments: Any, **options: Any) -> Any:
-        meter = meter_of(context)
-        value = value if pay is _look else meter.whole(value)
-        pay(meter, value, *arguments, **options)
-        passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
-        given = [passed[kind]] if kind else []
-        return meter.made(function(*given, value, *arguments, **options))
-
-    return paid
+def _parts(value: Any) -> Any:
+    if isinstance(value, dict):
+        return (part for pair in value.items() for part in pair)
+    if isinstance(value, Iterator):
+        # That of a list, since filters compute to the end.
+        return copy(value)
+    return value if isinstance(value, (list, tuple, range, KeysView, ValuesView, ItemsView)) else ()
 
 
-def _look(meter: Meter, *_: Any, **__: Any) -> None:
-    """What is asked is what kind of value it is."""
-    meter.step(2)
+class _Namespace(Namespace):
+    def __getattribute__(self, name: str) -> Any:
+        """Hide special methods of the template's making: Markup would call them uncounted."""
+        if name.startswith("__") and name != "__class__":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def __repr__(self) -> str:
+        """Return no more than a name: what a namespace holds is not counted with it."""
+        return "<Namespace>"
 
 
-def _walk(meter: Meter, value: Any, *arguments: Any, **options: Any) -> None:
-    """The value is gone through, but not its parts."""
-    meter.step(4 + (len(value) if isinstance(value, (str, list, tuple, dict, range)) else 0))
-
-
-def _read(meter: Meter, value: Any, *arguments: Any, **options: Any) -> None:
-    meter.step(4)
-    for read in (value, *arguments, *options.values()):
-        meter.read(read)
-
-
-def _copy(meter: Meter, value: Any, *arguments: Any, **options: Any) -> None:
-    """The text of the value is written anew, each character as six at the most."""
-    _read(meter, value, *arguments, **options)
-    meter.make(6 * meter.read(value))
-
-
-def _order(meter: Meter, value: Any, *arguments: Any, **options: Any) -> None:
-    """Items are compared with each other, some twenty times each."""
-    _read(meter, value, *arguments, **options)
-    meter.step(20 * len(value) if isinstance(value, (list, tuple, dict, range, str)) else 0)
-    meter.make(meter.read(value))
-
-
-def _cut(meter: Meter, value: Any, *arguments: Any, **options: Any) -> None:
-    """The text is cut into words, which are an object each."""
-    _copy(meter, value)
-    meter.step(len(value) if isinstance(value, str) else 0)
-
-
-def _strip(meter: Meter, value: Any, chars: Any = None) -> None:
-    _copy(meter, value, chars)
-    if isinstance(chars, str) and len(chars) > _STRIPPED:
-        raise BoundError(f"it strips more than {_STRIPPED} different characters")
-
-
-def _parse(meter: Meter, value: Any, *arguments: Any, **options: Any) -> None:
-    _read(meter, value, *arguments, **options)
-    if isinstance(value, str):
-        # A digit has five bits at the most, in the base of 36.
-        meter.number(len(value) if len(value) > 400 else 0)
-
-
-def _round(meter: Meter, value: Any, precision: Any = 0, method: Any = "common") -> None:
-    _read(meter, value, method)
-    if isinstance(precision, int):
-        meter.number(4 * abs(precision))
-
-
-_READING: dict[str, Callable[..., None]] = {
-    "abs": _read,
-    **dict.fromkeys(["capitalize", "e", "escape", "lower", "safe", "string", "upper"], _copy),
-    **dict.fromkeys(["dictsort", "max", "min", "sort", "unique"], _order),
-    **dict.fromkeys(["float", "int"], _parse),
-    **dict.fromkeys(["title", "wordcount"], _cut),
-    "round": _round,
-    "trim": _strip,
-}
-"""How filters that read all of their value are paid for."""
-
-
-def _pay_text_method(meter: Meter, text: str, name: str, arguments: tuple[Any, ...]) -> None:
-    """Pay for the method `name` of `text`, before it is called."""
-    meter.make(3 * meter.read(text))
-    first = arguments[0] if arguments else None
-    if name == "replace" and len(arguments) > 1:
-        _pay_replacing(meter, text, first, arguments[1])
-    elif name == "join":
-        for part in first if isinstance(first, (list, tuple, dict)) else ():
-            meter.make(len(text) + 6 * meter.read(part))
-    elif name in ("split", "rsplit", "splitlines"):
-        meter.step(text.count(first) if isinstance(first, str) and first else len(text))
-    elif name.endswith("strip"):
-        _strip(meter, "", first)
-
-
-def _pay_replacing(meter: Meter, text: str, old: Any, new: Any) -> None:
-    if isinstance(old, str) and isinstance(new, str):
-        escaped = 6 if isinstance(text, Markup) else 1
-        meter.make((len(text) + text.count(old) * len(new)) * escaped)
-
-
-def _bits(operator: str, left: int | float, right: int | float) -> int:
-    """The most bits of the whole number `left operator right`."""
-    if not isinstance(left, int) or not isinstance(right, int):
-        return 0
-    if operator == "**":
-        return left.bit_length() * max(right, 0)
-    return left.bit_length() + right.bit_length()
-
-
-def _is_operand(value: Any) -> bool:
-    return value is None or isinstance(value, (str, int, float, list, tuple, dict, Undefined))
-
-
-@pass_context
-def _replace(context: Context, value: Any, old: Any, new: Any, count: int | None = None) -> str:
-    meter = meter_of(context)
-    meter.step(4)
-    text, former, latter = meter.text(value), meter.text(old), meter.text(new)
-    _pay_replacing(meter, text, former, latter)
-    return text.replace(former, latter, -1 if count is None else count)
-
-
-@pass_context
-def _join(context: Context, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
-    meter = meter_of(context)
-    meter.step(4)
-    items = meter.items(value)
-    if attribute is not None:
-        items = [make_attrgetter(context.environment, attribute)(item) for item in items]
-    texts, between = [meter.text(item) for item in items], meter.text(d)
-    meter.make(sum(map(len, texts)) + len(between) * len(texts))
-    return between.join(texts)
-
-
-@pass_context
-def _indent(context: Context, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    meter = meter_of(context)
-    text, size = meter.text(s), len(width) if isinstance(width, str) else width
-    if size > _INDENT:
-        raise BoundError(f"it indents by more than {_INDENT}")
-    lines = len(text) if not text.isascii() else sum(text.count(end) for end in "\n\r\v\f\x1c\x1d\x1e")
-    meter.step(4 + lines)
-    meter.make(len(text) + (lines + 1) * max(size, 0))
-    indented: str = FILTERS["indent"](text, width, first, blank)
-    return indented
-
-
-@pass_context
 def _tojson(
-    context: Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
@@ -283,58 +180,14 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """As transformers gives it to templates: Jinja's own would escape HTML."""
-    meter = meter_of(context)
-    width = len(indent) if isinstance(indent, str) else indent or 0
-    if width > _INDENT or any(len(separator) > _INDENT for separator in separators or ()):
-        raise BoundError(f"it writes JSON with an indent or separators of more than {_INDENT}")
-    before = meter.steps
-    # An item is indented by what it is nested in; a character may be written as two of six.
-    characters = 2 * meter.read(value)
-    meter.make(characters + (before - meter.steps) * _INDENT * (2 + max(width, 0)))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-@pass_context
-def _range(context: Context, *bounds: int) -> range:
-    made = range(*bounds)
-    if len(made) > 100_000:
-        raise BoundError("it counts further than 100000")
-    return made
+def _raise_exception(message: Any) -> NoReturn:
+    raise TemplateError(str(message))
 
 
-@pass_context
-def _dict(context: Context, *parts: Any, **named: Any) -> dict[Any, Any]:
-    meter = meter_of(context)
-    parts = tuple(map(meter.whole, parts))
-    for part in (*parts, *named.values()):
-        meter.read(part)
-    return dict(*parts, **named)
-
-
-class _Namespace(Namespace):
-    """Names that begin with an underscore are Python's own."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold '{name}'")
-        super().__setitem__(name, value)
-
-
-@pass_context
-def _namespace(context: Context, *parts: Any, **named: Any) -> Namespace:
-    made = _Namespace()
-    for name, value in _dict(context, *parts, **named).items():
-        made[name] = value
-    return made
-
-
-@pass_context
-def _raise_exception(context: Context, message: Any) -> None:
-    raise TemplateError(meter_of(context).text(message))
-
-
-@pass_context
-def _strftime_now(context: Context, format: Any) -> str:
-    if not _DATE.fullmatch(meter_of(context).text(format)):
-        raise BoundError("it writes the date in a form of more than 100 parts, or by directives with a width")
+def _strftime_now(format: Any) -> str:
+    if len(str(format)) > _DATE_CHARACTERS:
+        raise TemplateError(f"it writes the date in a form of more than {_DATE_CHARACTERS} characters")
     return datetime.now().strftime(format)
