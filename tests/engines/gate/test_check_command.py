@@ -12,12 +12,11 @@ from PIL import Image
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.engines_manifest import ENGINES, read_engines
 from sinkprune.contract.files.manifest_file import file_specs
-from sinkprune.engines.gate.advice import first_refusal
 from sinkprune.engines.gate.checking import check_engines
 from sinkprune.engines.gate.limits import rounding_of
 from sinkprune.engines.gate.question import Question
 from sinkprune.engines.gate.recording import record
-from sinkprune.engines.gate.report import GateReport
+from sinkprune.engines.gate.report import GateReport, first_refusal
 from sinkprune.engines.progress import SILENT
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model

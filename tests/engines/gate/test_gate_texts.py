@@ -16,11 +16,10 @@ from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate.checking import PictureGate
+from sinkprune.engines.gate.comparing import compare_texts, differing, errors
 from sinkprune.engines.gate.limits import gap_limit
-from sinkprune.engines.gate.measures import differing, errors
 from sinkprune.engines.gate.question import NEW_TOKENS, Question
 from sinkprune.engines.gate.recording import Recording, record
-from sinkprune.engines.gate.texts import compare_texts
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import Backend, Engine

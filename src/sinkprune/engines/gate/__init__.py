@@ -1,10 +1,10 @@
-"""The gate: each engine beside the ONNX graph that it was built of, on the same inputs, refused where it differs.
+"""The gate: compares each engine with the ONNX graph that it was built from, and rejects engines that differ.
 
-`recording` runs the graphs and keeps what goes in and comes out of each; `comparing` gives that to the engines, one
-after the other, and `texts` asks the whole chain. How much may differ stands in `limits`, with the reasons.
+`recording` runs the graphs and stores inputs and outputs of each call. `comparing` runs the engines on the stored
+inputs, and then the whole chain. `limits` has the allowed differences, with the reasons.
 """
 
 from __future__ import annotations
 
 PROMPT = "Describe the image."
-"""What is asked where no question is given."""
+"""The default question."""

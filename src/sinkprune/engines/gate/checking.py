@@ -8,13 +8,11 @@ from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.engines_manifest import ANY_SHAPE, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.files.trust import ANY, Trust
-from sinkprune.engines.gate.advice import refusal, text_refusal
-from sinkprune.engines.gate.comparing import compare_engine
+from sinkprune.engines.gate.comparing import compare_engine, compare_texts
 from sinkprune.engines.gate.limits import coarsest
 from sinkprune.engines.gate.question import Question
 from sinkprune.engines.gate.recording import Recording, record
-from sinkprune.engines.gate.report import GateReport
-from sinkprune.engines.gate.texts import compare_texts
+from sinkprune.engines.gate.report import GateReport, refusal, text_refusal
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines

@@ -36,10 +36,10 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.checks.fields import to_json
     from sinkprune.contract.errors import EnginesError
-    from sinkprune.engines.gate.advice import first_refusal
     from sinkprune.engines.gate.checking import check_engines, engines_alone
     from sinkprune.engines.gate.question import read_question
     from sinkprune.engines.gate.recording import record
+    from sinkprune.engines.gate.report import first_refusal
     from sinkprune.engines.gate.table import print_report
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend

@@ -1,4 +1,7 @@
-"""One engine beside its ONNX graph: given what the graph was given, it must give what the graph gave."""
+"""Compares engines with ONNX graphs: each engine on the recorded inputs of its graph, and the answers of all.
+
+Differences are measured row by row: no outlier hides the other rows, and a sink is much longer than they are.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,20 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.engines.gate.limits import EXACT, LIMITS, TIE, kind_of, rounding_of
-from sinkprune.engines.gate.measures import differing, errors
-from sinkprune.engines.gate.recording import REFERENCE, Call, Recording
-from sinkprune.engines.gate.report import GraphReport, output_report
+from sinkprune.engines.gate.limits import EXACT, LIMITS, TIE, Kind, Rounding, gap_limit, kind_of, rounding_of
+from sinkprune.engines.gate.question import Question
+from sinkprune.engines.gate.recording import REFERENCE, Call, Recording, Said, ask
+from sinkprune.engines.gate.report import GraphReport, TextReport, output_report
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.pipeline import Pipeline
 
 Run = Callable[[dict[str, Array]], dict[str, Array]]
 _DRAWS = 16
+# Rows that are much smaller than the others are compared with those: rounding alone may change all of a small row.
+_FLOOR = 0.1
 
 
 def compare_engine(graph: str, built: BuiltEngines, backend: Backend, recording: Recording) -> GraphReport:
@@ -129,3 +135,86 @@ def _indices(outputs: Mapping[str, Array]) -> Sequence[str]:
 
 def _chose_otherwise(apart: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
     return any(apart[name].any() for name in _indices(expected))
+
+
+def compare_texts(
+    pipeline: Pipeline, question: Question, recording: Recording, rounding: Rounding
+) -> list[TextReport]:
+    """Each answer of `recording` beside what `pipeline`, which loaded the engines, says to the same `question`.
+
+    Where two part, both tokens must have been nearly as likely by the graphs: see `gap_limit`. Raises what asking
+    raises.
+    """
+    reports = []
+    for number, expected in enumerate(recording.answers):
+        found, _ = ask(pipeline, question, expected.method, expected.budget)
+        same = next(
+            (
+                place
+                for place, tokens in enumerate(zip(found.token_ids, expected.token_ids, strict=True))
+                if tokens[0] != tokens[1]
+            ),
+            len(expected.token_ids),
+        )
+        gap = 0.0
+        if same < len(expected.token_ids):
+            logits = recording.logits(number)[same].astype(np.float64)
+            gap = float((logits[expected.token_ids[same]] - logits[found.token_ids[same]]) / logits.std())
+        alike = _alike(found, expected)
+        limit = gap_limit(rounding, alike)
+        reports.append(
+            TextReport(
+                method=expected.method,
+                budget=expected.budget,
+                expected=expected.text,
+                found=found.text,
+                tokens=len(expected.token_ids),
+                same_tokens=same,
+                gap=gap,
+                gap_limit=limit,
+                kept_alike=alike,
+                passed=limit is None or gap <= limit,
+            )
+        )
+    return reports
+
+
+def _alike(found: Said, expected: Said) -> float:
+    """The smallest share of the tokens of a step that are the same."""
+    return min(len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True))
+
+
+def errors(kind: Kind, found: Array, expected: Array) -> Array:
+    """[rows] fp64: how much each row differs, relatively; infinite for what is not finite or of another shape.
+
+    Of a row that is the length of the difference over that of what was expected, of a value the same, and of a logit
+    the difference over the root mean square of all. Attention's [1,H,S,h] has S rows.
+    """
+    if found.shape != expected.shape or not np.isfinite(found).all():
+        return np.array([np.inf])
+    exact, apart = _rows(kind, expected), _rows(kind, found) - _rows(kind, expected)
+    lengths = np.linalg.norm(exact, axis=-1)
+    if not lengths.size:
+        return lengths
+    if kind == "logits":
+        floor = np.full_like(lengths, np.sqrt(np.mean(np.square(exact))))
+    else:
+        floor = np.maximum(lengths, _FLOOR * np.median(lengths))
+    result: Array = np.linalg.norm(apart, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
+    return result
+
+
+def differing(found: Array, expected: Array) -> Array:
+    """[1]: how many of the indices `expected` are others in `found`; all of them where there are more or fewer."""
+    alike = found.shape == expected.shape
+    return np.array([(found != expected).sum() if alike else max(found.size, expected.size, 1)], np.float64)
+
+
+def _rows(kind: Kind, array: Array) -> Array:
+    """[rows,width] fp64."""
+    exact = array.astype(np.float64)
+    if kind != "rows":
+        return exact.reshape(-1, 1)
+    if exact.ndim == 4:
+        exact = exact.transpose(0, 2, 1, 3).reshape(-1, exact.shape[1] * exact.shape[3])
+    return exact.reshape(-1, exact.shape[-1])
