@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sinkprune import __version__
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
@@ -42,19 +43,36 @@ class CommandParser(argparse.ArgumentParser):
         end = words.index("--") if "--" in words else len(words)
         for action in self._actions:
             for place in range(end) if action.nargs == "?" else ():
-                following = words[place + 1] if place + 1 < end else ""
-                if _is_option(words[place], action) and not _is_value(following, action):
-                    words[place] = f"{action.option_strings[0]}={action.const}"
+                if _is_option(words[place], action):
+                    bare = [*words[:place], f"{action.option_strings[0]}={action.const}", *words[place + 1 :]]
+                    readings = [words, bare] if _is_value(words[place + 1 : end], action) else [bare, words]
+                    # `--json BUNDLE` and `--json FILE BUNDLE` differ in nothing but what is left for BUNDLE.
+                    usual = words if action.choices else readings[0]
+                    words = next((reading for reading in readings if self._accepts(reading)), usual)
         return super().parse_known_args(words, namespace)
+
+    def _accepts(self, words: Sequence[str]) -> bool:
+        """Whether `words` parse, tried on a copy that raises where this parser would end the process."""
+
+        def refuse(message: str) -> NoReturn:
+            raise argparse.ArgumentError(None, message)
+
+        trial = copy.copy(self)
+        trial.error = refuse  # type: ignore[method-assign]
+        try:
+            return not argparse.ArgumentParser.parse_known_args(trial, words)[1]
+        except argparse.ArgumentError:
+            return False
 
 
 def _is_option(word: str, action: argparse.Action) -> bool:
-    """Whether the word is the option, abbreviated or not, with no value behind a `=`."""
+    """Whether the word is the option, abbreviated or not, with no value after a `=`."""
     return len(word) > 2 and any(option.startswith(word) for option in action.option_strings)
 
 
-def _is_value(word: str, action: argparse.Action) -> bool:
-    """Whether the word can be the option's value: one of its choices, or else the name of a file of JSON."""
+def _is_value(following: Sequence[str], action: argparse.Action) -> bool:
+    """Whether the next word can be the option's value: one of its choices, or else the name of a file of JSON."""
+    word = following[0] if following else ""
     if action.choices:
         return word in action.choices
     return word == str(STDOUT) or (Path(word).suffix.lower() == SUFFIX and not Path(word).is_dir())
