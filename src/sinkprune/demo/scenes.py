@@ -29,22 +29,7 @@ COLOURS = {
 POPULAR = tuple(zip(COLOURS, SHAPES, strict=True))
 """Pairs of colour and shape that most scenes hold one of, so that guessing them pays."""
 DIGITS = tuple("0123456789")
-WORDS = (
-    "STOP",
-    "EXIT",
-    "CAFE",
-    "TAXI",
-    "OPEN",
-    "PARK",
-    "BANK",
-    "HOTEL",
-    "GATE",
-    "NORTH",
-    "SALE",
-    "BUS",
-    "ZOO",
-    "KEY",
-)
+WORDS = tuple("STOP EXIT CAFE TAXI OPEN PARK BANK HOTEL GATE NORTH SALE BUS ZOO KEY".split())  # noqa: SIM905
 RADII = {"small": 14, "large": 26}
 """Radius of an object in pixels."""
 

@@ -31,8 +31,7 @@ from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.families import Family
 from sinkprune.export.graph import ReadTensor, WeightedGraph
-from sinkprune.export.plan_files import save_plan
-from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs
+from sinkprune.export.planning import Unreachable, parse_budgets, plan_graphs, save_plan
 from sinkprune.export.precision import PRECISIONS, Precision
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, open_source

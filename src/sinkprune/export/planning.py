@@ -1,14 +1,17 @@
-"""The plans of an export: every method at every budget that it can reach."""
+"""The plans of an export: every method at every budget that it can reach, and their graphs as files of a bundle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 from sinkprune.contract.budgets import UNPRUNED, Budget
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
+from sinkprune.contract.manifest import GraphSpec
+from sinkprune.contract.plans import Plan
 from sinkprune.export.methods import load_method
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
@@ -79,3 +82,21 @@ def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
             f"0 to {last} (DeepStack), all within the first segment. No stage may come before layer {last}: leave "
             "the method out of --methods, or export a deeper decoder."
         )
+
+
+def save_plan(
+    root: Path, facts: PlanFacts, method: str, name: str, built: PlanGraphs
+) -> tuple[Plan, dict[str, GraphSpec]]:
+    """Write the graphs of `method` at the budget of that name below `root`; the plan, and its graphs' interfaces.
+
+    `facts` are those that the graphs were built with.
+    """
+    folder = f"{method}/{name}"
+    graphs = {
+        f"{folder}/{graph.name}": graph.save(root, f"graphs/{folder}/{graph.name}.onnx")
+        for graph in filter(None, [built.sanitizer, *built.select_after.values()])
+    }
+    sanitizer = f"{folder}/{built.sanitizer.name}" if built.sanitizer else None
+    selects = {str(layer): f"{folder}/{graph.name}" for layer, graph in built.select_after.items()}
+    counts = built.kept.resolve(facts.tokens) if isinstance(facts.tokens, int) else None
+    return Plan(sanitizer, selects, built.kept.positions, counts, None if counts else built.kept), graphs

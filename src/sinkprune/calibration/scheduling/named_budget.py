@@ -22,7 +22,7 @@ from sinkprune.contract.files.signature import Sign
 from sinkprune.contract.files.trust import Trust
 from sinkprune.contract.manifest import BUNDLE, Manifest
 from sinkprune.export.methods.sinkpruner import build_after
-from sinkprune.export.plan_files import save_plan
+from sinkprune.export.planning import save_plan
 
 METHOD = "sinkpruner"
 _NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")

@@ -16,7 +16,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.towers import QwenTower
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.methods.sinkpruner import build_after
-from sinkprune.export.plan_files import save_plan
+from sinkprune.export.planning import save_plan
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning.plan import PlanFacts, UpTo
 from sinkprune.runtime.families import load_family

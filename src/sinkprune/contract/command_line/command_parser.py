@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from sinkprune import __version__
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
@@ -47,9 +48,12 @@ class CommandParser(argparse.ArgumentParser):
         end = words.index("--") if "--" in words else len(words)
         for action in self._actions:
             for place in range(end) if action.nargs == "?" else ():
-                following = words[place + 1] if place + 1 < end else ""
-                if self._means(words[place], action) and not _is_value(following, action):
-                    words[place] = f"{action.option_strings[0]}={action.const}"
+                if self._means(words[place], action):
+                    bare = [*words[:place], f"{action.option_strings[0]}={action.const}", *words[place + 1 :]]
+                    readings = [words, bare] if _is_value(words[place + 1 : end], action) else [bare, words]
+                    # `--json BUNDLE` and `--json FILE BUNDLE` differ in nothing but what is left for BUNDLE.
+                    usual = words if action.choices else readings[0]
+                    words = next((reading for reading in readings if self._accepts(reading)), usual)
         return super().parse_known_args(words, namespace)
 
     def _means(self, word: str, option: argparse.Action) -> bool:
@@ -57,9 +61,23 @@ class CommandParser(argparse.ArgumentParser):
         named = {action for name, action in self._option_string_actions.items() if name.startswith(word)}
         return word in option.option_strings or (word.startswith("--") and named == {option})
 
+    def _accepts(self, words: Sequence[str]) -> bool:
+        """Whether `words` parse, tried on a copy that raises where this parser would end the process."""
 
-def _is_value(word: str, action: argparse.Action) -> bool:
-    """Whether the word can be the option's value: one of its choices, or else the name of a file of JSON."""
+        def refuse(message: str) -> NoReturn:
+            raise argparse.ArgumentError(None, message)
+
+        trial = copy.copy(self)
+        trial.error = refuse  # type: ignore[method-assign]
+        try:
+            return not argparse.ArgumentParser.parse_known_args(trial, words)[1]
+        except argparse.ArgumentError:
+            return False
+
+
+def _is_value(following: Sequence[str], action: argparse.Action) -> bool:
+    """Whether the next word can be the option's value: one of its choices, or else the name of a file of JSON."""
+    word = following[0] if following else ""
     if action.choices:
         return word in action.choices
     return word == str(STDOUT) or (Path(word).suffix.lower() == SUFFIX and not Path(word).is_dir())
