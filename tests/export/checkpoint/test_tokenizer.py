@@ -67,6 +67,14 @@ def written(folder: Path, backend: Tokenizer, kind: str, config: object, **other
     return folder
 
 
+def cut_and_padded() -> Tokenizer:
+    """A tokenizer whose file has a length of its own, which prompts do not have."""
+    backend = llama()
+    backend.enable_truncation(5)
+    backend.enable_padding(length=40)
+    return backend
+
+
 def assert_equal_to_transformers(folder: Path) -> None:
     ours, theirs = read_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
     ours.backend.no_truncation()
@@ -89,7 +97,7 @@ def test_llavas_tokenizers_are_those_of_transformers(kind: str, config: str, tmp
     assert_equal_to_transformers(written(tmp_path, llama(), kind, CONFIGS[config]))
 
 
-@pytest.mark.parametrize("backend", [metaspace, byte_level, stripping])
+@pytest.mark.parametrize("backend", [metaspace, byte_level, stripping, cut_and_padded])
 @pytest.mark.parametrize("config", ["fast", "more are listed"])
 def test_tokenizers_of_every_kind_are_those_of_transformers(backend: Any, config: str, tmp_path: Path) -> None:
     assert_equal_to_transformers(written(tmp_path, backend(), "llava_next", CONFIGS[config]))
@@ -101,13 +109,6 @@ def test_special_tokens_may_lie_in_files_of_their_own(tmp_path: Path) -> None:
     assert_equal_to_transformers(
         written(tmp_path, llama(), "llava", {}, special_tokens_map=special, added_tokens=added)
     )
-
-
-def test_truncation_and_padding_of_the_file_are_not_the_prompts(tmp_path: Path) -> None:
-    backend = llama()
-    backend.enable_truncation(5)
-    backend.enable_padding(length=40)
-    assert_equal_to_transformers(written(tmp_path, backend, "llava", CONFIGS["llama"]))
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])

@@ -26,7 +26,7 @@ from jinja2.utils import Namespace
 _UNITS, _UNITS_A_CHARACTER = 1 << 20, 64
 """What a rendering may compute, and how much more for each character of the conversation. A value that an operation
 reads is 8 units, and one more for each of its characters. Published templates take some thousands."""
-_DEPTH, _BITS, _DATE_CHARACTERS = 32, 1024, 100
+_BITS, _DATE_CHARACTERS = 1024, 100
 _FILTERS = (
     "abs capitalize count d default dictsort e escape first float indent int items join last length list lower map "
     "max min reject rejectattr replace reverse round safe select selectattr sort string title trim upper "
@@ -76,10 +76,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             raise TemplateError("it computes too much: it takes too long, or makes too much text")
         return True
 
-    def read(self, value: Any, depth: int = 0) -> Any:
+    def read(self, value: Any) -> Any:
         """`value`, after all its parts were counted; those that occur twice are counted twice."""
-        if depth > _DEPTH:
-            raise TemplateError(f"it nests a value more than {_DEPTH} deep")
         if isinstance(value, str):
             self.spend(8 + len(value))
         elif isinstance(value, int):
@@ -87,7 +85,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         else:
             self.spend(8)
             for part in _parts(value):
-                self.read(part, depth + 1)
+                self.read(part)
         return value
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
