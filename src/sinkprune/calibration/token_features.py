@@ -9,7 +9,7 @@ from PIL import Image
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.encoding import look
+from sinkprune.runtime.steps.encoding import run_tower
 from sinkprune.runtime.steps.pictures import see
 
 
@@ -32,5 +32,5 @@ class TokenFeatures:
 def bundle_features(pipeline: Pipeline, image: Image.Image) -> TokenFeatures:
     """What the tower of a bundle gives of an RGB image; raises `ImageError` and `NumericsError`."""
     inputs, layout = see(image, image, pipeline.family, pipeline.bundle.manifest)
-    tower = look(pipeline.chain, inputs, Stopwatch(pipeline.backend))
+    tower = run_tower(pipeline.chain, inputs, Stopwatch(pipeline.backend))
     return TokenFeatures(image, layout.boxes, layout.views, tower.norms, tower.salience)

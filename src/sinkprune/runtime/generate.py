@@ -14,7 +14,7 @@ from sinkprune.runtime.steps.answer import Answer, timings
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.context_length import check_number
 from sinkprune.runtime.steps.decoding import decode_one_token, kept_tokens, kv_bytes, prefill
-from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import Observer
 from sinkprune.runtime.steps.pictures import decoded, see
@@ -52,7 +52,7 @@ def generate(
         budgets = policy.budgets(manifest, layouts)
         possible = choices(manifest, limits, request, budgets, prompt.text_tokens, layouts)
         with backend.turn:
-            towers = [look(chain, inputs, clock) for inputs, _ in seen]
+            towers = [run_tower(chain, inputs, clock) for inputs, _ in seen]
             state.budget, schedule = policy.choose(possible, prompt.text_tokens, layouts)
             encoded = [encode(chain, schedule.plan, tower, clock) for tower in towers]
             observer.encoded(encoded)

@@ -35,7 +35,7 @@ from sinkprune.runtime.media.fits import Fit, check_fit
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.chain import Chain
 from sinkprune.runtime.steps.embedding import Embedding
-from sinkprune.runtime.steps.encoding import Encoded, encode, look
+from sinkprune.runtime.steps.encoding import Encoded, encode, run_tower
 from sinkprune.runtime.steps.loaded_model import LoadedModel
 from sinkprune.runtime.steps.observer import NOBODY, Observer
 from sinkprune.runtime.steps.pictures import PictureLike, decoded, see
@@ -210,7 +210,7 @@ class Pipeline:
         inputs, _ = see(image, decoded(image, self.family), self.family, self.bundle.manifest)
         clock = Stopwatch(self.backend)
         with self.backend.turn:
-            return encode(self.chain, None, look(self.chain, inputs, clock), clock)
+            return encode(self.chain, None, run_tower(self.chain, inputs, clock), clock)
 
     def warm_up(
         self,

@@ -14,7 +14,7 @@ from sinkprune.contract.errors import NumericsError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.pictures import see
 from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 
@@ -37,7 +37,7 @@ def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Se
     manifest, chain, backend = pipeline.bundle.manifest, pipeline.chain, pipeline.backend
     clock = Stopwatch(backend)
     inputs, layout = see(image, image, pipeline.family, manifest)
-    tower = look(chain, inputs, clock)
+    tower = run_tower(chain, inputs, clock)
     kept = []
     for name in sanitizers:
         kept.append(encode(chain, manifest.plans[TRIAL][name], tower, clock).source_tokens)

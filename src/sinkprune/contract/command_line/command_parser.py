@@ -14,6 +14,7 @@ from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
 
 Options = TypeVar("Options")
 
+
 class CommandParser(argparse.ArgumentParser):
     """A parser with `--help` and `--version`; `prog` is what usage lines call the command, as in `sinkprune run`."""
 

@@ -41,8 +41,8 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Tower:
-    """What the vision tower gives of a picture of G groups of N tokens."""
+class TowerOutput:
+    """The outputs of the vision tower for a picture of G groups of N tokens."""
 
     tokens: Tensor
     """[G,N,D] float on the device."""
@@ -56,7 +56,7 @@ class Tower:
     """[G,N,E] float on the device: what the decoder's first layers add to each token, where the model has that."""
 
 
-def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
+def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> TowerOutput:
     """The vision tower on the `inputs` of the graph `vision`; waits for it.
 
     Raises `NumericsError` if tokens, norms or salience are not finite, before anything is chosen by them.
@@ -67,7 +67,7 @@ def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
     tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
     # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
     host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
-    tower = Tower(tokens, norms, salience, host_norms, host_salience, features.get("deepstack"))
+    tower = TowerOutput(tokens, norms, salience, host_norms, host_salience, features.get("deepstack"))
     _check_finite("norms or salience", tower.norms, tower.salience)
     if chain.projector is None:
         # Elsewhere norms are the tokens' own; here layers follow that may still overflow.
@@ -75,7 +75,7 @@ def look(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> Tower:
     return tower
 
 
-def encode(chain: Chain, plan: Plan | None, tower: Tower, clock: Stopwatch) -> Encoded:
+def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch) -> Encoded:
     """The plan's sanitizer, and the projector where there is one, on what the `tower` gave."""
     backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
     if plan is not None and plan.sanitizer is not None:

@@ -19,7 +19,7 @@ from sinkprune.contract.errors import BackendError, PromptError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.decoding import decode_one_token, prefill
-from sinkprune.runtime.steps.encoding import encode, look
+from sinkprune.runtime.steps.encoding import encode, run_tower
 from sinkprune.runtime.steps.prompt_rows import lay_out
 from support.programs.slow_cases import each_once
 from support.references.steps import QUESTION, ask
@@ -113,7 +113,7 @@ def test_nothing_waits_between_embeddings_and_logits(rig: Rig, photo: Image.Imag
     inputs, layout = pipeline.family.inputs(photo), pipeline.family.layout(photo)
     planned = schedule(pipeline.bundle.manifest, "sinkpruner", "retain-64", [layout])
     assert planned.plan is not None and len(planned.plan.select_after) == 3
-    encoded = encode(chain, planned.plan, look(chain, inputs, clock), clock)
+    encoded = encode(chain, planned.plan, run_tower(chain, inputs, clock), clock)
     rig.clear()
     texts = [list(range(10)), list(range(20))]
     rows = lay_out(chain.backend, pipeline.embedding, None, texts, [(layout, encoded)], pruned=True)
