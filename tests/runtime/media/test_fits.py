@@ -242,7 +242,7 @@ def test_a_panorama_too_long_to_crop_can_be_stretched(manifest: Manifest) -> Non
     panorama = Image.new("RGB", (30000, 10))
     for fit in (None, "crop", "pad"):
         with pytest.raises(SinkpruneError, match="30000x10"):
-            load_family(manifest, fit).layout(panorama)  # type: ignore[arg-type]
+            load_family(manifest, fit).inputs(panorama)  # type: ignore[arg-type]
     assert load_family(manifest, "stretch").layout(panorama).seen_share == 1
 
 

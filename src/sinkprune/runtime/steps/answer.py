@@ -1,4 +1,4 @@
-"""An answer, and what became of the visual tokens on the way to it."""
+"""An answer, and what each step kept of the visual tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sinkprune.contract.schedule import PictureSchedule
 
 @dataclass(frozen=True)
 class Kept:
-    """What became of a picture's visual tokens: G' groups of N' were sanitised apart, and indices are into the N'."""
+    """What each step kept of a picture's visual tokens: G' groups of N' tokens, with indices into the N'."""
 
     layout: VisualLayout = field(repr=False)
-    """What the picture is to the model."""
+    """Tokens, groups and places of the picture."""
     schedule: PictureSchedule
-    """How many of the tokens were to be kept at each step, by the budget."""
+    """How many tokens the budget keeps at each step."""
     index: Array = field(repr=False)
     """[G',n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
     norms: Array = field(repr=False)
@@ -26,35 +26,35 @@ class Kept:
     salience: Array = field(repr=False)
     """[G',N'] fp32: the attention each token receives in the vision tower."""
     after_stage: Mapping[int, Array] = field(repr=False)
-    """By pruning layer: the places in `index` (flattened) that survived it, ascending."""
+    """By pruning layer: the positions in `index` (flattened) that survived it, ascending."""
 
 
 @dataclass(frozen=True)
 class DeadlineReport:
-    """What was done to answer in time. Milliseconds are counted from where the request began, decoding of the
-    pictures' files included."""
+    """How a request met or missed its deadline. Milliseconds count from the beginning of the request, including the
+    decoding of picture files."""
 
     deadline_ms: float
     budget: str
-    """The budget that was chosen, which is the one that ran."""
+    """The chosen budget, which is the one that ran."""
     reason: str
-    """Why it was chosen, in words."""
+    """Why the budget was chosen, in words."""
     can_meet: bool
-    """Whether a first token was expected in time, at that budget or any other."""
+    """Whether a first token was expected in time, at any budget."""
     met: bool
-    """Whether the whole answer was there in time."""
+    """Whether the whole answer was complete in time."""
     expected_tokens: int
-    """How many new tokens were expected to fit; as many come as do."""
+    """How many new tokens were expected in time; the answer may have more or fewer."""
     predicted_first_ms: float
-    """When the first token was expected; known when the budget was chosen."""
+    """When the first token was expected, predicted when the budget was chosen."""
     first_ms: float
-    """When it was there."""
+    """When the first token was complete."""
     predicted_ms: float
     """When the last of `expected_tokens` was expected."""
     measured_ms: float
-    """When the whole answer was there."""
+    """When the whole answer was complete."""
     slower: float
-    """How many times as long as by the machine's costs the first token was expected to take: recent load."""
+    """The factor by which recent load was expected to delay the first token, compared with the machine's costs."""
     costs_age_s: float | None
     """Seconds since the costs were measured; None where they do not say."""
     costs_load: float | None
@@ -63,7 +63,7 @@ class DeadlineReport:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model said, and what it took: tokens, times and what became of the pictures."""
+    """The text of an answer, with its tokens, times and what was kept of the pictures."""
 
     text: str
     token_ids: list[int]
@@ -73,7 +73,7 @@ class Answer:
     method: str
     budget: str
     prompt_tokens: int
-    """Text tokens of the rendered prompt; visual tokens are counted apart."""
+    """Text tokens of the rendered prompt, without visual tokens."""
     visual_tokens: int
     """Visual tokens of all pictures before anything is dropped."""
     tokens_per_layer: list[int]
@@ -83,13 +83,13 @@ class Answer:
     ms: dict[str, float | None]
     """Milliseconds by part, those of `sinkprune.contract.reports.report.PARTS`; `per_token` is None for one token."""
     images: tuple[Kept, ...]
-    """What became of each picture's tokens."""
+    """What each step kept of each picture's tokens."""
     deadline: DeadlineReport | None = None
-    """What was done to answer in time; None where there was no deadline."""
+    """How the deadline was met or missed; None without a deadline."""
 
     @property
     def kept(self) -> Kept:
-        """What became of the first picture's tokens."""
+        """What each step kept of the first picture's tokens."""
         return self.images[0]
 
 

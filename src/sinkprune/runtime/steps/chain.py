@@ -1,6 +1,6 @@
-"""The loaded engines of a bundle, and what the steps of every request need of them.
+"""The loaded engines of a bundle.
 
-The baseline and every budget run the same weight engines; a plan only adds its weightless engines in between.
+The baseline and every budget run the same weight engines. A plan adds weightless engines in between.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Chain:
         load: Callable[[str], Engine],
         load_decoder: Callable[[str], Decoder],
     ) -> None:
-        """Loads the weight engines; `load` and `load_decoder` give that of a graph by the graph's name."""
+        """Load the weight engines; `load` and `load_decoder` return the engine of a graph, by the graph's name."""
         self.backend, self._load = backend, load
         self.model = model = manifest.language_model
         self.dtype: np.dtype[Any] = DTYPES[manifest.precision]
@@ -45,20 +45,20 @@ class Chain:
         self.beside_token = self.beside_text(1)
 
     def beside_text(self, rows: int) -> dict[str, Tensor]:
-        """What `decoder_0` is given of so many text rows beside the inputs of all segments, by name."""
+        """Return the additional inputs of `decoder_0` for so many text rows, by name."""
         if not self._deepstack:
             return {}
         return {"deepstack": self.backend.tensor(np.zeros((1, rows, self._deepstack), self.dtype))}
 
     def plan_engine(self, graph: str) -> Engine:
-        """A weightless engine of a plan, loaded when first used."""
+        """Return a weightless engine of a plan, and load it on the first use."""
         with self._loading:
             if graph not in self._plan_engines:
                 self._plan_engines[graph] = self._load(graph)
             return self._plan_engines[graph]
 
     def load_plan(self, plan: Plan | None) -> None:
-        """Load what `plan` needs: loading an engine is no part of a request's time."""
+        """Load the engines of `plan`, so that the time of a request does not include loading."""
         with self.backend.turn:
             for graph in plan.graphs if plan else ():
                 self.plan_engine(graph)

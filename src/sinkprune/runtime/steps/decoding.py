@@ -25,7 +25,7 @@ class KVCache:
 
     segments: list[Cache]
     next_positions: list[int]
-    """The position id the next token has in each segment; they differ where positions are compact."""
+    """The position id of the next token in each segment; they differ where positions are compact."""
 
     @property
     def lengths(self) -> list[int]:
@@ -35,23 +35,23 @@ class KVCache:
 
 @dataclass
 class Prefill:
-    """What the first pass over a prompt leaves behind: logits, caches, and which rows survived."""
+    """The result of the first pass over a prompt: logits, KV caches, and the rows that survived."""
 
     logits: Tensor
     cache: KVCache
     tokens_per_layer: list[int] = field(default_factory=list)
     """The sequence length each layer ran on."""
     keep_index: dict[int, Tensor] = field(default_factory=dict)
-    """After each pruning layer: the rows that survived it, among those it was given."""
+    """After each pruning layer: the rows that survived it, among its input rows."""
 
 
 def prefill(
     chain: Chain, schedule: Schedule, rows: PromptRows, clock: Stopwatch, norms: Tensor | None = None
 ) -> Prefill:
-    """The first pass over all rows of a prompt, with the selects of the schedule's plan between the segments.
+    """Run all rows of a prompt through the segments, with the selects of the schedule's plan between them.
 
-    `norms` [G,N] are the picture's, for plans that keep shares of N: they read N off them. Raises `BundleError` where
-    the prompt has other visual rows than the schedule says.
+    `norms` [G,N] are the picture's, for plans that keep shares of N: their selects read N from the shape. Raises
+    `BundleError` where the prompt's number of visual rows differs from the schedule.
     """
     backend, plan = chain.backend, schedule.plan
     compact = plan is not None and plan.positions == "compact"
@@ -66,12 +66,12 @@ def prefill(
             "visual_index": backend.tensor(rows.visual.astype(np.int64)),
             "text_index": backend.tensor(rows.text.astype(np.int64)),
         }
-        told = {} if norms is None else {"norms": norms}
+        shares_of = {} if norms is None else {"norms": norms}
         added = rows.beside
         result = Prefill(None, KVCache([], []))
         picture = rows.picture
         for decoder, layers in zip(chain.decoders, chain.segments, strict=True):
-            # Known from the schedule: asking the device for a shape would wait for it.
+            # From the schedule: reading a shape from the device would wait for it.
             length = text + schedule.reaching(layers.start)
             cache = decoder.new_cache()
             outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **added}, cache)
@@ -85,12 +85,12 @@ def prefill(
             if plan is not None and str(last) in plan.select_after:
                 select, kept_rows = chain.plan_engine(plan.select_after[str(last)]), schedule.kept_after(last)
                 with clock.measure("select"):
-                    asked = {"query": outputs["query"], "key": outputs["key"], **told}
+                    scored = {"query": outputs["query"], "key": outputs["key"], **shares_of}
                     if chain.several_images:
                         quota = np.repeat(np.arange(len(kept_rows)), kept_rows)
-                        asked |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
+                        scored |= {"visual_group": backend.tensor(picture), "quota": backend.tensor(quota)}
                         picture = quota
-                    selected = select({**state, **asked})
+                    selected = select({**state, **scored})
                 state = {name: selected[f"{name}_out"] for name in state}
                 result.keep_index[last] = selected["keep_index"]
         result.logits = chain.head({"hidden": state["hidden"]})["logits"]
@@ -98,15 +98,15 @@ def prefill(
 
 
 def surviving_rows(chain: Chain, schedule: Schedule, result: Prefill) -> dict[int, Array]:
-    """After each pruning layer: the rows of the prefill's input that survived so far, ascending.
+    """Return, by pruning layer, the rows of the prefill's input that survived so far, ascending.
 
-    Raises `BundleError` where a graph kept others than the schedule says: nothing told of the answer would be true.
+    Raises `BundleError` where a graph kept another number of rows than the schedule: the report would be wrong.
     """
     rows = np.arange(result.tokens_per_layer[0])
     text, survivors = len(rows) - schedule.rows, {}
     for layer, keep in result.keep_index.items():
         rows = rows[chain.backend.numpy(keep)]
-        _check_rows(f"the select behind layer {layer}", len(rows) - text, sum(schedule.kept_after(layer)))
+        _check_rows(f"the select after layer {layer}", len(rows) - text, sum(schedule.kept_after(layer)))
         survivors[layer] = rows
     return survivors
 
@@ -119,7 +119,7 @@ def kept_tokens(
     rows: PromptRows,
     result: Prefill,
 ) -> tuple[Kept, ...]:
-    """What became of each picture's visual tokens; raises what `surviving_rows` raises."""
+    """Return what each step kept of each picture's visual tokens; raises what `surviving_rows` raises."""
     survivors, kept = surviving_rows(chain, schedule, result), []
     for number, (layout, own, picture) in enumerate(zip(layouts, encoded, schedule.pictures, strict=True)):
         own_rows = rows.picture == number
@@ -138,7 +138,7 @@ def _check_rows(graph: str, found: int, expected: int) -> None:
 
 
 def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
-    """One token's embedding `row` [d] through all layers; grows `cache` and returns logits [1,vocab]."""
+    """Run one token's embedding `row` [d] through all layers; grows `cache`, and returns logits [1,vocab]."""
     backend = chain.backend
     hidden = backend.tensor(row[None, None])
     tables: dict[int, dict[str, Tensor]] = {}
@@ -155,7 +155,7 @@ def decode_one_token(chain: Chain, cache: KVCache, row: Array) -> Tensor:
 
 
 def kv_bytes(chain: Chain, cache: KVCache) -> int:
-    """Bytes of all keys and values in `cache`, without the room it has for more."""
+    """Return the bytes of all keys and values in `cache`, without unused capacity."""
     model = chain.model
     row = 2 * model.num_kv_heads * model.head_dim * chain.dtype.itemsize
     return sum(row * length * len(layers) for length, layers in zip(cache.lengths, chain.segments, strict=True))

@@ -1,4 +1,4 @@
-"""The first steps on the device: a picture's pixels to tokens, and those that are kept to embeddings."""
+"""The first steps on the device: pixels to visual tokens, and kept tokens to embeddings."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from sinkprune.runtime.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Encoded:
-    """A picture as the LLM receives it: G' groups of N' tokens were sanitised apart, n0 of each kept."""
+    """A picture as the LLM receives it: of each of G' groups of N' tokens, the sanitizer kept n0."""
 
     embeddings: Tensor
     """[G',n0,d] float on the device, in the decoder's width."""
     device_norms: Tensor
-    """[G,N] fp32 on the device, as the tower gave them: some selects take them."""
+    """[G,N] fp32 on the device, from the tower: an input of some selects."""
     kept_index: Array
-    """[G',n0] int64: the token each row stands for, of its group."""
+    """[G',n0] int64: the token that each row stands for, counted within its group."""
     norms: Array
     """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array
@@ -34,7 +34,7 @@ class Encoded:
 
     @property
     def source_tokens(self) -> Array:
-        """[G'*n0] int64: the token each row stands for, counted through all groups."""
+        """[G'*n0] int64: the token that each row stands for, counted through all groups."""
         groups, tokens = self.norms.shape
         source: Array = (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
         return source
@@ -57,26 +57,26 @@ class TowerOutput:
 
 
 def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> TowerOutput:
-    """The vision tower on the `inputs` of the graph `vision`; waits for it.
+    """Run the vision tower on the `inputs` of the graph `vision`, and wait for it.
 
-    Raises `NumericsError` if tokens, norms or salience are not finite, before anything is chosen by them.
+    Raises `NumericsError` if tokens, norms or salience are not finite, before tokens are selected by them.
     """
     backend = chain.backend
     with clock.measure("vision"):
         features = chain.vision({name: backend.tensor(array) for name, array in inputs.items()})
     tokens, norms, salience = features["tokens"], features["norms"], features["salience"]
-    # Waits for the tower; what follows is read together at its end, so that a device waits no more often for it.
+    # Waits for the tower once: norms, salience and tokens are complete together.
     host_norms, host_salience = backend.numpy(norms), backend.numpy(salience)
     tower = TowerOutput(tokens, norms, salience, host_norms, host_salience, features.get("deepstack"))
     _check_finite("norms or salience", tower.norms, tower.salience)
     if chain.projector is None:
-        # Elsewhere norms are the tokens' own; here layers follow that may still overflow.
+        # Layers after the norms may still overflow. With a projector, the norms are those of the tokens.
         _check_finite("tokens", backend.numpy(tokens))
     return tower
 
 
 def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch) -> Encoded:
-    """The plan's sanitizer, and the projector where there is one, on what the `tower` gave."""
+    """Run the plan's sanitizer, if any, and the projector, if any, on the output of the `tower`."""
     backend, tokens, deepstack, sanitized = chain.backend, tower.tokens, tower.deepstack, None
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
@@ -93,7 +93,7 @@ def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch
         kept_index = np.broadcast_to(np.arange(tower.norms.shape[1]), tower.norms.shape)
     else:
         kept_index = backend.numpy(sanitized["kept_index"])
-    # Frames that were sanitised as one are one group from here on.
+    # Frames that the sanitizer treats as one are one group from here on.
     groups = len(kept_index)
     norms, salience = (values.reshape(groups, -1) for values in (tower.norms, tower.salience))
     return Encoded(tokens, tower.device_norms, kept_index, norms, salience, deepstack)

@@ -1,4 +1,4 @@
-"""Whoever wants to watch a request: each of its steps hands over what it gives."""
+"""Callbacks for the intermediate results of a request."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
 class Observer:
-    """Is told what the steps of a request give, in their order. Override what you want to know.
+    """Receives the result of each step of a request, in order. Override the methods that you need.
 
-    Tensors are in the engine library's own buffers; `Backend.numpy` brings one to the host, which waits for it and so
-    adds to the times that are measured.
+    Tensors are in the engine library's own buffers. `Backend.numpy` copies one to the host; it waits for the device
+    and so adds to the measured times.
     """
 
     def during(self, part: str) -> AbstractContextManager[Any]:
-        """What is entered while a part runs: those `PARTS` of `sinkprune.contract.reports.report` that are timed
-        then, and `decode`, once for each token behind the first. Parts may lie within others."""
+        """Return a context that is entered while a part runs: one of the `PARTS` of
+        `sinkprune.contract.reports.report`, or `decode`, once for each token after the first. Parts may be nested."""
         return nullcontext()
 
     def seen(self, pictures: Sequence[Seen]) -> None:
-        """Inputs of the vision tower and layout of each picture."""
+        """Receives the inputs of the vision tower and the layout of each picture."""
 
     def encoded(self, pictures: Sequence[Encoded]) -> None:
-        """Embeddings, norms, salience and kept tokens of each picture."""
+        """Receives embeddings, norms, salience and kept tokens of each picture."""
 
     def laid_out(self, rows: PromptRows) -> None:
-        """The rows that the first decoder layer is given, and their positions."""
+        """Receives the input rows of the first decoder layer, and their positions."""
 
     def prefilled(self, result: Prefill) -> None:
-        """Caches, the rows each layer ran on, and those that survived each stage."""
+        """Receives the KV caches, the number of rows of each layer, and the rows that survived each stage."""
 
     def chose(self, token: int, logits: Array) -> None:
-        """A new token's id, and the logits [vocab] it was chosen by; the first are the prefill's."""
+        """Receives a new token's id, and the logits [vocab] that it was chosen by; first those of the prefill."""
 
     def answered(self, answer: Answer) -> None:
-        """The whole answer, with kept sets and milliseconds."""
+        """Receives the whole answer, with kept sets and milliseconds."""
 
 
 NOBODY = Observer()
-"""Watches nothing."""
+"""An observer that ignores everything."""
