@@ -119,6 +119,8 @@ def test_an_option_without_its_value_leaves_the_bundle(parse: Parse, sinkprune: 
         options = parse("profile", *words, *_QUESTION)
         assert (options.power, options.bundle) == (power, Path("bundle"))
     assert "invalid choice: 'rappel'" in sinkprune("profile", "bundle", "--power", "rappel", *_QUESTION).stderr
+    # Of --power, --plot and --prompt
+    assert "ambiguous option: --p " in sinkprune("profile", "bundle", "--p", *_QUESTION).stderr
 
 
 def test_another_ending_is_refused(tmp_path: Path) -> None:

@@ -257,6 +257,13 @@ def test_half_a_character_that_is_never_completed_waits_for_the_next_word(
     assert answer.text == "w0\ufffd\ufffd w1 w2"
 
 
+def test_a_stop_string_that_ends_in_held_back_text_ends_the_answer(
+    scripted: Callable[[str], Pipeline], small: Image.Image
+) -> None:
+    pieces, answer = streamed(scripted("half then stop"), small, max_new_tokens=2, stop=("\ufffd",))
+    assert (pieces, answer.text, answer.finish) == (["w0"], "w0", "stop")
+
+
 def test_what_was_shown_stands_when_half_a_character_follows_it(
     scripted: Callable[[str], Pipeline], small: Image.Image
 ) -> None:
