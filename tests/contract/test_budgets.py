@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sinkprune.contract.budgets import OPTIONS, Budget, Counts, Share, prune_layers
+from sinkprune.contract.budgets import OPTIONS, Budget, Counts, Share, prune_layers, scaled_layers
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES, parse_budget
 
@@ -18,8 +18,23 @@ LLAVA_576 = {
 }
 
 
-def test_the_llava_table_holds_what_the_method_says() -> None:
+PER_MILLE = {
+    "prune-66.7": Counts(10, 1, 450, 50, (400, 350, 250)),
+    "prune-77.8": Counts(10, 1, 450, 50, (300, 200, 120)),
+    "prune-80": Counts(10, 1, 400, 50, (300, 200, 120)),
+    "prune-88.9": Counts(10, 1, 200, 50, (180, 110, 60)),
+}
+
+
+def test_the_tables_hold_what_the_method_says() -> None:
     assert {name: budget.resolve(576) for name, budget in FAMILIES["llava"].budgets.items()} == LLAVA_576
+    of_five_tiles = {name: budget.resolve(576, 5) for name, budget in FAMILIES["llava-next"].budgets.items()}
+    assert of_five_tiles == {
+        "retain-320": Counts(6, 1, 64, 64, (550, 370, 210)),
+        "retain-160": Counts(6, 1, 32, 32, (270, 180, 110)),
+    }
+    for family in ("qwen2-vl", "qwen2.5-vl", "qwen3-vl"):
+        assert {name: budget.resolve(1000) for name, budget in FAMILIES[family].budgets.items()} == PER_MILLE
 
 
 @pytest.mark.parametrize("name", LLAVA_576)
@@ -143,3 +158,6 @@ def test_prune_layers_of_any_depth_ascend_and_leave_a_layer_behind_them() -> Non
     for depth in range(4):
         with pytest.raises(BudgetError, match=f"{depth} layers is too shallow.*at least 4 layers"):
             prune_layers(depth)
+    # The last stage would follow the last layer.
+    with pytest.raises(BudgetError, match="after layers 1, 2, 3"):
+        scaled_layers((8, 16, 24), 4)

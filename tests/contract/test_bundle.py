@@ -109,7 +109,7 @@ def test_what_is_no_bundle_is_told_how_to_make_one(tmp_path: Path, photo_file: P
     "version", [0, 3, FORMAT_VERSION - 1, FORMAT_VERSION + 1, "5", 5.0, True, None, {}], ids=repr
 )
 def test_another_format_version_is_refused_with_the_way_out(version: Any, copied: Path) -> None:
-    # No other field is read: nobody knows what they mean.
+    # The reader must reject the version first, because another version may have other fields.
     write_data(copied, {"format_version": version, "other": {}})
     message = refusal(copied)
     assert f"format version {version!r}" in message and f"reads {FORMAT_VERSION}" in message

@@ -102,14 +102,16 @@ def _came_with(engines: Engines) -> Bundle:
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:
     """Refuse a manifest whose parts do not fit each other, or whose files lie outside the bundle."""
-    for complaint in _complaints(manifest):
+    if manifest.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise BundleError(f"'{path}' is of family '{manifest.family}', expected one of: {known}. {BUNDLE.upgrade}")
+    complaint = next(_complaints(manifest), None)
+    if complaint is not None:
         raise BundleError(f"'{path}' {complaint}. {BUNDLE.again}")
 
 
 def _complaints(manifest: Manifest) -> Iterator[str]:
-    """What of a manifest does not fit the rest of it, one after the other; each relies on those before."""
-    if manifest.family not in FAMILIES:
-        yield f"is of family '{manifest.family}', expected one of {', '.join(FAMILIES)}: upgrade sinkprune"
+    """Yield each part of a manifest that does not fit the others. Read the first only: later checks rely on it."""
     lm = manifest.language_model
     if lm.rope_sections and sum(lm.rope_sections) != lm.head_dim // 2:
         sections, half = list(lm.rope_sections), lm.head_dim // 2

@@ -165,7 +165,8 @@ def read_engines(path: str | os.PathLike[str], trust: Trust = ANY) -> Engines:
 
 def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
     """Refuse a manifest whose parts do not fit each other."""
-    for complaint in _complaints(manifest):
+    complaint = next(_complaints(manifest), None)
+    if complaint is not None:
         raise EnginesError(f"'{path}' {complaint}. {ENGINES.again}")
 
 

@@ -142,7 +142,7 @@ class _Export:
         self.source.weights.close()
 
     def weight_graphs(self, segments: Sequence[range]) -> Iterator[WeightedGraph]:
-        """Every graph that holds weights, one after the other; `progress` is told when they are saved."""
+        """Build the graphs with weights one at a time. Saving a graph reports its tensors to `progress`."""
         for name, write in self.source.family.graphs(segments, self.source.weights).items():
             graph = WeightedGraph(name, self.precision, self.dialect, self._form(name), self.reader(name))
             write(graph)

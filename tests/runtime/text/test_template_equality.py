@@ -1,4 +1,4 @@
-"""Published chat templates, and all that chat templates may use, give what they give in transformers."""
+"""Published chat templates, and every construct that templates may use, render the same text as in transformers."""
 
 from __future__ import annotations
 

@@ -23,8 +23,16 @@ from sinkprune.contract.errors import SinkpruneError
 INTERRUPTED = 130
 
 # What the operating system says when the disk, not the program, is at fault.
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
-_DISK_ERRORS |= {errno.ENAMETOOLONG}
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+    errno.ENAMETOOLONG,
+}
 # What Python, the dynamic linker, ONNX Runtime, OpenVINO and oneTBB say where there is no thread, or no memory. The
 # system calls both a lack of resources.
 _THREAD_WORDS = (

@@ -20,8 +20,8 @@ class ProgressLines:
         with ProgressLines("measuring", total=40) as lines:
             lines.update("retain-64", advance=1)
 
-    Work that ends writes a last line if it took half as long since the line before: several works of nine seconds
-    are not silent. Silent where stderr is a terminal, which shows bars. Methods may be called from any thread.
+    The end of the block writes a line too if the line before is five seconds old, so that several blocks of nine
+    seconds are not silent. Silent where stderr is a terminal, which shows bars. Any thread may call the methods.
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
@@ -42,7 +42,7 @@ class ProgressLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Write no more lines, but for the last one of work that succeeded."""
+        """Stop the lines. Write a last one if the block succeeded and has been silent for long."""
         self._ended.set()
         if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and not sys.stderr.isatty():
             self._write()

@@ -141,12 +141,17 @@ def _check_template(part: Mapping[str, Any]) -> None:
     for token in tokens.values():
         if len(_list(_object(token, "special token").get("ids"), "ids of a special token")) > _PARTS:
             raise UnreadableError(f"has a special token of more than {_PARTS} ids")
-    for name, texts in (("single", 1), ("pair", 2)):
-        pieces = _list(part.get(name), f"pieces of '{name}'")
-        written = [piece["SpecialToken"] for piece in pieces if isinstance(piece, dict) and "SpecialToken" in piece]
-        known = all(_text(_object(token, "special token"), "id") in tokens for token in written)
-        if not known or len(pieces) - len(written) != texts or len(written) > _PARTS:
-            raise UnreadableError(f"has a post_processor whose '{name}' writes what it does not know, or too much")
+    for name, expected in (("single", ["A"]), ("pair", ["A", "B"])):
+        pieces = [_object(piece, f"piece of '{name}'") for piece in _list(part.get(name), f"pieces of '{name}'")]
+        texts, special = (
+            [_text(_object(piece[kind], kind), "id") for piece in pieces if kind in piece]
+            for kind in ("Sequence", "SpecialToken")
+        )
+        if sorted(texts) != expected or not tokens.keys() >= set(special) or len(special) > _PARTS:
+            raise UnreadableError(
+                f"has a post_processor whose '{name}' writes {len(texts)} texts and {len(special)} special tokens, "
+                f"expected {' and '.join(expected)} once each, and at most {_PARTS} of its own special tokens"
+            )
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:

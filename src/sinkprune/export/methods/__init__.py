@@ -1,4 +1,4 @@
-"""Pruning methods: one module each. A method turns a budget into weightless graphs, a `PlanGraphs`.
+"""Pruning methods. A method turns a budget into weightless graphs, a `PlanGraphs`.
 
 A module gives `METHODS`, its methods by name. To add a method, add its module: nothing else knows the names. The
 decoder is cut wherever a plan selects.

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from random import Random
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -126,21 +127,23 @@ def _loneliest(graph: Graph, features: Features) -> ir.Value:
     return smallest(graph, op.ReduceMax(similarity, [-1], keepdims=0), 1)
 
 
-def _build(choose: Choose, by_salience: bool, facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """The plan of a method; tokens chosen by salience are booked as the budget's `reserve`, others as `diverse`."""
-    share = {"reserve" if by_salience else "diverse": tokens_into_llm(facts, budget)}
-    kept = kept_before(facts, budget, **share)
+def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget) -> PlanGraphs:
+    """Return the plan that keeps the tokens that `choose` writes, `booked` as this field of the budget."""
+    kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)
 
     def count() -> Count:
-        counts = sanitizer_counts(graph.op, facts, kept, features.norms)
-        return counts.reserve if by_salience else counts.diverse
+        found: Count = getattr(sanitizer_counts(graph.op, facts, kept, features.norms), booked)
+        return found
 
     give_tokens(graph, facts, kept, features, choose(facts, kept, graph, features, count))
     return PlanGraphs(kept, graph)
 
 
 METHODS = {
-    "fastervlm": partial(_build, fastervlm, True),
-    **{choose.__name__: partial(_build, choose, False) for choose in (divprune, dart, uniform, random)},
+    "fastervlm": partial(_build, fastervlm, "reserve"),
+    "divprune": partial(_build, divprune, "diverse"),
+    "dart": partial(_build, dart, "diverse"),
+    "uniform": partial(_build, uniform, "diverse"),
+    "random": partial(_build, random, "diverse"),
 }

@@ -66,7 +66,7 @@ examples:
 _REPEAT = 5
 """The default for `--repeat`."""
 _ENOUGH = 20
-_FEW = ", too few for a p95: it is close to the slowest"
+_FEW = " (of fewer than 20, p95 is close to the slowest)"
 _LEGEND = """\
 visual: tokens of the pictures > into the LLM > in its last layer; mean %: their mean over all layers
 x: speed-up over none; ideal x: what the FLOPs of the prefill allow; achieved: prefill x as a share of ideal x"""
