@@ -126,7 +126,7 @@ def test_another_format_version_is_refused_with_the_way_out(version: Any, copied
         ("graphs/vision/extra", 1, "malformed at $.graphs.vision: unknown field 'extra'"),
         ("language_model/rope_theta", 10**400, "malformed at $.language_model.rope_theta"),
         ("precision", "fp8", "malformed at $.precision"),
-        ("family", "llava-9", "is of family 'llava-9'"),
+        ("family", "llava-9", "Upgrade sinkprune, or export"),
         ("files/graphs~head.onnx", GONE, "no size and sha256 for 'graphs/head.onnx'"),
         *((f"files/{name.replace('/', '~')}", GONE, name) for name in (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)),
         *((f"graphs/{graph}", GONE, f"'{graph}'") for graph in ("vision", "projector", "decoder_3", "head")),
