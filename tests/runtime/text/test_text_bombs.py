@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from sinkprune.contract.errors import BundleError
+from sinkprune.contract.files.untrusted import UnreadableError
+from sinkprune.contract.text.tokenizer_json import check_tokenizer_json
 from sinkprune.runtime.text.chat_template import ChatTemplate
 from support.programs.repository import ROOT
 
@@ -91,6 +94,7 @@ def test_all_of_the_corpus_ends_soon_small_and_without_noise(folder: str, file: 
             "{% set n = namespace(v='x' * 999) %}{% for i in range(15) %}{% set n.v = n.v ~ n.v %}{% endfor %}",
             "computes too much",
         ),
+        ("{% set s = 'x' * 99999 %}{% for i in range(99) %}{% set x = s[1:] %}{% endfor %}", "computes too much"),
         ("{{ 'x' * 40000 }}", "makes 40000 characters"),
         ("{{ range(10 ** 6) }}", "Range too big"),
         ("{{ 9 ** 9 ** 999 }}", "more than 1024 bits"),
@@ -115,6 +119,24 @@ def test_what_no_chat_template_needs_is_refused_in_one_message(template: str, re
         ChatTemplate(template.encode()).render([{"role": "user", "content": "What?"}], "<s>", "</s>")
     assert "chat_template.jinja" in str(caught.value)
     assert "export it again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "changed", "reason"),
+    [
+        ("model", {"type": "WordLevel"}, "a model of type 'WordLevel', expected BPE"),
+        ("model", {"vocab": {"a": 1, "b": 1}}, "gives two tokens one id"),
+        ("model", {"vocab": {"a" * 1001: 1}}, "a token of more than 1000 letters"),
+        ("model", {"vocab": {"a": 1 << 20}}, "ids that are not between 0 and 1048576"),
+        ("added_tokens", [{"content": "a" * 1000}] * 1049, "more than 1048576 letters"),
+    ],
+)
+def test_what_no_tokenizer_needs_is_refused(place: str, changed: Any, reason: str) -> None:
+    root = json.loads((CORPUS / "tokenizers" / "harmless.json").read_bytes())
+    check_tokenizer_json(json.dumps(root).encode())
+    root[place] = {**root[place], **changed} if isinstance(changed, dict) else changed
+    with pytest.raises(UnreadableError, match=reason):
+        check_tokenizer_json(json.dumps(root).encode())
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """What a macro, a method or a function gives. Names as in the base class."""
-        __self.spend(32)
         owner = getattr(__obj, "__self__", None)
         # Jinja's own begin with an underscore, as a loop's variables do.
         options = {name: value for name, value in kwargs.items() if not name.startswith("_")}
