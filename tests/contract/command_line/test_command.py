@@ -268,8 +268,9 @@ def test_a_current_folder_that_was_removed_is_told(
 
 
 def test_too_little_address_space_is_told(asked: list[str]) -> None:
-    # With a thread for each core OpenBLAS takes more, and where it gets none it ends the process itself.
-    own = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    # With a thread for each core OpenBLAS takes more, and where it gets none it ends the process itself. Arenas of
+    # malloc take 64 MB a thread, so that the limit is reached where Python starts a thread and waits for it for good.
+    own = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
     for megabytes in (30, 180, 260, 400):
         most = (megabytes << 20, megabytes << 20)
         limit = partial(resource.setrlimit, resource.RLIMIT_AS, most)
