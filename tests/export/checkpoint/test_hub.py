@@ -116,7 +116,10 @@ def test_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "../a", "a/b?c", "a b/c", "a/\x1b[31m", "https://example.com/a", "/a/b"])
-def test_what_is_no_name_is_never_asked_for(name: str, tmp_path: Path) -> None:
+def test_what_is_no_name_is_never_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where no folder of such a name stands.
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert_refused(run("sinkprune-export", name, "-o", tmp_path / "out"), "found no such folder")
 
 
