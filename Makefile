@@ -5,7 +5,7 @@ BIN := .venv/bin
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test lint types pytest test-slow test-harness test-intel-gpu test-aarch64 test-x86-64 fuzz clean
+.PHONY: demo test lint types pytest figures test-slow test-harness test-intel-gpu test-aarch64 test-x86-64 fuzz clean
 
 demo: .venv/.demo
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash demo/demo.sh demo-output
@@ -28,6 +28,10 @@ LONG := -o faulthandler_timeout=3600
 # A thread of BLAS to each worker: they share cores, and OpenBLAS spins where its threads do.
 pytest: .venv/.dev
 	OPENBLAS_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and not gpu and not harness and not intel_gpu"
+
+# Measures the tables of the README and the docs again on this machine: make figures FIGURES="savings accuracy"
+figures: .venv/.dev
+	$(BIN)/python benchmarks/figures.py $(FIGURES)
 
 test-slow: .venv/.dev
 	$(BIN)/pytest $(LONG) -m slow

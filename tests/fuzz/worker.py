@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any
 
 from fuzz.child import Call, run_here
+from sinkprune.contract.command_line import progress_lines
 
 _OUTPUT_BYTES = 1 << 20
 """As much of each stream is read; more is not needed to judge it."""
@@ -32,6 +33,8 @@ def serve(modules: list[str]) -> None:
     for module in modules:
         import_module(module)
     _import_onnxruntime()
+    # Lines of progress would be noise where a busy machine takes five seconds.
+    progress_lines.SECONDS = 3600.0
     gc.collect()
     gc.freeze()
     for line in sys.stdin:

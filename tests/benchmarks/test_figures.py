@@ -1,0 +1,129 @@
+"""The tables that `make figures` writes, and that the pages hold what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+import figures
+from sinkprune.contract.errors import UsageError
+
+
+def budget(prefill: float, speedup: float) -> dict[str, Any]:
+    return {
+        "visual_tokens": 576,
+        "kept_after_sanitizer": 129,
+        "tokens_per_layer": [129, 110, 42],
+        "ms": {
+            "ttft": {"median": 1550.6, "p95": 1661.9},
+            "prefill": {"median": prefill, "p95": 713.2},
+            "select": {"median": 2.44, "p95": 3.0},
+            "per_token": {"median": 101.6, "p95": 110.0},
+        },
+        "flops_speedup": {"prefill": 4.987, "ttft": 3.0},
+        "speedup": {"prefill": speedup, "ttft": 2.559},
+        "efficiency": {"prefill": 0.914},
+        "kv_bytes": 6_090_000,
+    }
+
+
+MEASURED = {
+    "date": "2026-01-31",
+    "instructions": "avx2 avx512f avx512_bf16",
+    "commands": ["sinkprune-profile ./llava-1.1b --json savings.json"],
+    "report": {
+        "machine": "Some Processor",
+        "threads": 2,
+        "repeat": 9,
+        "prompt_tokens": 67,
+        "versions": {"sinkprune": "0.1.0", "onnxruntime": "1.31.0"},
+        "budgets": {"retain-64": budget(669.7, 4.557)},
+    },
+}
+WHERE = "2026-01-31, 2 threads of a shared Some Processor (AVX-512 with bf16), onnxruntime 1.31.0"
+
+
+def test_savings() -> None:
+    *intro, _, headings, dashes, row = figures.savings_short(MEASURED).splitlines()
+    assert "67 text tokens" in intro[0]
+    assert intro[1] == f"medians of 9 interleaved rounds; {WHERE}:"
+    assert headings.count("|") == dashes.count("|") == row.count("|") == 8
+    assert row == "| `retain-64` | 576, 129, 42 | 1551 | 670 | 4.56x | 4.99x | 2.56x |"
+
+
+def test_savings_in_full() -> None:
+    text = figures.savings_full(MEASURED)
+    assert text.startswith(f"Measured on {WHERE}:\n\n```\nsinkprune-profile ./llava-1.1b --json savings.json\n```\n")
+    assert text.splitlines()[-1] == (
+        "| `retain-64` | 1551 (1662) | 670 (713) | 2.4 | 102 | 6.1 | 4.56x | 4.99x | 0.91 | 2.56x |"
+    )
+
+
+def test_accuracy() -> None:
+    report = {
+        "questions": 748,
+        "machine": "Some Processor",
+        "threads": 2,
+        "versions": {"onnxruntime": "1.31.0"},
+        "none": {"accuracy": 0.9866},
+        "methods": {
+            "sinkpruner": {
+                "retain-64": {"accuracy": 0.959, "relative": 0.9715, "ci95": [0.944, 0.972]},
+                "retain-32": {"accuracy": 0.886, "relative": 0.8978, "ci95": [0.861, 0.907]},
+            },
+            "fastv": {"retain-64": {"accuracy": 0.813, "relative": 0.824, "ci95": [0.784, 0.84]}},
+        },
+    }
+    assert figures.accuracy_short({"report": report}) == (
+        "The pocket model keeps 97 % at `retain-64`, 90 % at `retain-32` of its accuracy "
+        "(748 questions, 98.7 % right unpruned)."
+    )
+    assert figures.methods_full(MEASURED | {"report": report}).splitlines()[-2:] == [
+        "| `sinkpruner` | 95.9 ±1.4 (97) | 88.6 ±2.3 (90) |",
+        "| `fastv` | 81.3 ±2.8 (82) | - |",
+    ]
+
+
+def test_peers() -> None:
+    row = {"engine": "other", "form": "int4", "way": "none"}
+    rows = [row | {"ms": {"ttft": {"median": ttft}, "per_token": {"median": 20.4}}} for ttft in (900.2, 550.4)]
+    report = {"machine": "Some Processor", "plan": {"threads": 2, "repeat": 9}, "rows": rows}
+    lines = figures.peers_short(MEASURED | {"report": report}).splitlines()
+    assert lines[-2:] == ["| `other` int4, `none` | 550 | 20 |", "| `other` int4, `none` | 900 | 20 |"]
+
+
+def test_only_the_text_between_markers_is_replaced() -> None:
+    end = "<!-- end of figures -->"
+    page = f"1\n<!-- figures: savings -->\nold\n{end}\n2 <!-- figures: peers -->old{end} 3\n"
+    found = figures.rendered(page, {"savings": MEASURED})
+    table = figures.savings_short(MEASURED)
+    assert found == page.replace("\nold\n", f"\n{table}\n")
+    assert figures.rendered(found, {"savings": MEASURED}) == found
+
+
+def test_an_unknown_marker_is_refused() -> None:
+    with pytest.raises(UsageError, match="'prices', expected one of savings, "):
+        figures.rendered("<!-- figures: prices -->\n<!-- end of figures -->", {})
+
+
+def test_the_pages_hold_what_was_measured_last() -> None:
+    """A figure typed by hand, or a table that was not written again, fails here."""
+    kept = {path.stem: json.loads(path.read_text("utf-8")) for path in (figures.ROOT / figures.KEPT).glob("*.json")}
+    for page in figures.pages():
+        text = page.read_text("utf-8")
+        assert figures.rendered(text, kept) == text, page.name
+
+
+def test_every_table_has_its_place_and_the_readme_has_no_other() -> None:
+    texts = {page.name: page.read_text("utf-8") for page in figures.pages()}
+    names = {name for text in texts.values() for _, name, _ in figures.BLOCK.findall(text)}
+    assert names == {table for part in figures.PARTS.values() for table in part.tables}
+    assert not re.search(r"^\|", figures.BLOCK.sub("", texts["README.md"]), re.MULTILINE)
+
+
+def test_an_unknown_part_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert figures.main(["prices"]) == 2
+    assert "found part 'prices', expected one of savings, accuracy" in capsys.readouterr().err
