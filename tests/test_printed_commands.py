@@ -35,7 +35,7 @@ LOAD = "its answer depends on the machine's load: see tests/runtime/deadline/tes
 NOT_RUN: dict[str, str] = {
     r"pip install": SYSTEM,
     r"make ": MINUTES,
-    r"cd demo-output": "it is where the other commands run",
+    r"cd demo-output|source \.venv/bin/activate": "they prepare the shell for the other commands",
     r"sudo ": SYSTEM,
     r"jetson/setup\.sh": SYSTEM,
     r"docker ": SYSTEM,

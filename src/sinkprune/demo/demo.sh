@@ -15,6 +15,8 @@ step() {
     "$@"
 }
 
+# Pages export demo/pocket; with the link that works in this folder too.
+ln -sfn "$here" "$out/demo"
 python -m sinkprune.demo.write_scenes "$out" 12
 python -m sinkprune.demo.example_files "$out"
 step sinkprune-export "$here/pocket" -o "$out/bundle" --max-images 2 --force
