@@ -129,7 +129,7 @@ def test_another_ending_is_refused(tmp_path: Path) -> None:
     for command, (positionals, needed) in COMMANDS.items():
         verb, *rest = command.split()
         outcome = run(f"sinkprune-{verb}", *rest, *positionals, *needed, "--json", tmp_path / "none" / "x.json")
-        assert_refused(outcome, "x.json", "its folder must exist")
+        assert_refused(outcome, "x.json", "there is no folder")
 
 
 def test_json_is_a_file_or_all_that_is_printed(tmp_path: Path) -> None:
@@ -200,8 +200,9 @@ def test_an_unknown_verb_is_refused_with_those_there_are(sinkprune: Callable[...
     assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
     assert "Did you mean" not in sinkprune("42").stderr
-    # Before there were verbs, the first word was a bundle.
-    assert_refused(sinkprune("calibrate", "llava-7b"), "'llava-7b'", "sinkprune-export")
+    # Before there were verbs, the first word was a bundle: a path is one still.
+    assert_refused(sinkprune("calibrate", "llava-7b"), "no verb 'llava-7b'", "norms, attention")
+    assert_refused(sinkprune("calibrate", "./llava-7b"), "no folder 'llava-7b'", "sinkprune-export")
 
 
 def test_the_version_loads_no_library() -> None:

@@ -85,7 +85,7 @@ def test_a_process_that_cannot_load_gives_its_reason(tmp_path: Path) -> None:
         (["--model", "llava-9000"], "'llava-9000' is no preset and no config.json; presets: llava-1.5-7b, "),
         (["--repeat", "0"], "--repeat is 0, expected at least 1."),
         (["--only", "nobody", "--reference", "nobody"], "--only nobody names no engine, form or way."),
-        (["--json", "missing/peers.json"], "its folder must exist"),
+        (["--json", "missing/peers.json"], "there is no folder"),
     ],
 )
 def test_mistakes_are_told_in_a_line(

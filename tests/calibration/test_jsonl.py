@@ -117,7 +117,7 @@ def test_files_that_are_no_task_are_refused(folder: Path) -> None:
     with pytest.raises(TaskError, match="is a folder"):
         (folder / "folder.jsonl").mkdir()
         load_task(str(folder / "folder.jsonl"))
-    with pytest.raises(TaskError, match=r"unknown task 'pope'.*scenes"):
+    with pytest.raises(TaskError, match=r"'pope' is no test set.*scenes"):
         load_task("pope")
 
 

@@ -41,7 +41,7 @@ def test_without_outliers_none_are_suggested(tokens: int, groups: int, scale: fl
     tail = np.sort(np.random.default_rng(seed).uniform(1.0, 1.9, (groups, tokens))) * scale
     found = suggest_rho([*tail])
     assert found.per_mille == 0
-    assert found.reason.startswith("take out none") and "keep-outliers" in found.reason
+    assert found.reason.startswith("remove no token") and "keep-outliers" in found.reason
 
 
 def test_a_tail_without_a_gap_has_no_outliers() -> None:

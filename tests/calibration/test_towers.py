@@ -73,7 +73,7 @@ def test_one_planted_token_is_suggested_to_be_taken_out(kind: str, photos: Path,
     assert outcome.code == 0, outcome.stderr
     report = json.loads((tmp_path / "n.json").read_text())
     assert report["suggested_per_mille"] == 62
-    assert "rho 6.2 % (budgets with +rho-62): in 2 of 2 groups" in outcome.stdout
+    assert "rho 6.2 % (budgets with +rho-62); found outliers in 2 of 2 groups" in outcome.stdout
 
 
 @pytest.mark.parametrize("layer", [-2, -1])

@@ -85,9 +85,9 @@ def test_plans_are_found_by_method_and_budget(original: Path) -> None:
     assert plan.counts == manifest.budgets["retain-64"].resolve(64)
     assert list(plan.select_after) == ["1", "2", "4"]
     for method, budget, said in (
-        ("sinkpruner", "rho-5", r"no budget 'rho-5'.*none, retain-192, .*No export has it: .*'rho-5'"),
+        ("sinkpruner", "rho-5", r"no budget 'rho-5'.*none, retain-192, .*It is no budget of family 'llava' either"),
         ("sinkpruner", "retain-64+serial", r"no budget 'retain-64\+serial'.*sinkprune-export --budgets"),
-        ("sinkpruner", "prune-80", r"no budget 'prune-80'.* No export has it: .*'llava' has: retain-192"),
+        ("sinkpruner", "prune-80", r"no budget 'prune-80'.* It is no budget of family 'llava' either"),
         ("magic", "none", r"no method 'magic'.*holds: sinkpruner\..*sinkprune-export --methods"),
         ("magic", "retain-64", r"no method 'magic'"),
     ):
@@ -96,9 +96,13 @@ def test_plans_are_found_by_method_and_budget(original: Path) -> None:
 
 
 def test_what_is_no_bundle_is_told_how_to_make_one(tmp_path: Path, photo_file: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing", photo_file):
+    for path in (tmp_path, photo_file):
         assert "is not a bundle" in refusal(path)
-    assert "sinkprune-export CHECKPOINT" in refusal(tmp_path)
+    assert refusal(tmp_path).endswith("sinkprune-export CHECKPOINT -o NEW")
+    missing = tmp_path / "missing"
+    assert refusal(missing) == (
+        f"there is no folder '{missing}'. Make a bundle with: sinkprune-export CHECKPOINT -o {missing}"
+    )
     (tmp_path / "config.json").touch()
     assert refusal(tmp_path).endswith(f"Make one with: sinkprune-export {tmp_path} -o BUNDLE")
     (tmp_path / MANIFEST).mkdir()

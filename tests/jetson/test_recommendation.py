@@ -76,7 +76,7 @@ def test_the_recommendation_is_the_best_row_that_fits(monkeypatch: pytest.Monkey
     best = min(times, key=lambda weights: times[weights]["most"])
     assert best.startswith(found["weights"])
     assert found["answer_ms"] == times[best]
-    assert found["why"] == "Of fp16, int8, int4, int4 answers soonest."
+    assert found["why"] == "int4 answers soonest (compared: fp16, int8, int4)."
     assert report["next"] == [
         "sinkprune-export llava-1.1b --random-weights -o llava-1.1b-int4 --precision fp16 --weights int4 --dialect "
         "opset20  # true shapes; for its weights give the checkpoint, without --random-weights"

@@ -60,18 +60,18 @@ def suggest_rho(norms: Sequence[Array]) -> Suggestion:
     """
     found = [find_gap(group) for group in norms]
     gaps = [gap for gap in found if gap is not None]
-    where = f"in {len(gaps)} of {len(norms)} groups of tokens the largest norms stand apart"
+    where = f"outliers in {len(gaps)} of {len(norms)} groups of tokens"
     if 2 * len(gaps) < len(norms):
         rule = (
-            f"{OUTLIER:g} medians or more, {GAP:g} times the norm below them, at most {100 * MOST:g} % of the tokens"
+            f"norms of {OUTLIER:g} medians or more, {GAP:g} times the next, of at most {100 * MOST:g} % of the tokens"
         )
-        return Suggestion(0, f"take out none (budgets with +keep-outliers): {where} ({rule}).")
+        return Suggestion(0, f"remove no token (budgets with +keep-outliers); found {where} ({rule}).")
     share = sum(gap.outliers for gap in gaps) / sum(group.size for group in norms)
     per_mille = max(1, int(1000 * share))
     below, above = (float(np.median([getattr(gap, side) for gap in gaps])) for side in ("below", "above"))
     return Suggestion(
         per_mille,
-        f"rho {per_mille / 10:g} % (budgets {_as_options(per_mille)}): {where}, "
+        f"rho {per_mille / 10:g} % (budgets {_as_options(per_mille)}); found {where}, "
         f"{100 * share:.2f} % of all tokens, above a gap from {below:.1f} to {above:.1f} medians.",
     )
 

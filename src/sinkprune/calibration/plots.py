@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sinkprune.calibration.attention.report import AttentionReport, RunReport
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import EvaluationReport
+from sinkprune.calibration.evaluation.sample_size import FEW_QUESTIONS
 from sinkprune.calibration.norms import NormReport
 from sinkprune.calibration.outlier_gap import OUTLIER
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
@@ -199,8 +200,10 @@ def _label(axes: Any, report: EvaluationReport) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     blind = ", pictures greyed out" if report.blind else ""
+    few = " (small sample)" if report.questions < FEW_QUESTIONS else ""
+    questions = f"{report.questions} questions{blind}{few}"
     axes.set_title(
-        f"{report.model}, {report.precision}, {report.backend}: {report.task}, {report.questions} questions{blind}",
+        f"{report.model}, {report.precision}, {report.backend}: {report.task}, {questions}",
         fontsize=10,
     )
 
@@ -220,7 +223,7 @@ def _legend(figure: Any, axes: Any, report: EvaluationReport) -> None:
         loc="outside right center",
         frameon=False,
         fontsize=9,
-        title="by accuracy at most tokens",
+        title="sorted by accuracy at the largest budget",
         title_fontsize=9,
     )
     for text in legend.get_texts():

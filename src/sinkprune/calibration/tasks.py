@@ -62,9 +62,21 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
         return list(islice(_read_scenes(name), limit))
     if Path(name).suffix.lower() == ".jsonl":
         return list(islice(_read_jsonl(Path(name)), limit))
+    found = "a folder" if Path(name).is_dir() else "no test set"
     raise TaskError(
-        f"unknown task '{name}'. Give '{SCENES}', '{WIDE_SCENES}', or a file of questions that ends in .jsonl."
+        f"'{name}' is {found}. Give '{SCENES}', '{WIDE_SCENES}', or a file of questions that ends in .jsonl."
     )
+
+
+def check_questions_file(data: Path) -> None:
+    """Refuse `--data` that is no file of a user's own questions; raises `TaskError`."""
+    if str(data) in TEST_SETS:
+        raise TaskError(
+            f"--data is '{data}', the test set: accuracy measured on it later would be too good. Give a file of "
+            "other questions that ends in .jsonl."
+        )
+    if data.suffix.lower() != ".jsonl":
+        raise TaskError(f"--data is '{data}', expected a file of questions that ends in .jsonl.")
 
 
 def blinded(item: Item) -> Item:

@@ -95,6 +95,6 @@ def _remedy(family: str, budget: str) -> str:
         return f"Find it on this machine and add it: sinkprune-calibrate schedule BUNDLE {option} {of_machine[2]}"
     try:
         parse_budget(family, budget)
-    except BudgetError as error:
-        return f"No export has it: {error}"
+    except BudgetError:
+        return f"It is no budget of family '{family}' either."
     return "Others must be exported first, with sinkprune-export --budgets."

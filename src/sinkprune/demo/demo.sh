@@ -25,7 +25,7 @@ step sinkprune-run "$out/bundle" --image "$out/scene-6.png" --prompt "How many y
 step sinkprune-run "$out/bundle" --image "$out/scene-2.png" --prompt "What is written on the purple plate?" \
     --budget retain-64 --overlay "$out/kept.png"
 step sinkprune-profile "$out/bundle" --image "$out/scene-6.png" --prompt "How many yellow objects are there?" \
-    --json "$out/profile.json" --plot "$out/profile.png"
+    --repeat 20 --json "$out/profile.json" --plot "$out/profile.png"
 step sinkprune-evaluate "$out/bundle" --data "$out/scenes.jsonl" \
     --json "$out/accuracy.json" --plot "$out/accuracy.png"
 

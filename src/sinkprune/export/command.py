@@ -15,6 +15,7 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option
@@ -59,10 +60,11 @@ def _export(arguments: Sequence[str] | None) -> None:
     unreachable: list[Unreachable] = []
     requantised: list[Requantised] = []
     with packages_told_of("exporting"):
-        from sinkprune.export.bundle_writer import export_bundle
-        from sinkprune.export.progress import shown_progress
-        from sinkprune.export.source import ExportRequest
-        from sinkprune.export.weights.requantised import summary
+        with ProgressLines("loading packages"):
+            from sinkprune.export.bundle_writer import export_bundle
+            from sinkprune.export.progress import shown_progress
+            from sinkprune.export.source import ExportRequest
+            from sinkprune.export.weights.requantised import summary
 
         request = ExportRequest(
             **{field.name: getattr(options, field.name) for field in dataclasses.fields(ExportRequest)}

@@ -118,7 +118,7 @@ def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], t
             f"Of {names}, {form.decoder_form} reads the fewest bytes for a token, {gigabytes(fit.decode_bytes)}; the "
             "speed of this machine is not known."
         )
-    return f"Of {names}, {form.decoder_form} answers soonest."
+    return f"{form.decoder_form} answers soonest (compared: {names})."
 
 
 def _faster(own: FormFit, budget: str, compared: list[FormFit]) -> str | None:

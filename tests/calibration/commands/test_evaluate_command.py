@@ -122,7 +122,7 @@ def test_blind_shows_grey_pictures_to_the_model(
 
 def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, tmp_path: Path) -> None:
     arguments = (bundle("gqa-112"), "--task", task)
-    assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "no" / "x.json"), "folder must exist")
+    assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", tmp_path / "x.txt"), ".txt", ".json")
     assert_refused(run("sinkprune-evaluate", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
     assert_refused(run("sinkprune-evaluate", *arguments, "--answers", tmp_path / "x.json"), ".json", ".jsonl")
@@ -138,11 +138,11 @@ def test_bad_arguments_are_refused(bundle: Bundles, task: Path, tmp_path: Path) 
     small = bundle("gqa-112")
     assert_refused(run("sinkprune-evaluate", small, "--task", task, "--limit", 0), "--limit is 0", "from 1")
     assert_refused(
-        run("sinkprune-evaluate", small, "--task", task, "--max-new-tokens", 0), "max new tokens is 0", "from 1"
+        run("sinkprune-evaluate", small, "--task", task, "--max-new-tokens", 0), "--max-new-tokens is 0", "from 1"
     )
     assert_refused(run("sinkprune-evaluate", small, "--task", task, "--budgets", "retain-9"), "retain-9", "retain-64")
     assert_refused(run("sinkprune-evaluate", small, "--task", task, "--methods", "tome"), "tome", "sinkpruner")
-    assert_refused(run("sinkprune-evaluate", small, "--task", "pope"), "unknown task 'pope'", "scenes")
+    assert_refused(run("sinkprune-evaluate", small, "--task", "pope"), "'pope' is no test set", "scenes")
     assert_refused(run("sinkprune-evaluate", tmp_path, "--task", task), "is not a bundle")
 
 

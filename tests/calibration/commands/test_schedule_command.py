@@ -38,6 +38,21 @@ def schedule(*arguments: object) -> Outcome:
     return run("sinkprune-calibrate", "schedule", *arguments, "--seconds", 0)
 
 
+@pytest.fixture(autouse=True)
+def no_note_of_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is that runs the tests."""
+    monkeypatch.setattr(schedule_command, "LOADED", 1.0)
+
+
+def test_a_busy_machine_is_noted(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_command, "LOADED", -1.0)
+    outcome = schedule(own, "--budget-tokens", 16, "--dry-run")
+    assert outcome.code == 0
+    assert re.fullmatch(
+        r"note: other programs took \d+ % of the processors meanwhile\. Measure again .*\n", outcome.stderr
+    )
+
+
 def test_a_budget_of_a_mean_is_added(own: Path, tmp_path: Path, photo: Image.Image) -> None:
     report, costs = tmp_path / "report.json", tmp_path / "costs.json"
     outcome = schedule(own, "--budget-tokens", 16, "--json", report, "--costs", costs)

@@ -74,7 +74,7 @@ def test_what_is_no_regular_file_is_not_replaced(folder: Path) -> None:
     for name in ("dangling.png", "linked.png"):
         assert "is a link" in refusal(folder / name)
     (folder / "folder.png").mkdir()
-    assert "no folder bear its name" in refusal(folder / "folder.png")
+    assert "a folder stands there" in refusal(folder / "folder.png")
     for device in ("/dev/null", "/dev/stdout"):
         with pytest.raises(OutputError):
             check_writable(Path(device), ("",))

@@ -118,7 +118,7 @@ def test_what_is_no_key_is_refused(signed: Path, keys: Path, tmp_path: Path) -> 
     ):
         with pytest.raises(UsageError, match=reason):
             read_private_key(tmp_path / name)
-    with pytest.raises(UsageError, match="holds no public key"):
+    with pytest.raises(UsageError, match="expected the public key"):
         read_bundle(signed, Trust(signed_by=keys / "ours"))
 
 

@@ -70,7 +70,7 @@ def test_bodies_that_would_not_run_on_cuda_are_not_timed(
 
 def test_a_result_that_could_not_be_written_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitizer_kernels.main(["--json", str(tmp_path / "missing" / "us.json")]) == 2
-    assert "its folder must exist" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_without_a_gpu_it_says_so_and_so_for_sizes(capsys: pytest.CaptureFixture[str]) -> None:

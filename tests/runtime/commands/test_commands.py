@@ -21,7 +21,9 @@ from support.programs.commands import BIN, assert_refused, run
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is in the picture?")
-COFFEE = "the model sees 67 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all."
+COFFEE = (
+    "the model sees 67 % of the picture (the middle 400x400 of 600x400). --fit pad shows it all (docs/pictures.md)."
+)
 
 
 @pytest.fixture
@@ -256,11 +258,11 @@ def test_output_files_are_checked_before_anything_is_loaded(
     arguments = (bundle("gqa-112"), "--image", photo_file, *ASK)
     overlay = ("--budget", "retain-64", "--overlay")
     assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "x.txt"), ".txt", ".png")
-    assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "no" / "x.png"), "folder must exist")
+    assert_refused(run("sinkprune-run", *arguments, *overlay, tmp_path / "no" / "x.png"), "there is no folder")
     assert_refused(run("sinkprune-run", *arguments, "--overlay", tmp_path / "x.png"), "--budget")
     assert_refused(run("sinkprune-run", *arguments, *overlay, photo_file), "itself, which is read")
     assert_refused(run("sinkprune-run", *arguments, *overlay, bundle("gqa-112") / "x.png"), "lies in")
-    assert_refused(run("sinkprune-profile", *arguments, "--json", tmp_path / "no" / "x.json"), "folder must exist")
+    assert_refused(run("sinkprune-profile", *arguments, "--json", tmp_path / "no" / "x.json"), "there is no folder")
     assert_refused(run("sinkprune-profile", *arguments, "--plot", tmp_path / "x.bmp"), ".bmp", ".png")
     assert list(tmp_path.iterdir()) == []
 

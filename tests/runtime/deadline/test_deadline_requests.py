@@ -173,7 +173,7 @@ def test_costs_of_a_request_are_told_apart(bundle: Bundles, photo: Image.Image) 
 
 @pytest.mark.parametrize("deadline", [0, -1, math.nan, math.inf, 1e12, True, "300", [300]])
 def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, photo: Image.Image) -> None:
-    with pytest.raises(UsageError, match=r"deadline is .*, expected milliseconds"):
+    with pytest.raises(UsageError, match=r"deadline ms is .*, expected milliseconds"):
         pipeline("gqa-112").generate(photo, QUESTION, deadline_ms=deadline)
 
 

@@ -16,8 +16,10 @@ from support.programs.commands import assert_refused, run
 
 Bundles = Callable[..., Path]
 ASK = ("--prompt", "What is this?", "--max-new-tokens", 2)
-WIDE = "the model sees 56 % of the picture (the middle 720x720 of 1280x720). --fit pad shows it all."
-TALL = "the model sees 50 % of the picture (the middle 60x60 of 60x120). --fit pad shows it all."
+WIDE = (
+    "the model sees 56 % of the picture (the middle 720x720 of 1280x720). --fit pad shows it all (docs/pictures.md)."
+)
+TALL = "the model sees 50 % of the picture (the middle 60x60 of 60x120). --fit pad shows it all (docs/pictures.md)."
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from sinkprune.contract.command_line.verbs import Verb, run_verb
@@ -35,5 +34,5 @@ def _is_of_norms(word: str) -> bool:
     """Return whether `word` begins a call of `norms` without its name, as in `sinkprune-calibrate BUNDLE`."""
     if word.startswith("-"):
         return word not in _OWN_OPTIONS
-    # A word like a verb's name is taken for a slip, and any other for a bundle.
-    return Path(word).exists() or not get_close_matches(word, VERBS)
+    # A word that names nothing is a verb that does not exist; a path that does not exist may be a bundle's.
+    return Path(word).exists() or "/" in word

@@ -176,7 +176,8 @@ def _print_tables(result: EvaluationReport) -> None:
     fit = f", --fit {result.fit}" if result.fit else ""
     planted = ", outliers planted in the background" if result.planted_outliers else ""
     console.print(
-        f"{escaped(result.model)}, {result.precision}, {result.backend}, {result.threads} threads, {result.machine}\n"
+        f"{escaped(result.model)}, {result.precision}, weights {result.weights.name}, {result.backend}, "
+        f"{result.threads} threads, {result.machine}\n"
         f"{escaped(result.task)}, {result.questions} questions{blind}{planted}{fit}; "
         "accuracy in %, its 95 % interval, and in brackets the share of none's",
         markup=False,
@@ -186,7 +187,8 @@ def _print_tables(result: EvaluationReport) -> None:
     if result.methods:
         console.print()
         console.print(_grid(result, _accuracy_and_share))
-        console.print("\nTTFT in ms: median (p95), and visual tokens a layer")
+        few = "; of fewer than 20 questions, p95 is close to the slowest" if result.questions < 20 else ""
+        console.print(f"\nTTFT in ms: median (p95), and visual tokens a layer{few}")
         console.print(_grid(result, _ttft_and_tokens))
     none = result.none
     accuracy = _accuracy(none.accuracy, none.ci95)

@@ -7,6 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from sinkprune.calibration.plots import plot_quantisation
-from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
+from sinkprune.calibration.tasks import Item, check_questions_file, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.errors import TaskError
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.folders import check_outside, check_replaceable
 from sinkprune.contract.files.output_files import check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
@@ -45,6 +46,7 @@ from sinkprune.runtime.profiling.plot import import_matplotlib
 if TYPE_CHECKING:
     from sinkprune.calibration.quantising.cost import Cost
     from sinkprune.calibration.quantising.report import LogitError, QuantisationReport
+    from sinkprune.export.progress import WeightProgress
 
 _EXAMPLES = """\
 examples:
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _quantize(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
-    with packages_told_of("quantising"):
+    with packages_told_of("quantising"), ProgressLines("loading packages"):
         from sinkprune.calibration.quantising.prompts import show
         from sinkprune.calibration.quantising.quantise import Limits, quantise_bundle, quantised_forms
         from sinkprune.export.progress import shown_progress
@@ -113,7 +115,7 @@ def _quantize(arguments: Sequence[str] | None) -> None:
             force=options.force,
             sign=sign,
             progress=progress,
-            told=_tell,
+            told=partial(_tell, progress),
         )
     write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
     if prints_json(options.json):
@@ -128,23 +130,22 @@ def _quantize(arguments: Sequence[str] | None) -> None:
 
 def _chosen(data: Path, limit: int) -> list[Item]:
     """One question about each of the first `limit` pictures; raises `TaskError`."""
-    if str(data) in TEST_SETS:
-        raise TaskError(
-            f"--data is '{data}', the test set: accuracy measured on it later would be too good. Give a file of "
-            "other questions that ends in .jsonl."
-        )
+    check_questions_file(data)
     by_picture = groupby(load_task(str(data)), key=lambda item: item.picture)
     groups = (list(items) for _, items in islice(by_picture, limit))
     return [items[number % len(items)] for number, items in enumerate(groups)]
 
 
-def _tell(cost: Cost) -> None:
-    """What it will take, before it begins."""
+def _tell(progress: WeightProgress, cost: Cost) -> None:
+    """Print what the work takes, before it begins."""
+    progress.expect(cost.weights)
     minutes, free = cost.seconds / 60, available_bytes()
     # What is computed is estimated; reading and writing files counts where that is little.
-    duration = f"about {minutes:.0f} minutes" if minutes >= 2 else "less than two minutes"
+    duration = f"about {minutes:.0f} minutes" if minutes >= 2 else "up to two minutes"
     told = f" ({free / 1e9:.1f} GB are free)" if free else ""
-    sys.stderr.write(f"needs about {cost.bytes / 1e9:.1f} GB of memory{told}, and {duration} on this machine\n")
+    sys.stderr.write(
+        f"needs about {cost.bytes / 1e9:.1f} GB of memory{told}, and {duration} on this machine while it is idle\n"
+    )
     sys.stderr.flush()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.tasks import TEST_SETS, Item, load_task
+from sinkprune.calibration.tasks import Item, check_questions_file, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import to_json
@@ -20,8 +20,10 @@ from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import json_outputs, prints_json, write_json
+from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.costs.file import write_costs
-from sinkprune.contract.errors import BudgetError, TaskError, UsageError
+from sinkprune.contract.costs.model import LOADED
+from sinkprune.contract.errors import BudgetError, UsageError
 from sinkprune.contract.files.output_files import Output, check_apart, check_outputs
 from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
@@ -89,11 +91,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _schedule(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
-    with packages_told_of("adding budgets"):
+    _check_options(options)
+    with packages_told_of("adding budgets"), ProgressLines("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import Proposer, Target, nearest_target
         from sinkprune.calibration.scheduling.trials import Trials
-    _check_options(options)
     sought = options.target_ms is not None or options.budget_tokens is not None
     target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
@@ -128,6 +130,11 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         manifest = add_budget(bundle, name, chosen.budget, chosen.stages_after, force=options.force, sign=sign)
         sha256 = BUNDLE.sha256(manifest)
     write_json(options.json, {**to_json(report), "sha256": sha256})
+    if (load := report.costs.load or 0.0) > LOADED:
+        sys.stderr.write(
+            f"note: other programs took {100 * load:.0f} % of the processors meanwhile. Measure again when the "
+            "machine is idle.\n"
+        )
     if not prints_json(options.json):
         _print(report)
         if sha256:
@@ -156,11 +163,8 @@ def _check_options(options: _Options) -> None:
         raise UsageError("--json tells of a budget. Give --target-ms or --budget-tokens too, or leave it out.")
     if options.data and (options.image or options.prompt):
         raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
-    if options.data and str(options.data) in TEST_SETS:
-        raise TaskError(
-            f"--data is '{options.data}', the test set: accuracy measured on it later would be too good. Give a file "
-            "of other questions that ends in .jsonl."
-        )
+    if options.data:
+        check_questions_file(options.data)
     read = [*(options.image or []), *([options.data] if options.data else []), *options.key_files]
     check_outputs(_outputs(options), read, [options.bundle])
 

@@ -136,7 +136,10 @@ def report(
         none=summarise(base, base),
         methods=methods,
         unreachable=tuple(unreachable),
-        warnings=(*accuracy_warnings(len(base)), *unseen_warnings([reply.seen_share for reply in base])),
+        warnings=(
+            *accuracy_warnings(len(base)),
+            *([] if blind else unseen_warnings([reply.seen_share for reply in base])),
+        ),
     )
 
 

@@ -26,8 +26,8 @@ def mean_warnings(pictures: int) -> tuple[str, ...]:
     if pictures >= FEW_PICTURES:
         return ()
     return (
-        f"Small sample: {counted(pictures, 'picture')}. Other pictures may give other means. Measure "
-        f"{FEW_PICTURES} or more: the 95 % interval of a mean is then within ±0.5 standard deviations.",
+        f"Small sample: {counted(pictures, 'picture')}. Other pictures may give other means. "
+        f"Measure {FEW_PICTURES} or more.",
     )
 
 

@@ -17,5 +17,5 @@ def unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:
         return ()
     return (
         f"The model sees only a part of the picture in {len(partly)} of {len(seen_shares)} questions "
-        f"({percent(min(partly))} at least). --fit pad shows it all.",
+        f"({percent(min(partly))} at least). --fit pad shows it all (docs/pictures.md).",
     )

@@ -29,6 +29,8 @@ class Cost(NamedTuple):
 
     bytes: int
     seconds: float
+    weights: int
+    """How many weights are rounded."""
 
 
 def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str, int], states: int) -> Cost:
@@ -48,7 +50,10 @@ def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str,
             most = max(most, _FLOAT * sum(squares.values()) + max(running, rounding))
             operations += 2.0 * (_LOOKED_AT * weights + sum(squares.values())) * rows[name]
             operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
-    return Cost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second())
+    rounded = sum(
+        layer.inputs * layer.outputs for stretches in graphs.values() for layers in stretches for layer in layers
+    )
+    return Cost(round(most) + states + _FIXED_BYTES, operations / _operations_a_second(), rounded)
 
 
 def check_memory(cost: Cost) -> None:

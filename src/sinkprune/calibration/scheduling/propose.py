@@ -188,6 +188,11 @@ class Proposer:
         found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
         if found:
             return found
+        if target.ms is not None and self._tail == 1.0:
+            # Nothing was measured since the costs: how slow are the slowest requests?
+            (measured,) = self._measure([_UNPRUNED], target.new_tokens)
+            self._follow(measured, self._unpruned(target))
+            price, limit = self._price(target)
         least = cheapest(self._space, price) * self._tail
         unit, wanted, whole = (
             ("visual tokens a layer", target.tokens, self._layout.all_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Annotated, ClassVar, Generic, TypeVar
 
@@ -18,7 +18,7 @@ class _Number(Generic[N]):
     """A number from `least` to `most`, of a program (`check`) or of a command line (called with the word)."""
 
     name: str
-    """What messages call it, as in `--repeat`."""
+    """What messages call it: `--repeat`, or "max new tokens" in Python and then `--max-new-tokens` in a command."""
     least: N
     most: N
     expected: str = ""
@@ -39,12 +39,13 @@ class _Number(Generic[N]):
         return number  # type: ignore[return-value]
 
     def __call__(self, word: str) -> N:
-        """The number that `word` says; raises `UsageError`."""
+        """Return the number that `word` of a command line is; raises `UsageError`, which names the option."""
+        option = self if "--" in self.name else replace(self, name=f"--{'-'.join(self.name.split())}")
         try:
-            return self.check(self.kind(word))
+            return option.check(self.kind(word))
         except ValueError:
             # No number, or one of more digits than Python reads.
-            return self.check(word)
+            return option.check(word)
 
 
 class WholeNumber(_Number[int]):

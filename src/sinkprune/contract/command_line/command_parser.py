@@ -6,10 +6,12 @@ import argparse
 import copy
 import sys
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from sinkprune import __version__
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.json_output import STDOUT, SUFFIX
 
 Options = TypeVar("Options")
@@ -38,6 +40,14 @@ class CommandParser(argparse.ArgumentParser):
             metavar="FILE.json",
             help=f"write {content} as JSON; without FILE.json, or with -, print the JSON and nothing else",
         )
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2 and one message, which suggests the option that was meant."""
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        typed = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+        near = [found for word in typed if word not in names for found in get_close_matches(word, names, 1)]
+        meant = f" Did you mean {near[0]}?" if near else ""
+        self.exit(2, f"error: {escaped(message)}.{meant} See {self.prog} --help.\n")
 
     def parse(self, arguments: Sequence[str] | None, kind: type[Options]) -> Options:
         """Return the options in `arguments`, or the process's own if None, as a dataclass with a field for each."""

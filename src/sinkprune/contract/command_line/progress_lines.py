@@ -11,11 +11,12 @@ from types import TracebackType
 from sinkprune.contract.checks.terminal import escaped
 
 SECONDS = 10.0
-"""How long a command is silent between two lines, and before the first."""
+"""The time between two lines. The first comes after a fifth of it."""
 
 
 class ProgressLines:
-    """Writes a line to stderr every ten seconds while its block runs: what is done, the rate, and the time left.
+    """Writes lines to stderr while its block runs, after two seconds and then every ten: what is done, the rate, and
+    the time left.
 
         with ProgressLines("measuring", total=40) as lines:
             lines.update("retain-64", advance=1)
@@ -66,9 +67,15 @@ class ProgressLines:
             told += f", {max(0.0, self._total - self._done) / rate:.0f} s left"
         return escaped(told)
 
+    def restart(self, what: str) -> None:
+        """Name the next part of the work, and count its steps and its time from now on."""
+        self._what, self._done, self._began = what, 0.0, time.monotonic()
+
     def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
+        wait = self._seconds / 5
+        while not self._ended.wait(wait):
             self._write()
+            wait = self._seconds
 
     def _write(self) -> None:
         self._written_at = time.monotonic()

@@ -18,6 +18,8 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.schedule import Schedule
 
 COSTS_VERSION = 2
+LOADED = 0.25
+"""Costs are doubtful if other programs took a larger share of the processors meanwhile."""
 Milliseconds = Annotated[float, Bounds(0, 1e12)]
 
 

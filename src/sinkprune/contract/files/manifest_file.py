@@ -153,8 +153,11 @@ class ManifestFile:
         try:
             return read_bytes(path, MANIFEST_BYTES, follow_links=False)
         except MissingError as error:
+            if not os.path.lexists(root):
+                make = self.make.format(root=root)
+                raise self.error(f"there is no folder '{root}'. Make {self.a_folder} with: {make}") from error
             is_checkpoint = (root / "config.json").is_file()
-            make = f"sinkprune-export {root} -o BUNDLE" if is_checkpoint else self.make.format(root=root)
+            make = f"sinkprune-export {root} -o BUNDLE" if is_checkpoint else self.make.format(root="NEW")
             raise self.error(
                 f"'{root}' is not {self.a_folder}: it holds no {self.name}. Make one with: {make}"
             ) from error

@@ -52,7 +52,8 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
     if path.suffix.lower() not in suffixes:
         raise OutputError(f"'{path}' ends in '{path.suffix}', expected {' or '.join(suffixes)}.")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise OutputError(f"'{path}' cannot be written: its folder must exist and no folder bear its name.")
+        found = "a folder stands there" if path.is_dir() else f"there is no folder '{path.parent}'"
+        raise OutputError(f"'{path}' cannot be written: {found}. Give another name, or make the folder first.")
     if path.is_symlink():
         raise OutputError(f"'{path}' is a link. Give the name of the file itself, or remove the link.")
     if path.exists() and not path.is_file():

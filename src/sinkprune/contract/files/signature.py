@@ -55,10 +55,12 @@ def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
+    content = _read(path)
     try:
-        key = load_pem_public_key(_read(path))
+        key = load_pem_public_key(content)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise UsageError(f"'{path}' holds no public key that can be read: {error}. {_MAKE}") from error
+        found = "a private key" if b"PRIVATE KEY" in content else "no public key that can be read"
+        raise UsageError(f"'{path}' holds {found}, expected the public key. {_MAKE}") from error
     if not isinstance(key, Ed25519PublicKey):
         raise UsageError(f"'{path}' holds a public key that is not Ed25519. {_MAKE}")
     try:

@@ -50,7 +50,7 @@ class BudgetRate:
     missed: int
     """How many came and went while an earlier one was answered."""
     latency_ms: Latency
-    """From a frame's coming to its whole answer, waiting included."""
+    """From a frame's arrival to its whole answer, waiting included."""
     busy_ms: Latency
     """From the beginning of a request to its whole answer."""
     answered_frames: tuple[int, ...]

@@ -68,9 +68,9 @@ def locate(source: str) -> Path:
             remedy = "Check the name; for a private model log in with `hf auth login`."
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             remedy = "Free space, or have HF_HOME name a folder with room that you may write to."
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise CheckpointError(
-            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason} {remedy}"
+            f"checkpoint '{source}' is no local folder and could not be downloaded: {reason}. {remedy}"
         ) from error
 
 

@@ -207,6 +207,8 @@ def _print_table(report: Report) -> None:
         )
     console.print(table)
     console.print(_LEGEND, highlight=False)
+    if len(report.budgets) > 1 and report.repeat > 1:
+        console.print(plain(_noise(report)))
     for name, budget in report.budgets.items():
         console.print(plain(f"{name}: medians of TTFT's parts: {_parts(budget)}; {_rates(budget)}"))
     for name, budget in report.budgets.items():
@@ -218,6 +220,13 @@ def _print_table(report: Report) -> None:
         console.print(plain(power_line(report.power)))
     if report.load_ms is not None and report.first_answer_ms is not None:
         console.print(f"loaded in {report.load_ms:.0f} ms, the first answer began at {report.first_answer_ms:.0f} ms")
+
+
+def _noise(report: Report) -> str:
+    """Return how far apart runs of one budget are: smaller differences between budgets mean nothing."""
+    spreads = [budget.ms["ttft"] for budget in report.budgets.values()]
+    widest = max(spread.p95 / spread.median - 1 for spread in spreads if spread)
+    return f"TTFT of one budget differs by up to {100 * widest:.0f} % from run to run; more runs narrow it: --repeat"
 
 
 def _parts(budget: BudgetReport) -> str:

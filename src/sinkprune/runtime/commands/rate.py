@@ -56,7 +56,7 @@ def print_rates(report: RateReport) -> None:
     console.print(
         f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
         f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; {report.rate_hz:g} frames a second for "
-        f"{report.duration_s:g} s; milliseconds from a frame's coming to its whole answer",
+        f"{report.duration_s:g} s; milliseconds from a frame's arrival to its whole answer",
         highlight=False,
         markup=False,
     )
@@ -77,6 +77,12 @@ def print_rates(report: RateReport) -> None:
             *(joules if report.power else []),
         )
     console.print(table)
+    if any(budget.answered < 100 for budget in report.rates.values()):
+        console.print("Of fewer than 100 answers, p99 is close to the slowest.")
+    for name, budget in report.rates.items():
+        if budget.busy_ms.p50 > 1000 / report.rate_hz:
+            fastest = 1000 / budget.busy_ms.p50
+            console.print(plain(f"{name}: at most {fastest:.2g} frames a second here: a request outlasts a frame"))
     if report.power is not None:
         console.print(plain(power_line(report.power)))
     console.print(plain(_conditions(report)))
@@ -89,4 +95,4 @@ def _conditions(report: RateReport) -> str:
         for name, values in lines.items():
             known = [value for value in values if value is not None]
             told.append(f"{name} {known[0]:.0f} to {known[-1]:.0f} {unit} ({min(known):.0f} to {max(known):.0f})")
-    return "; ".join(told) if told else "this system tells of no temperatures and no clocks"
+    return "; ".join(told) if told else "no temperature or clock can be read here"

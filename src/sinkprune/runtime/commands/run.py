@@ -16,6 +16,7 @@ from sinkprune.contract.command_line.json_output import json_outputs, prints_jso
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.costs.cache import cache_file
 from sinkprune.contract.costs.file import read_costs
+from sinkprune.contract.costs.model import LOADED
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.runtime.commands import (
@@ -54,7 +55,6 @@ _REQUEST = (
 """The options that are fields of a request."""
 _DAY_S = 86_400.0
 _OLD_S = 30 * _DAY_S
-_LOADED = 0.25
 
 
 @dataclass(kw_only=True)
@@ -195,8 +195,8 @@ def _in_time(answer: Answer) -> str:
         return ""
     tokens = f"{deadline.expected_tokens} tokens" if deadline.expected_tokens > 1 else "the first token"
     return (
-        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, expected {tokens} in "
-        f"{deadline.predicted_ms:.0f} ms; {deadline.reason}"
+        f"\ndeadline {deadline.deadline_ms:g} ms: answered in {deadline.measured_ms:.0f} ms, with reading the "
+        f"picture, expected {tokens} in {deadline.predicted_ms:.0f} ms; {deadline.reason}"
     )
 
 
@@ -239,11 +239,7 @@ def _doubtful_costs(deadline: DeadlineReport) -> str:
     age, load = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0
     doubts = [
         *([f"are {age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
-        *(
-            [f"were measured while other programs took {100 * load:.0f} % of the processors"]
-            if load > _LOADED
-            else []
-        ),
+        *([f"were measured while other programs took {100 * load:.0f} % of the processors"] if load > LOADED else []),
     ]
     return (
         f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.\n"

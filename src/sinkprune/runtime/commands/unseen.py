@@ -34,7 +34,8 @@ def warn_unseen(options: BundleOptions, bundle: Bundle, files: Sequence[Path], p
         if layout.seen_share < 1:
             # The answer counts, also where stderr takes nothing.
             with suppress(OSError):
-                sys.stderr.write(f"{escaped(str(file))}: {_part(layout, picture.size)}. --fit pad shows it all.\n")
+                part = _part(layout, picture.size)
+                sys.stderr.write(f"{escaped(str(file))}: {part}. --fit pad shows it all (docs/pictures.md).\n")
 
 
 def _part(layout: VisualLayout, size: tuple[int, int]) -> str:

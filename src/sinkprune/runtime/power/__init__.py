@@ -65,8 +65,7 @@ def open_sensor(name: str, *, on_gpu: bool, root: Path = ROOT) -> Sensor:
         except NoSensorError as error:
             reasons.append(f"{kind}: {str(error).rstrip('.')}")
     raise NoSensorError(
-        f"no power sensor was found. Measurements for {'; '.join(reasons)}. Leave --power out, or measure on a "
-        "machine that has one."
+        f"no power sensor was found: {'; '.join(reasons)}. Leave --power out, or measure on a machine that has one."
     )
 
 

@@ -97,7 +97,8 @@ def too_long(length: Length, kept: Mapping[str, int], fewer_tokens: str) -> Prom
         advice = f"Shorten the prompt{way_out}."
         if fit:
             advice += f" Budget '{fit[max(fit)]}' keeps {max(fit)} visual tokens, which would fit."
+    found = "the answer" if text + visual < limit and new >= text + visual else "the prompt"
     return PromptError(
-        f"the prompt is too long: {text} text tokens, {visual} visual tokens and up to {new} new tokens exceed the "
+        f"{found} is too long: {text} text tokens, {visual} visual tokens and up to {new} new tokens exceed the "
         f"model's {limit} positions. {advice}"
     )

@@ -24,7 +24,7 @@ DEFAULT_NEW_TOKENS = 128
 # No model has so many positions; what a bundle's has is checked with the prompt.
 MAX_NEW_TOKENS = WholeNumber("max new tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min new tokens", 0, 10**7)
-DEADLINE_MS = RealNumber("deadline", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
+DEADLINE_MS = RealNumber("deadline ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from sinkprune.contract.errors import BackendError
 
 _INSTALL = {
     "tensorrt": "On a Jetson it comes with JetPack (make the virtual environment with --system-site-packages); "
-    "elsewhere: pip install tensorrt",
-    "tensorrt-rtx": "Install it with: pip install tensorrt-rtx",
+    "elsewhere: pip install 'sinkprune[tensorrt]'",
+    "tensorrt-rtx": "Install it with: pip install 'sinkprune[tensorrt-rtx]'",
 }
 
 
