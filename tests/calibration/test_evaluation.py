@@ -134,7 +134,8 @@ def test_the_report_warns_of_few_questions_and_of_pictures_that_are_seen_in_part
     few, partly = run(pipeline, items(12), [SINK]).warnings
     assert "12 questions" in few
     assert partly == (
-        "The model sees only a part of the picture in 2 of 12 questions (67 % at least). --fit pad shows it all (docs/pictures.md)."
+        "The model sees only a part of the picture in 2 of 12 questions (67 % at least). --fit pad shows it all "
+        "(docs/pictures.md)."
     )
     assert run(FakePipeline(lambda prompt, budget: True), items(100), [SINK]).warnings == ()
 
