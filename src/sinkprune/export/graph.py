@@ -135,10 +135,7 @@ class WeightedGraph(Graph):
     def stored(
         self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], ir.TensorProtocol]
     ) -> ir.Value:
-        """An initializer of that name, type and shape, which `read` gives when the graph is saved.
-
-        Initializers are read in the order in which they were asked for.
-        """
+        """Return a new initializer of that name, type and shape. `save` calls `read` for its values."""
         weight = _Weight(read, dtype, ir.Shape(shape), name=name)
         value = self.builder.initializer(weight, name)
         self._weights[value] = weight
@@ -172,7 +169,12 @@ class WeightedGraph(Graph):
         return split
 
     def _linear(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
-        y = self.form.product(self, x, _matrix(name, parts, inputs))
+        matrix = _matrix(name, parts, inputs)
+        order = self.form.input_order(matrix)
+        if order is not None:
+            stored = self.stored(f"{matrix.name}.order", ir.DataType.INT64, [inputs], lambda: ir.Tensor(order))
+            x = self.op.Gather(x, stored, axis=-1)
+        y = self.op.MatMul(x, self.form.matrix(self, matrix))
         return self.op.Add(y, self._bias(name, parts)) if bias else y
 
     def _bias(self, name: str, parts: Mapping[str, int]) -> ir.Value:

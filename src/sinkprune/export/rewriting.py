@@ -43,7 +43,7 @@ class RewrittenGraph(WeightedGraph):
                 inputs, outputs = shape_of(tensor)
                 casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
                 del graph.initializers[weight]
-                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix.of_one(weight, inputs, outputs)))
+                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix(weight, {weight: outputs}, inputs)))
             else:
                 self.kept(value, tensor, partial(read_weight, weight))
         graph.remove(casts, safe=True)

@@ -29,7 +29,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, ViT, activation, build_vision
+from sinkprune.export.models.vit import ACTIVATIONS, ViT, build_vision, two_layers
 
 # 128 x 128; published towers have 576.
 _MOST_PATCHES = 16384
@@ -193,11 +193,9 @@ class Llava(LlamaShaped):
     def _build_projector(self, graph: WeightedGraph) -> None:
         """`projector` of the graph contract: linear, activation, linear."""
         config, d, width = self._config, self.visual_width, self.language_model.hidden_size
-        bias = config.multimodal_projector_bias
-        x = graph.input("tokens", ["G", "n", d])
-        x = graph.linear(x, "multi_modal_projector.linear_1", d, width, bias=bias)
-        x = activation(graph, config.projector_hidden_act, x)
-        x = graph.linear(x, "multi_modal_projector.linear_2", width, width, bias=bias)
+        layers = [f"multi_modal_projector.linear_{number}" for number in (1, 2)]
+        act, bias = config.projector_hidden_act, config.multimodal_projector_bias
+        x = two_layers(graph, graph.input("tokens", ["G", "n", d]), layers, [d, width, width], act, bias=bias)
         graph.output("embeddings", x, ["G", "n", width])
 
     def _settings(self) -> list[Setting]:

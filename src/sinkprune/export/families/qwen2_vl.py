@@ -8,7 +8,7 @@ from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.image_settings import Number
 from sinkprune.export.families.llama_shaped import Hidden
 from sinkprune.export.families.qwen2_5_vl import FlatFields, Qwen25VL, TowerFields
-from sinkprune.export.models.qwen2_vision import Qwen2Vision
+from sinkprune.export.models.qwen2_5_vision import Qwen2Vision
 
 
 class _VisionFields(TowerFields, total=False):
