@@ -1,4 +1,4 @@
-"""What an export shows while it works."""
+"""The progress that an export shows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sinkprune.contract.command_line.progress_lines import ProgressLines
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr, or a line every ten seconds: the graph being written and the weights done so far.
+    """Show a bar on stderr, or a line every ten seconds: the graph being written and the weights so far.
 
-    What is given is told what is being done, and how many weights it advanced by.
+    Yields a function that takes the name of the present step, and the number of weights since the last call.
     """
     columns = (
         TextColumn("{task.description:<14}"),

@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2.5-VL's model before its tower had windows."""
+"""Qwen2-VL: Qwen2.5-VL with a tower without windows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Qwen2VL(Qwen25VL):
     name = "qwen2-vl"
     tower = Qwen2Vision
     activation = "quick_gelu"
-    width_behind_merger = "hidden_size"
+    width_setting = "hidden_size"
     config_fields = _ConfigFields
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:
