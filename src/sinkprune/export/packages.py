@@ -12,7 +12,7 @@ _PACKAGES = {"huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "t
 
 
 @contextmanager
-def packages_told_of(doing: str) -> Iterator[None]:
+def report_missing_package(doing: str) -> Iterator[None]:
     """Raise `SinkpruneError` for a package that `doing` needs and cannot import, whenever the import happens."""
     try:
         yield
