@@ -21,8 +21,7 @@ from safetensors import safe_open
 from fuzz.child import Call
 from fuzz.verdict import MEMORY_BYTES, answer_of
 from fuzz.workers import Outcome, Worker
-from support.models.checkpoints import Shape, make_checkpoint
-from support.models.llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.quantised_checkpoints import Layout, make_quantised
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 from support.models.video_files import write_video

@@ -1,4 +1,4 @@
-"""Checkpoint to bundle, all or nothing: written beside its destination, then renamed."""
+"""Checkpoint to bundle, all or nothing: written next to its destination, then renamed."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from sinkprune.export.weights.requantised import Requantised
 from sinkprune.export.weights.rounding import Rounded, RoundedFromZero
 from sinkprune.export.weights.weight_forms import WeightForm, check_dialect, chosen_forms, form_of
 
-# What graphs, tokenizer and manifest take beside the weights, generously.
+# A generous bound of graphs, tokenizer and manifest.
 _SMALL_FILES_BYTES = 64 << 20
-# transformers, onnx and what they bring along.
+# transformers, onnx and their dependencies.
 _LIBRARIES_BYTES = 300 << 20
 
 Progress = Callable[[str, int], None]
-"""Told what is being done and how many weights it advanced by."""
+"""Receives the name of the present step, and the number of weights since the last call."""
 
 
 def export_bundle(
@@ -64,11 +64,10 @@ def export_bundle(
     """Export `request` into the new folder `output`; with `force` an existing bundle there is replaced.
 
     `sign` signs its manifest (`sinkprune.contract.files.signature.read_private_key`).
-    `needs` is told beforehand about how many bytes of memory and of disk it will take.
-    `left_out` is told of each budget that a method cannot reach, unless it reaches none: that is a `BudgetError`.
-    `requantised` is told of each matrix that the checkpoint had quantised and that is rounded a second time.
-    Everything that can be wrong with the request is found before anything is written; whatever goes wrong later,
-    `output` is left as it was.
+    `needs` receives, before anything is written, about how many bytes of memory and of disk the export takes.
+    `left_out` receives each budget that a method cannot reach. If it reaches none, that is a `BudgetError`.
+    `requantised` receives each matrix that the checkpoint had quantised and that is rounded a second time.
+    The export checks the request before it writes anything. After a later error, `output` is as it was.
     """
     check_replaceable(output, BUNDLE, force=force)
     with closing(_Export(request, progress, requantised)) as export:
@@ -126,7 +125,7 @@ class _Export:
     def __init__(
         self, request: ExportRequest, progress: Progress, requantised: Callable[[Requantised], None]
     ) -> None:
-        """Raises `UsageError` for forms of weights that do not go together, or that the dialect is not for."""
+        """Open and check. Raises `UsageError` for forms of weights that conflict with each other or the dialect."""
         self._request, self._progress, self._requantised = request, progress, requantised
         self.precision, self.dialect = PRECISIONS[request.precision], DIALECTS[request.dialect]
         self.source = open_source(request)
@@ -149,7 +148,7 @@ class _Export:
             yield graph
 
     def reader(self, what: str) -> ReadTensor:
-        """Reads the checkpoint, and tells `progress` of every tensor read for `what`."""
+        """Return a function that reads tensors of the checkpoint, and reports each to `progress` as `what`."""
 
         def read(name: str, shape: Sequence[int]) -> Array:
             array = self.source.weights.tensor(name, shape)
@@ -159,15 +158,17 @@ class _Export:
         return read
 
     def _chosen_forms(self) -> WeightForms:
-        asked, quantisation = self._request, self.source.quantisation
-        forms = chosen_forms(self.precision, asked.weights, asked.vision_weights, asked.block_size, quantisation)
-        repacked = quantisation if quantisation and quantisation.repacks(asked.weights) else None
-        check_dialect(forms, asked.dialect, repacked)
+        request, quantisation = self._request, self.source.quantisation
+        forms = chosen_forms(
+            self.precision, request.weights, request.vision_weights, request.block_size, quantisation
+        )
+        repacked = quantisation if quantisation and quantisation.repacks(request.weights) else None
+        check_dialect(forms, request.dialect, repacked)
         return forms
 
     def _form(self, graph: str) -> WeightForm:
-        """The form of the matrices of a weight graph."""
-        weights, asked, forms = self.source.weights, self._request.weights, self.forms
+        """Return the form of the matrices of a weight graph."""
+        weights, requested, forms = self.source.weights, self._request.weights, self.forms
 
         def on_rounded(name: str, weight: Array, found: Rounded | RoundedFromZero) -> None:
             if isinstance(weights, QuantisedWeights) and weights.quantised(name):
@@ -176,9 +177,9 @@ class _Export:
         form = form_of(forms.vision if graph == "vision" else forms.decoder, forms.block_size, on_rounded)
         if graph == "vision" or not isinstance(weights, QuantisedWeights):
             return form
-        if weights.quantisation.repacks(asked):
+        if weights.quantisation.repacks(requested):
             form = RepackedForm(weights, forms.block_size, partial(self._progress, graph))
-        return CheckpointForm(weights, form, form_of(asked or self.precision.name, forms.block_size))
+        return CheckpointForm(weights, form, form_of(requested or self.precision.name, forms.block_size))
 
     def _plan_facts(self) -> PlanFacts:
         family, processor = self.source.family, self.source.processor
@@ -197,10 +198,10 @@ class _Export:
 
 
 def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
-    """How many bytes the weights of a bundle of `family` take, its embedding table in `precision`.
+    """Return the bytes of the weights of a bundle of `family`, with its embedding table in `precision`.
 
-    `shallow` are the weight graphs of a decoder of its first layer: every layer has as many, and there may be more
-    layers than any disk has room for.
+    `shallow` are the weight graphs of a decoder of one layer. All layers have equal sizes, and a configuration may
+    have more layers than any disk can hold.
     """
     lm, sizes = family.language_model, {graph.name: graph.bytes for graph in shallow}
     table = (lm.vocab_size + len(family.extra_rows)) * lm.hidden_size * precision.numpy.itemsize
@@ -208,10 +209,10 @@ def weight_bytes_of(family: Family, shallow: Iterable[WeightedGraph], precision:
 
 
 def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: Precision) -> int:
-    """About how many bytes of memory the export takes; raises `CheckpointError` where fewer are free."""
+    """Return about how many bytes of memory the export takes; raises `CheckpointError` if fewer are free."""
     lm = family.language_model
     largest = max(lm.vocab_size * lm.hidden_size, *(graph.largest for graph in shallow))
-    # As it is read, and as it is written.
+    # Once as read, once as written.
     needed, free = 2 * largest * precision.numpy.itemsize, available_bytes()
     if 0 < free < needed:
         raise CheckpointError(
@@ -223,7 +224,7 @@ def _check_memory(family: Family, shallow: Iterable[WeightedGraph], precision: P
 
 
 def _save_embedding(path: Path, family: Family, precision: Precision, read: ReadTensor) -> None:
-    """Write the embedding table, and the rows beside it."""
+    """Write the embedding table and the family's extra rows."""
     lm = family.language_model
     shapes = {"weight": (family.embedding, [lm.vocab_size, lm.hidden_size])}
     shapes |= {name: (stored, [lm.hidden_size]) for name, stored in family.extra_rows.items()}
@@ -233,5 +234,5 @@ def _save_embedding(path: Path, family: Family, precision: Precision, read: Read
     }
     path.parent.mkdir()
     save_file(arrays, path)
-    # safetensors writes through a private temporary file
+    # safetensors writes a private temporary file.
     path.chmod(0o644)

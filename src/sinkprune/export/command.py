@@ -20,7 +20,7 @@ from sinkprune.contract.families import FAMILIES
 from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.files.trust import add_sign_option
 from sinkprune.export.limits import MAX_FRAMES, MAX_IMAGES, MAX_PIXELS, MIN_PIXELS
-from sinkprune.export.packages import packages_told_of
+from sinkprune.export.packages import report_missing_package
 from sinkprune.export.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ Every bundle also runs unpruned.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
+    """Run the command, and return the exit code."""
     return run_command(_export, arguments)
 
 
@@ -52,14 +52,14 @@ def _export(arguments: Sequence[str] | None) -> None:
     # Before the first import of transformers and its hub client, which read them once.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # What is asked of the hub is a checkpoint; who asks is nobody's business.
+    # The hub gets the name of a checkpoint, and no telemetry.
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     from sinkprune.contract.files.signature import read_private_key
     from sinkprune.contract.manifest import BUNDLE
 
     unreachable: list[Unreachable] = []
     requantised: list[Requantised] = []
-    with packages_told_of("exporting"):
+    with report_missing_package("exporting"):
         with ProgressLines("loading packages"):
             from sinkprune.export.bundle_writer import export_bundle
             from sinkprune.export.progress import shown_progress
@@ -77,7 +77,7 @@ def _export(arguments: Sequence[str] | None) -> None:
                 force=options.force,
                 sign=sign,
                 progress=progress,
-                needs=_tell_needs,
+                needs=_write_needs,
                 left_out=unreachable.append,
                 requantised=requantised.append,
             )
@@ -116,8 +116,8 @@ def _export(arguments: Sequence[str] | None) -> None:
         )
 
 
-def _tell_needs(memory: int, disk: int) -> None:
-    """One line on stderr, where the bundle is so large that its export takes a while."""
+def _write_needs(memory: int, disk: int) -> None:
+    """Write a line to stderr if the bundle is so large that its export takes a while."""
     from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
     from sinkprune.contract.system.system_memory import available_bytes
 
@@ -127,12 +127,12 @@ def _tell_needs(memory: int, disk: int) -> None:
         sys.stderr.write(f"needs about {gigabytes(memory)} of memory{known} and {gigabytes(disk)} of disk\n")
 
 
-def _rounded_again(told: dict[str, Any]) -> str:
-    """How far matrices are off that the checkpoint had quantised otherwise."""
-    largest = told["largest"]
+def _rounded_again(errors: dict[str, Any]) -> str:
+    """Return a line about the errors of matrices that were rounded a second time."""
+    largest = errors["largest"]
     return (
-        f"rounded a second time: {told['layers']} matrices that the checkpoint had quantised, relative L2 error "
-        f"{told['relative_error']:.2%}; the largest is {largest['relative_error']:.2%}, "
+        f"rounded a second time: {errors['layers']} matrices that the checkpoint had quantised, relative L2 error "
+        f"{errors['relative_error']:.2%}; the largest is {largest['relative_error']:.2%}, "
         f"in {escaped(largest['layer'])}\n"
     )
 
@@ -145,7 +145,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _known_names() -> str:
-    """What may stand for a budget, its options and a preset, family by family."""
+    """Return the names of budgets by family, of options and of presets."""
     budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
     return (
         f"budgets:\n{budgets}"
@@ -156,7 +156,7 @@ def _known_names() -> str:
 
 
 def _parser() -> CommandParser:
-    # Brings numpy: until `run_command` is there, an interrupt would end in a traceback.
+    # These import numpy. Before `run_command`, an interrupt would end in a traceback.
     from sinkprune.contract.manifest import FORMER_DIALECTS, DialectName
     from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, WeightsName
 
@@ -196,7 +196,7 @@ def _parser() -> CommandParser:
     )
     add(
         "--dialect",
-        # What they were called before is understood too.
+        # Former names of dialects are valid too.
         type=lambda name: FORMER_DIALECTS.get(name, name),
         choices=get_args(DialectName),
         default="opset24",

@@ -1,8 +1,7 @@
-"""One ONNX graph under construction: named inputs and outputs, and weights that are read when they are written.
+"""An ONNX graph under construction: named inputs and outputs, operators, and weights that are read when saved.
 
-Graphs are written operator by operator (`graph.op.MatMul(x, w)`), so that what stands in the file is what stands in
-the source. A weight goes from the checkpoint to its place in the external-data file when the graph is saved, one
-after the other: no export ever holds more than a few tensors in memory.
+Code adds operators one by one (`graph.op.MatMul(x, w)`), so the file holds what the source shows. `save` copies one
+weight after the other from the checkpoint to the file of weights. So an export holds only a few tensors in memory.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from sinkprune.export.dialects import Dialect
 from sinkprune.export.precision import Precision
 from sinkprune.export.weights.weight_forms import Matrix, WeightForm, below
 
-# A tensor of a page or more starts on one, so that a runtime can map it.
+# A tensor of a page or more starts on a page, so that a runtime can map it.
 _PAGE = 4096
 
 Dim = int | str
 
 ReadTensor = Callable[[str, Sequence[int]], Array]
-"""Gives the checkpoint's tensor of a name and a shape; raises `CheckpointError` if it is missing or not of it."""
+"""Returns the checkpoint's tensor of a name and a shape; raises `CheckpointError` if it has no such tensor."""
 
 
 class Graph:
@@ -39,8 +38,7 @@ class Graph:
     def __init__(
         self, name: str, precision: Precision, dialect: Dialect, least_opset: int = 1, begun: ir.Graph | None = None
     ) -> None:
-        """Without operators yet, or with those of `begun`; of the dialect's opset, or of `least_opset` where that is
-        a later one."""
+        """Start empty, or from the graph `begun`. The opset is the dialect's, or `least_opset` if that is later."""
         self.name = name
         self.precision = precision
         self.dialect = dialect
@@ -50,11 +48,11 @@ class Graph:
         self.op = self.builder.op
 
     def input(self, name: str, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> ir.Value:
-        """Declare an input; `dtype` is the bundle's float type unless given."""
+        """Declare an input. `dtype` defaults to the bundle's float type."""
         return self.builder.input(name, dtype or self.precision.onnx, list(shape))
 
     def output(self, name: str, value: ir.Value, shape: Sequence[Dim], dtype: ir.DataType | None = None) -> None:
-        """Declare an output, with the type and shape the contract gives it."""
+        """Declare an output, with the type and shape of the graph contract."""
         value.type = ir.TensorType(dtype or self.precision.onnx)
         value.shape = ir.Shape(list(shape))
         self.builder.add_output(value, name)
@@ -65,7 +63,7 @@ class Graph:
             self._graph.opset_imports[domain] = 1
         functions = list(self.builder.functions.values())
         for node in [*self._graph, *(node for function in functions for node in function)]:
-            # Scopes of the builder's module system, which these graphs do not use.
+            # The builder writes scopes of modules, which these graphs do not have.
             node.metadata_props.clear()
         model = ir.Model(
             self._graph, ir_version=self.dialect.IR_VERSION, producer_name="sinkprune", functions=functions
@@ -75,25 +73,25 @@ class Graph:
         return self.interface(file)
 
     def interface(self, file: str) -> GraphSpec:
-        """What it takes and gives, as the graph in `file`."""
+        """Return the inputs and outputs, as those of the graph in `file`."""
         inputs = tuple(_spec(value) for value in self._graph.inputs)
         return GraphSpec(file, inputs, tuple(_spec(value) for value in self._graph.outputs))
 
 
 class _Weight(ir.LazyTensor):
-    """A weight, read when it is written."""
+    """A weight that is read when it is written."""
 
     def tofile(self, file: Any) -> None:
         tensor = self.raw()
         array = tensor.numpy_packed() if isinstance(tensor, ir.PackedTensor) else tensor.numpy()
-        # What numpy raises where the disk is full does not say so. As bytes: not every type of ours is numpy's own.
+        # numpy's own `tofile` hides that the disk is full. As bytes, because numpy lacks some of the types.
         file.write(np.ascontiguousarray(array).view(np.uint8).data)
 
 
 class WeightedGraph(Graph):
-    """A graph whose weights `read` gives, and lie in the file `weights/<name>.bin` beside it.
+    """A graph with weights, which `read` returns and `save` stores next to the graph in `weights/<name>.bin`.
 
-    Matrices of linear layers are stored in `form`, all else in the type of the graph's precision.
+    Matrices of linear layers are stored in `form`, all other weights in the type of the graph's precision.
     """
 
     def __init__(
@@ -111,18 +109,18 @@ class WeightedGraph(Graph):
 
     @property
     def bytes(self) -> int:
-        """How many bytes its weights take."""
+        """The bytes of all weights."""
         return sum(weight.nbytes for weight in self._weights.values())
 
     @property
     def largest(self) -> int:
-        """How many values its largest weight has."""
+        """The number of values of the largest weight."""
         return max((weight.size for weight in self._weights.values()), default=0)
 
     def parameter(self, name: str, shape: Sequence[int], *, transposed: bool = False, flat: bool = False) -> ir.Value:
-        """The checkpoint's tensor `name` of `shape`, in the bundle's precision, as an initializer.
+        """Return an initializer: the checkpoint's tensor `name` of `shape`, in the bundle's precision.
 
-        `flat` joins all axes behind the first, `transposed` then turns the axes round. It is read by `save`.
+        `flat` joins all axes after the first; then `transposed` reverses the axes.
         """
         stored = [shape[0], prod(shape[1:])] if flat else list(shape)
 
@@ -135,44 +133,45 @@ class WeightedGraph(Graph):
     def stored(
         self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], ir.TensorProtocol]
     ) -> ir.Value:
-        """An initializer of that name, type and shape, which `read` gives when the graph is saved.
-
-        Initializers are read in the order in which they were asked for.
-        """
+        """Return a new initializer of that name, type and shape. `save` calls `read` for its values."""
         weight = _Weight(read, dtype, ir.Shape(shape), name=name)
         value = self.builder.initializer(weight, name)
         self._weights[value] = weight
         return value
 
     def kept(self, value: ir.Value, tensor: ir.TensorProtocol, read: Callable[[], Array]) -> None:
-        """An initializer of the graph that was begun, `tensor`; `read` gives its values, and they are written with
-        the others."""
+        """Keep the initializer `value`, stored as `tensor`, of `begun`. `save` calls `read` for its values."""
         shape = ir.Shape(tensor.shape.numpy())
         self._weights[value] = _Weight(lambda: ir.Tensor(read()), tensor.dtype, shape, name=tensor.name)
 
     def linear(self, x: ir.Value, name: str, inputs: int, outputs: int, *, bias: bool) -> ir.Value:
-        """`x @ weight.T + bias`, with the matrix in this graph's form."""
+        """Return `x @ weight.T + bias`, with the matrix in this graph's form."""
         return self._linear(x, name, {name: outputs}, inputs, bias=bias)
 
     def linears(
         self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool
     ) -> Sequence[ir.Value]:
-        """`linear` of the same `x` for each of `parts`, names and their outputs.
+        """Return `linear` of the same `x` for each of `parts`, names and their outputs.
 
-        They are one product with the matrix `name`, and then split, where this graph's form can join them: small
-        products take longer than their bytes. What each part gives is a value of its name then.
+        If this graph's form can join the parts, they are one product with the matrix `name`, which is then split.
+        One large product is faster than several small ones. Each result has the name of its part.
         """
         if not self.form.joins(_matrix(name, parts, inputs)):
             return [self.linear(x, part, inputs, outputs, bias=bias) for part, outputs in parts.items()]
         y = self._linear(x, name, parts, inputs, bias=bias)
         split: Sequence[ir.Value] = self.op.Split(y, list(parts.values()), axis=-1, _outputs=len(parts))
         for value, part in zip(split, parts, strict=True):
-            # Given here, as the builder puts letters in front of names of its own.
+            # Set here, because the builder adds a prefix to names that it is given.
             value.name = part
         return split
 
     def _linear(self, x: ir.Value, name: str, parts: Mapping[str, int], inputs: int, *, bias: bool) -> ir.Value:
-        y = self.form.product(self, x, _matrix(name, parts, inputs))
+        matrix = _matrix(name, parts, inputs)
+        order = self.form.input_order(matrix)
+        if order is not None:
+            stored = self.stored(f"{matrix.name}.order", ir.DataType.INT64, [inputs], lambda: ir.Tensor(order))
+            x = self.op.Gather(x, stored, axis=-1)
+        y = self.op.MatMul(x, self.form.matrix(self, matrix))
         return self.op.Add(y, self._bias(name, parts)) if bias else y
 
     def _bias(self, name: str, parts: Mapping[str, int]) -> ir.Value:
@@ -185,7 +184,7 @@ class WeightedGraph(Graph):
         return self.stored(f"{name}.bias", self.precision.onnx, [sum(parts.values())], read)
 
     def save(self, root: Path, file: str) -> GraphSpec:
-        """Write the weights, then the graph; raises `CheckpointError` where a weight is not as it must be."""
+        """Write the weights, then the graph; raises `CheckpointError` for a weight that does not fit."""
         folder, location = (root / file).parent, f"weights/{self.name}.bin"
         (folder / location).parent.mkdir(parents=True, exist_ok=True)
         weights = list(self._weights.values())
@@ -196,7 +195,7 @@ class WeightedGraph(Graph):
 
 
 def _matrix(name: str, parts: Mapping[str, int], inputs: int) -> Matrix:
-    """The matrix of the linear layers `parts`, names and their outputs, as that of the layer `name`."""
+    """Return the matrix of the layer `name`, which joins the linear layers `parts`, names and their outputs."""
     return Matrix(f"{name}.weight", {f"{part}.weight": outputs for part, outputs in parts.items()}, inputs)
 
 

@@ -1,4 +1,4 @@
-"""What may be asked of an export, in numbers: bounds that no model reaches."""
+"""The ranges of an export's options. Their bounds are larger than any model needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the extra `export` installs, and what is said where it is not."""
+"""The packages of the extra `export`, and the error for one that is missing."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from sinkprune.contract.errors import SinkpruneError
 
 _PACKAGES = {"huggingface_hub", "ml_dtypes", "onnx", "onnx_ir", "onnxscript", "transformers"}
-"""By the names that are imported."""
+"""The names under which they are imported."""
 
 
 @contextmanager
-def packages_told_of(doing: str) -> Iterator[None]:
-    """Says which package is missing for `doing`, whenever it is first asked for; raises `SinkpruneError`."""
+def report_missing_package(doing: str) -> Iterator[None]:
+    """Raise `SinkpruneError` for a package that `doing` needs and cannot import, whenever the import happens."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The plans of an export: every method at every budget that it can reach, and their graphs as files of a bundle."""
+"""The plans of an export: every method at every budget that it can reach, and their graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 @dataclass(frozen=True)
 class Unreachable:
-    """A plan that was left out: the method cannot run on as few visual tokens as the budget asks for."""
+    """A plan that was left out, because the method cannot keep as few visual tokens as the budget."""
 
     method: str
     budget: str
@@ -27,7 +27,7 @@ class Unreachable:
 
 
 def parse_budgets(family: str, names: Sequence[str] | None) -> dict[str, Budget]:
-    """The budgets of these names, all of the family if there are none; raises `BudgetError`."""
+    """Return the budgets `names`, or all of the family for None; raises `BudgetError`."""
     names = tuple(FAMILIES[family].budgets) if names is None else names
     if UNPRUNED in names:
         raise BudgetError(f"'{UNPRUNED}' needs no export: every bundle runs unpruned. Leave it out of --budgets.")
@@ -40,7 +40,7 @@ def plan_graphs(
     budgets: Mapping[str, Budget],
     left_out: Callable[[Unreachable], None],
 ) -> dict[str, dict[str, PlanGraphs]]:
-    """The plans by method, then budget, each method with at least one; raises `BudgetError`."""
+    """Return the plans by method and budget, at least one for each method; raises `BudgetError`."""
     builders = {name: load_method(name) for name in methods}
     if not facts.joined and any(budget.frames == "apart" for budget in budgets.values()):
         raise BudgetError(
@@ -73,7 +73,7 @@ def plan_graphs(
 
 
 def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
-    """Refuse a plan that drops rows before the model has added all its features to them; raises `BudgetError`."""
+    """Raise `BudgetError` for a plan that drops rows before the model has added all DeepStack features."""
     first, last = min(plan.select_after, default=facts.language_model.num_layers), facts.deepstack - 1
     if first < last:
         raise BudgetError(
@@ -87,9 +87,9 @@ def _check_first_cut(facts: PlanFacts, method: str, plan: PlanGraphs) -> None:
 def save_plan(
     root: Path, facts: PlanFacts, method: str, name: str, built: PlanGraphs
 ) -> tuple[Plan, dict[str, GraphSpec]]:
-    """Write the graphs of `method` at the budget of that name below `root`; the plan, and its graphs' interfaces.
+    """Write the graphs of `method` at the budget `name` below `root`, and return the plan and the graphs' interfaces.
 
-    `facts` are those that the graphs were built with.
+    The graphs were built with `facts`.
     """
     folder = f"{method}/{name}"
     graphs = {

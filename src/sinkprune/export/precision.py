@@ -1,4 +1,4 @@
-"""The float types a bundle can be exported in, as graphs name them."""
+"""The float types of exported bundles, in ONNX and in numpy."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import onnx_ir as ir
 from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import DTYPES, Array, PrecisionName
 
-# As many values fit a core's cache.
+# This many values fit into a core's cache.
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The type of hidden states and caches, and of weights that have no form of their own."""
+    """The type of hidden states, of caches, and of weights without a form of their own."""
 
     name: PrecisionName
     onnx: ir.DataType
     numpy: np.dtype[Any]
 
     def converted(self, name: str, array: Array) -> Array:
-        """The tensor `name` of a checkpoint in this type; raises `CheckpointError` where it is not finite in it."""
+        """Return the checkpoint's tensor `name` in this type; raises `CheckpointError` if a value is not finite."""
         with np.errstate(over="ignore"):
             converted: Array = array.astype(self.numpy, copy=False)
         if _all_finite(converted):
@@ -48,10 +48,10 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def _all_finite(array: Array) -> bool:
-    """Whether no value of an fp16 or fp32 `array` is NaN or infinity; numpy's own test takes nine times as long."""
+    """Return whether all values of an fp16 or fp32 `array` are finite. numpy's own test takes nine times as long."""
     bits = np.dtype(np.uint16 if array.dtype == np.float16 else np.uint32)
     infinity = np.array(np.inf, array.dtype).view(bits)
-    # All values, in whichever order they lie.
+    # In memory order, so that nothing is copied.
     values = array.ravel(order="K").view(bits)
     magnitude = ~np.array(-0.0, array.dtype).view(bits)
     chunks = (values[start : start + _CHUNK] for start in range(0, values.size, _CHUNK))

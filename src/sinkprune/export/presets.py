@@ -36,7 +36,7 @@ _QWEN_TOKENS = {
     "vision_start_token_id": 151652,
     "vision_end_token_id": 151653,
 }
-# What the rows of the table below give
+# The columns of the table below
 _SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -153,4 +153,4 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-vl-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
     "qwen3-vl-8b": _qwen3(4096, 12288, 36, 32, 8, tied=False, **_QWEN3_LARGE_VISION),
 }
-"""Configurations in the words of config.json. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""
+"""Parsed config.json by preset. `llava-1.1b` is CLIP-L/336 with a TinyLlama-shaped decoder."""

@@ -1,4 +1,4 @@
-"""What an export shows while it works."""
+"""The progress that an export shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle's graph, written again with the matrices of its linear layers in another form."""
+"""A bundle's graph, rewritten with the matrices of its linear layers in another form."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sinkprune.export.precision import Precision
 from sinkprune.export.weights.weight_forms import Matrix, WeightForm
 
 _PIXELS = "pixel_values"
-"""What is multiplied with pixels is an embedding of them and no linear layer: exports store it as floats."""
+"""A product with pixels embeds them and is no linear layer: exports store its matrix as floats."""
 
 
 class RewrittenGraph(WeightedGraph):
-    """The graph of an ONNX file, all as it is but its matrices of floats, which are stored in another form."""
+    """The graph of an ONNX file, whose matrices of floats are stored in another form; all else stays."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class RewrittenGraph(WeightedGraph):
         graph: ir.Graph,
         read_weight: Callable[[str], Array],
     ) -> None:
-        """Takes `graph` for its own. `read_weight` gives what lies in the file beside it, when it is saved."""
+        """Rewrite `graph` in place. `save` calls `read_weight` for the weights that lie outside the ONNX file."""
         super().__init__(name, precision, dialect, form, self._read_matrix, graph)
         self._read_weight = read_weight
         multiplied, casts = multiplications(graph), set[ir.Node]()
@@ -43,25 +43,25 @@ class RewrittenGraph(WeightedGraph):
                 inputs, outputs = shape_of(tensor)
                 casts |= {node for node, _ in value.uses() if node.op_type == "Cast"}
                 del graph.initializers[weight]
-                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix.of_one(weight, inputs, outputs)))
+                multiplied[weight].replace_input_with(1, form.matrix(self, Matrix(weight, {weight: outputs}, inputs)))
             else:
                 self.kept(value, tensor, partial(read_weight, weight))
         graph.remove(casts, safe=True)
         graph.sort()
 
     def _read_matrix(self, name: str, shape: Sequence[int]) -> Array:
-        """[outputs,inputs] floats of the matrix, which lies the other way round."""
+        """Return the floats [outputs,inputs] of a matrix, which is stored transposed."""
         array = self._read_weight(name).T
         return array if array.dtype in (np.float16, np.float32) else array.astype(np.float32)
 
 
 def read_graph(data: bytes) -> ir.Graph:
-    """The graph of an ONNX file of our own, of which `data` are the bytes."""
+    """Return the graph of an ONNX file that an export wrote, from its bytes `data`."""
     return ir.from_proto(onnx.ModelProto.FromString(data)).graph
 
 
 def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
-    """The MatMul of each linear layer, by the name of its matrix of floats, in the order of the nodes."""
+    """Return the MatMul of each linear layer by the name of its matrix of floats, in the order of the nodes."""
     found = {}
     for node in graph:
         if node.op_type != "MatMul" or node.inputs[0] is None or node.inputs[0].name == _PIXELS:
@@ -76,6 +76,6 @@ def multiplications(graph: ir.Graph) -> dict[str, ir.Node]:
 
 
 def shape_of(matrix: ir.TensorProtocol) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer's matrix."""
+    """Return the numbers of inputs and outputs of a linear layer's matrix."""
     inputs, outputs = matrix.shape.numpy()
     return inputs, outputs

@@ -1,4 +1,4 @@
-"""What is asked for, and the checkpoint of it: opened, and checked before anything is written."""
+"""The request of an export, and its checkpoint, opened and checked before anything is written."""
 
 from __future__ import annotations
 
@@ -33,34 +33,39 @@ _VIDEO = "video_preprocessor_config.json"
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What to export. Raises `UsageError` for counts and names that make no sense."""
+    """What to export. Raises `UsageError` for counts and names out of range."""
 
     source: str
     """A local folder, a hub name, or with `random_weights` a config.json, a folder holding one, or a preset."""
     budgets: tuple[str, ...] | None = None
-    """Budget names; None is every budget of the family."""
+    """Budget names. None means every budget of the family."""
     methods: tuple[str, ...] = ("sinkpruner",)
     precision: str = "fp32"
     dialect: DialectName = "opset24"
     random_weights: bool = False
     min_pixels: int | None = None
-    """Images are enlarged to at least as many; None is what the checkpoint says."""
+    """Smaller images are enlarged to this many. None means the checkpoint's setting."""
     max_pixels: int | None = None
-    """Images are scaled down to at most as many; None is what the checkpoint says."""
+    """Larger images are scaled down to this many. None means the checkpoint's setting."""
     salience: SalienceBlock | None = None
-    """The vision block whose attention is the salience, for families that have a choice; None is their own."""
+    """The vision block whose attention is the salience. None means the default of the family."""
     max_images: int = 1
     """The most images a prompt may have."""
     max_frames: int = 0
-    """The most frames that are taken of a clip; 0 where there is no video."""
+    """The most frames of a clip; 0 means no video."""
     weights: WeightsName | None = None
-    """The form of the matrices of decoder, projector and head; None is as `precision` has it, and of matrices that
-    the checkpoint has quantised their own."""
+    """The form of the matrices of decoder, projector and head.
+
+    None means the checkpoint's own form for matrices that it has quantised, and that of `precision` for others.
+    """
     vision_weights: WeightsName | None = None
-    """The form of the tower's matrices; None is int8 beside quantised `weights`, else as they are, and as `precision`
-    has it where `weights` are the checkpoint's own."""
+    """The form of the tower's matrices.
+
+    None means int8 if `weights` is a quantised form, else the form `weights`; and that of `precision` if `weights` is
+    None and the checkpoint is quantised.
+    """
     block_size: int | None = None
-    """The most inputs that share a scale in blocks; None is 128, or the checkpoint's own."""
+    """The most inputs that share a scale in blocks. None means 128, or the checkpoint's own block size."""
 
     def __post_init__(self) -> None:
         if "\0" in self.source or any("\ud800" <= character <= "\udfff" for character in self.source):
@@ -84,11 +89,11 @@ class Source:
     processor: dict[str, Any]
     checkpoint: Checkpoint
     quantisation: Quantisation | None = None
-    """How the checkpoint's matrices were quantised, where they were."""
+    """How the checkpoint has quantised its matrices; None where it has not."""
 
 
 def open_source(request: ExportRequest) -> Source:
-    """What is to be exported; its weights must be closed. Raises `CheckpointError` and `UsageError`."""
+    """Open the checkpoint of `request`. The caller closes its weights. Raises `CheckpointError` and `UsageError`."""
     if request.random_weights:
         config = _random_config(request.source)
         if read_quantisation(request.source, config):
@@ -110,7 +115,7 @@ def open_source(request: ExportRequest) -> Source:
     family = read_family(request.source, config, request.salience)
     processor = _processor(family, _processor_settings(request.source, folder, family), request)
     text = read_text(folder, family.image_token, family.chat_template)
-    # A bundle goes to other machines: where its checkpoint lay on this one is nobody's business.
+    # A bundle goes to other machines, so it does not name the folders of this one.
     name = folder.resolve().name if Path(request.source).is_dir() else request.source
     checkpoint = Checkpoint(name, config_sha256(config), random_weights=False)
     quantisation, weights = read_quantisation(request.source, config), SafetensorsWeights(folder)
@@ -119,7 +124,7 @@ def open_source(request: ExportRequest) -> Source:
 
 
 def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, Any]:
-    """What the checkpoint says of its image processor, and of its video processor where the family has one."""
+    """Return the settings of the checkpoint's image processor, and of its video processor if the family has one."""
     nested = holds(folder, _NESTED) and not holds(folder, _SINGLE)
 
     def read(name: str, kind: type) -> dict[str, Any]:
@@ -132,14 +137,14 @@ def _processor_settings(source: str, folder: Path, family: Family) -> dict[str, 
 
 
 def _processor(family: Family, settings: Mapping[str, Any], request: ExportRequest) -> dict[str, Any]:
-    """The image processor's settings, with the pixel counts that were asked for."""
-    asked = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
-    asked = {name: count for name, count in asked.items() if count is not None}
+    """Return the image processor's settings, with the pixel counts of `request`."""
+    limits = {"min_pixels": request.min_pixels, "max_pixels": request.max_pixels}
+    given = {name: count for name, count in limits.items() if count is not None}
     frames = {"max_frames": request.max_frames} if request.max_frames else {}
-    processor = family.processor({**settings, **asked, **frames})
+    processor = family.processor({**settings, **given, **frames})
     if frames and "video" not in processor:
         raise UsageError(f"family '{family.name}' takes no video: leave out --max-frames.")
-    if not asked.keys() <= processor.keys():
+    if not given.keys() <= processor.keys():
         raise UsageError(
             f"family '{family.name}' resizes every image to one size: leave out --min-pixels and --max-pixels."
         )
@@ -150,9 +155,9 @@ def _random_config(source: str) -> dict[str, Any]:
     if source in PRESETS:
         return PRESETS[source]
     path = Path(source)
-    # The very file that is given may be a link: it is the user's own.
-    given = path.resolve()
-    folder, name = (path, "config.json") if path.is_dir() else (given.parent, given.name)
+    # The user's own file may be a link.
+    resolved = path.resolve()
+    folder, name = (path, "config.json") if path.is_dir() else (resolved.parent, resolved.name)
     if not holds(folder, name):
         raise CheckpointError(
             f"'{source}' is no config.json, no folder holding one and no preset; presets: {', '.join(PRESETS)}."

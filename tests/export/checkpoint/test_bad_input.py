@@ -1,4 +1,4 @@
-"""What is wrong with an export is told in one message, and nothing half-written stays behind."""
+"""Every wrong export ends with one message, and leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -27,138 +27,110 @@ from support.programs.commands import assert_refused, own_process, run
 Checkpoints = Callable[[str], Path]
 
 
-@pytest.fixture
-def broken(checkpoint: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint to damage."""
-    return Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def export(source: object, output: Path, *options: str) -> Any:
+def export(source: object, output: Path, *options: object) -> Any:
     outcome = run("sinkprune-export", source, "-o", output, *options)
     left = sorted(path.name for path in output.parent.iterdir() if output.name in path.name)
-    assert left == ([output.name] if outcome.code == 0 else []), "something half-written was left"
+    assert left == ([output.name] if outcome.code == 0 else []), "the export left something half-written"
     return outcome
 
 
-def test_truncated_shard(broken: Path, tmp_path: Path) -> None:
-    shard = broken / "model.safetensors"
+def damaged(name: str, **changes: Any) -> Callable[[Path], None]:
+    """Return what changes values of a JSON file, or of its sections, in a checkpoint folder."""
+
+    def apply(folder: Path) -> None:
+        path = next(folder.glob(name))
+        content = json.loads(path.read_text())
+        for key, value in changes.items():
+            content[key] = {**content[key], **value} if key == "text_config" else value
+        path.write_text(json.dumps(content))
+
+    return apply
+
+
+def truncated_shard(folder: Path) -> None:
+    shard = folder / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1000])
-    assert_refused(export(broken, tmp_path / "out"), "model.safetensors", "damaged", "download it again")
 
 
-def test_missing_shard(broken: Path, tmp_path: Path) -> None:
-    (broken / "model.safetensors").unlink()
+def missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
     index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
-    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(export(broken, tmp_path / "out"), "model-00002-of-00002.safetensors", "missing")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_no_weights_at_all(broken: Path, tmp_path: Path) -> None:
-    (broken / "model.safetensors").unlink()
-    assert_refused(export(broken, tmp_path / "out"), "model.safetensors.index.json")
+def no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
 
 
-def test_weights_of_another_configuration(broken: Path, tmp_path: Path) -> None:
-    config = json.loads((broken / "config.json").read_text())
-    config["text_config"]["intermediate_size"] = 96
-    (broken / "config.json").write_text(json.dumps(config))
-    assert_refused(export(broken, tmp_path / "out"), "gate_proj", "[160, 64]", "[96, 64]")
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
-def test_fewer_layers_than_configured(broken: Path, tmp_path: Path) -> None:
-    config = json.loads((broken / "config.json").read_text())
-    config["text_config"]["num_hidden_layers"] = 9
-    (broken / "config.json").write_text(json.dumps(config))
-    assert_refused(export(broken, tmp_path / "out"), "layers.8", "holds no tensor")
+DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "truncated shard": (truncated_shard, ["model.safetensors", "damaged", "download it again"]),
+    "missing shard": (missing_shard, ["model-00002-of-00002.safetensors", "missing"]),
+    "no weights": (without("model.safetensors"), ["model.safetensors.index.json"]),
+    "no tokenizer": (without("tokenizer.json"), ["tokenizer"]),
+    "weights of another configuration": (
+        damaged("config.json", text_config={"intermediate_size": 96}),
+        ["gate_proj", "[160, 64]", "[96, 64]"],
+    ),
+    "fewer layers than configured": (
+        damaged("config.json", text_config={"num_hidden_layers": 9}),
+        ["layers.8", "holds no tensor"],
+    ),
+    "unsupported architecture": (
+        damaged("config.json", architectures=["BertModel"], model_type="bert"),
+        ["BertModel", "LlavaForConditionalGeneration"],
+    ),
+    "unsupported variant": (damaged("config.json", vision_feature_layer=[-2, -1]), ["[-2, -1]", "expected"]),
+    "tokenizer without the image token": (
+        damaged("config.json", image_token_index=270),
+        ["no added token 270", "image token"],
+    ),
+    "hidden size that transformers rejects": (
+        damaged("config.json", text_config={"hidden_size": 66}),
+        ["config.json is not valid", "66"],
+    ),
+    "head size that transformers rejects": (
+        damaged("config.json", text_config={"head_dim": 15}),
+        ["config.json is not valid", "15"],
+    ),
+    "no JSON": (no_json, ["config.json", "JSON"]),
+    "processor of another size": (
+        damaged("*processor_config.json", crop_size={"height": 224, "width": 224}),
+        ["224", "112x112"],
+    ),
+}
 
 
-def test_unsupported_architecture_lists_the_supported(broken: Path, tmp_path: Path) -> None:
-    edit_json(broken / "config.json", architectures=["BertModel"], model_type="bert")
-    assert_refused(export(broken, tmp_path / "out"), "BertModel", "LlavaForConditionalGeneration")
-
-
-@pytest.mark.parametrize(
-    ("part", "changes", "said"),
-    [
-        ("text_config", {"model_type": "qwen2"}, "qwen2"),
-        (
-            "text_config",
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "linear",
-        ),
-        ("vision_config", {"model_type": "siglip_vision_model"}, "siglip_vision_model"),
-        (None, {"vision_feature_select_strategy": "full"}, "full"),
-        (None, {"vision_feature_layer": [-2, -1]}, "[-2, -1]"),
-        ("text_config", {"num_key_value_heads": 3}, "4 heads, 3 key-value heads"),
-        (None, {"image_token_index": 384}, "image token 384"),
-    ],
-)
-def test_unsupported_variant_is_named(
-    part: str | None, changes: dict[str, Any], said: str, broken: Path, tmp_path: Path
-) -> None:
-    config = json.loads((broken / "config.json").read_text())
-    (config[part] if part else config).update(changes)
-    (broken / "config.json").write_text(json.dumps(config))
-    assert_refused(export(broken, tmp_path / "out"), said, "expected")
-
-
-@pytest.mark.parametrize("layer", [0, 5, -5, -9])
-def test_feature_layer_must_be_a_block_of_the_tower(layer: int, broken: Path, tmp_path: Path) -> None:
-    edit_json(broken / "config.json", vision_feature_layer=layer)
-    assert_refused(export(broken, tmp_path / "out"), f"vision_feature_layer {layer} ", "4 blocks")
-
-
-@pytest.mark.parametrize(("part", "value"), [("hidden_size", 66), ("head_dim", 15)])
-def test_config_that_transformers_refuses(part: str, value: Any, broken: Path, tmp_path: Path) -> None:
-    config = json.loads((broken / "config.json").read_text())
-    config["text_config"][part] = value
-    (broken / "config.json").write_text(json.dumps(config))
-    outcome = export(broken, tmp_path / "out")
-    assert_refused(outcome, "config.json is not valid", str(value))
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint(damage: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    apply, said = DAMAGES[damage]
+    folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
+    apply(folder)
+    outcome = export(folder, tmp_path / "out")
+    assert_refused(outcome, *said)
     assert not outcome.stderr.endswith("..\n")
 
 
-def test_config_that_is_not_json(broken: Path, tmp_path: Path) -> None:
-    (broken / "config.json").write_text("{")
-    assert_refused(export(broken, tmp_path / "out"), "config.json", "JSON")
-
-
-def test_processor_of_another_size(broken: Path, tmp_path: Path) -> None:
-    path = next(path for path in broken.glob("*processor_config.json"))
-    edit_json(path, crop_size={"height": 224, "width": 224})
-    assert_refused(export(broken, tmp_path / "out"), "224", "112x112")
-
-
-def test_missing_tokenizer(broken: Path, tmp_path: Path) -> None:
-    (broken / "tokenizer.json").unlink()
-    assert_refused(export(broken, tmp_path / "out"), "tokenizer")
-
-
-def test_tokenizer_without_the_image_token(broken: Path, tmp_path: Path) -> None:
-    edit_json(broken / "config.json", image_token_index=270)
-    assert_refused(export(broken, tmp_path / "out"), "no added token 270", "image token")
-
-
-def test_no_such_folder(tmp_path: Path) -> None:
-    assert_refused(export(tmp_path / "nowhere", tmp_path / "out"), "nowhere", "no such folder")
-
-
-def test_preset_without_random_weights(tmp_path: Path) -> None:
-    assert_refused(export("llava-1.1b", tmp_path / "out"), "--random-weights")
-
-
-def test_unknown_preset_lists_them(tmp_path: Path) -> None:
-    assert_refused(export("llava-9b", tmp_path / "out", "--random-weights"), "llava-9b", *PRESETS)
-
-
-def test_unknown_budget_and_option_list_the_known(broken: Path, tmp_path: Path) -> None:
-    assert_refused(export(broken, tmp_path / "out", "--budgets", "retain-65"), "retain-65", "retain-192", "retain-32")
-    assert_refused(export(broken, tmp_path / "out", "--budgets", "retain-64+fast"), "fast", "compact", "visual-keys")
-    assert_refused(export(broken, tmp_path / "out", "--methods", "magic"), "magic", "sinkpruner")
+@pytest.mark.parametrize(
+    ("source", "options", "said"),
+    [
+        ("nowhere/at-all/there", [], ["nowhere", "no such folder"]),
+        ("llava-1.1b", [], ["--random-weights"]),
+        ("llava-9b", ["--random-weights"], ["llava-9b", *PRESETS]),
+        ("qwen2.5-vl-3b", ["--random-weights", "--max-images", 0], ["--max-images is 0", "from 1 to 10000"]),
+        ("qwen2.5-vl-3b", ["--random-weights", "--max-images", 10**30], ["--max-images is 10", "from 1 to 10000"]),
+        ("qwen2.5-vl-3b", ["--random-weights", "--max-frames", -1], ["--max-frames is -1", "from 0 to 100000"]),
+        ("qwen2.5-vl-3b", ["--random-weights", "--max-frames", 10**30], ["--max-frames is 10", "from 0 to 100000"]),
+        ("llava-1.1b", ["--random-weights", "--budgets", "retain-65"], ["retain-65", "retain-192", "retain-32"]),
+        ("llava-1.1b", ["--random-weights", "--budgets", "retain-64+fast"], ["fast", "compact", "visual-keys"]),
+        ("llava-1.1b", ["--random-weights", "--methods", "magic"], ["magic", "sinkpruner"]),
+    ],
+)
+def test_a_wrong_request(source: str, options: list[Any], said: list[str], tmp_path: Path) -> None:
+    assert_refused(export(source, tmp_path / "out", *options), *said)
 
 
 @pytest.mark.parametrize("option", ["--budgets", "--methods"])
@@ -178,7 +150,7 @@ def test_help_lists_every_budget_option_and_preset(capsys: pytest.CaptureFixture
     assert {*FAMILIES["llava"].budgets, *OPTIONS, *PRESETS} <= set(words)
 
 
-def test_the_size_of_a_small_bundle_is_told_in_megabytes(checkpoint: Checkpoints, tmp_path: Path) -> None:
+def test_the_size_of_a_small_bundle_is_printed_in_megabytes(checkpoint: Checkpoints, tmp_path: Path) -> None:
     told = export(checkpoint("gqa-112"), tmp_path / "out", "--budgets", "retain-64").stdout
     size = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.*") if path.name != "bundle.json")
     assert told.startswith(f"{tmp_path / 'out'}: {size / 1e6:.2f} MB, fp32, budgets none, retain-64")
@@ -193,22 +165,20 @@ def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_decoder_too_shallow_for_three_stages(tmp_path: Path) -> None:
-    config = json.loads(json.dumps(PRESETS["llava-1.1b"]))
-    config["text_config"]["num_hidden_layers"] = 3
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_refused(export(tmp_path, tmp_path / "out", "--random-weights"), "3 layers", "at least 4")
-
-
-def test_values_beyond_fp16(broken: Path, tmp_path: Path) -> None:
-    from safetensors.numpy import load_file, save_file
-
-    tensors = load_file(broken / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("down_proj.weight"))
-    tensors[name][0, 0] = 1e6
-    save_file(tensors, broken / "model.safetensors")
-    outcome = export(broken, tmp_path / "out", "--precision", "fp16")
-    assert_refused(outcome, "down_proj", "1e+06", "--precision fp32")
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ({"num_hidden_layers": 3}, ["3 layers", "at least 4"]),
+        ({"num_hidden_layers": 1024, "hidden_size": 8192}, ["no room", "GB free"]),
+    ],
+)
+def test_a_shape_that_is_rejected_before_anything_is_written(
+    shape: dict[str, int], said: list[str], tmp_path: Path
+) -> None:
+    config = PRESETS["llava-1.1b"]
+    text = {**config["text_config"], **shape}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
+    assert_refused(export(tmp_path, tmp_path / "out", "--random-weights"), *said)
 
 
 def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
@@ -251,30 +221,9 @@ def test_what_appears_during_an_export_is_not_replaced(
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["out", name])
 
 
-@pytest.mark.parametrize(
-    ("option", "count", "said"),
-    [
-        ("--max-images", 0, "from 1 to 10000"),
-        ("--max-images", 10**30, "from 1 to 10000"),
-        ("--max-frames", -1, "from 0 to 100000"),
-        ("--max-frames", 10**30, "from 0 to 100000"),
-    ],
-)
-def test_counts_beyond_all_reason(option: str, count: int, said: str, tmp_path: Path) -> None:
-    asked = ("--random-weights", option, count)
-    assert_refused(export("qwen2.5-vl-3b", tmp_path / "out", *asked), f"{option} is {count}", said)
-
-
 def test_no_permission(checkpoint: Checkpoints) -> None:
     # Not even root may make a folder in sysfs.
     assert_refused(run("sinkprune-export", checkpoint("gqa-112"), "-o", "/sys/out"), "/sys", "cannot be written")
-
-
-def test_no_room_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    config = json.loads(json.dumps(PRESETS["llava-1.1b"]))
-    config["text_config"] |= {"num_hidden_layers": 1024, "hidden_size": 8192}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_refused(export(tmp_path, tmp_path / "out", "--random-weights"), "no room", "GB free")
 
 
 def test_disk_full_while_writing(checkpoint: Checkpoints, tmp_path: Path) -> None:

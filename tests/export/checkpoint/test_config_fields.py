@@ -21,6 +21,7 @@ from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.presets import PRESETS
 from sinkprune.export.pruning.plan import PlanFacts
 from sinkprune.export.source import ExportRequest, open_source
+from support.models.published_configs import with_value
 
 Checkpoints = Callable[[str], Path]
 Place = tuple[str | int, ...]
@@ -35,16 +36,6 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
     for key, part in parts:
         yield (*place, key)
         yield from places(part, (*place, key))
-
-
-def changed(document: Any, place: Place, value: Any) -> Any:
-    """A copy of the document that has `value` at `place`."""
-    copy = json.loads(json.dumps(document))
-    inner = copy
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
-    return copy
 
 
 def opened(request: ExportRequest) -> PlanFacts:
@@ -82,7 +73,7 @@ def test_no_value_of_any_field_does_harm(
                 if key in tried:
                     continue
                 tried.add(key)
-                (folder / name).write_text(json.dumps(changed(document, place, value)))
+                (folder / name).write_text(json.dumps(with_value(document, place, value)))
                 start, before = time.process_time(), peak()
                 try:
                     facts = opened(request)
@@ -159,7 +150,7 @@ VISION = "vision_config"
 )
 def test_a_field_of_the_configuration_is_named(preset: str, place: Place, value: Any, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        read_family("given", changed(PRESETS[preset], place, value))
+        read_family("given", with_value(PRESETS[preset], place, value))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +199,6 @@ def test_special_tokens_that_are_one_are_refused() -> None:
         with pytest.raises(CheckpointError, match=r"special tokens .* different ones"):
             read_family("given", {**PRESETS[preset], name: token}).special_tokens  # noqa: B018
     for none in (None, []):
-        config = changed(PRESETS["qwen2.5-vl-3b"], (TEXT, "eos_token_id"), none)
+        config = with_value(PRESETS["qwen2.5-vl-3b"], (TEXT, "eos_token_id"), none)
         with pytest.raises(CheckpointError, match="special tokens"):
             read_family("given", config).special_tokens  # noqa: B018

@@ -1,4 +1,4 @@
-"""A checkpoint may bring Python along, and ask to have it run: the whole export runs none of it and asks nobody."""
+"""A checkpoint may bring Python code and request to run it. The export runs none of it and asks no question."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def test_code_in_a_checkpoint_does_not_run(outer: str, checkpoint: Callable[[str
     evil = {
         "auto_map": dict.fromkeys(("AutoConfig", "AutoModel", "AutoProcessor", "AutoImageProcessor"), "evil.Evil"),
         "configuration_files": ["config.other.json"],
+        "tokenizer_class": "EvilTokenizer",
     }
     evil["auto_map"]["AutoTokenizer"] = ["evil.Evil", "evil.Evil"]  # type: ignore[call-overload]
     (folder / "evil.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\nclass Evil: pass\n")

@@ -1,10 +1,8 @@
-"""A checkpoint's tokenizer is what transformers makes of its files, and none of them can run code."""
+"""A checkpoint's tokenizer is what transformers makes of its files."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,39 +132,6 @@ def test_qwens_tokenizers_are_those_of_transformers(kind: str, name: str | None,
         **({"added_tokens_decoder": listed} if lists else {}),
     }
     assert_equal_to_transformers(written(tmp_path, backend, kind, config))
-
-
-EVIL = """
-from pathlib import Path
-Path(__file__).with_name("ran").touch()
-Path(%r).touch()
-class Evil:
-    pass
-"""
-
-
-def test_code_in_the_folder_is_never_run_and_nobody_is_asked(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    ran = tmp_path / "ran"
-    evil = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}}
-    written(folder, llama(), "llava", {**NAMED, **evil, "tokenizer_class": "EvilTokenizer"})
-    other = {"model_type": "evil", "tokenizer_class": "EvilTokenizer", **evil}
-    (folder / "config.other.json").write_text(json.dumps(other), encoding="utf-8")
-    outer = {**other, "model_type": "llava", "configuration_files": ["config.other.json"]}
-    (folder / "config.json").write_text(json.dumps(outer), encoding="utf-8")
-    (folder / "evil.py").write_text(EVIL % str(ran), encoding="utf-8")
-    program = (
-        "import sys; from pathlib import Path; from sinkprune.export.checkpoint.text import read_text; "
-        "print(read_text(Path(sys.argv[1]), 380, 'x').bos); print('transformers' in sys.modules)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program, str(folder)], input="y\n" * 99, capture_output=True, text=True, timeout=60
-    )
-    assert result.stdout == "<s>\nFalse\n", result.stderr
-    assert result.stderr == ""
-    assert not ran.exists()
-    assert not (folder / "ran").exists()
 
 
 @pytest.fixture

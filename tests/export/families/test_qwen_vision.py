@@ -95,19 +95,57 @@ def test_windowed_blocks_hold_nothing_that_grows_with_the_image_squared(bundle: 
     assert softmaxes == [[64, 64]]
 
 
-def test_one_graph_serves_every_resolution(bundle: Callable[..., Path]) -> None:
-    graph = onnx.load(bundle("qwen") / "graphs/vision.onnx", load_external_data=False).graph
+@pytest.mark.parametrize(
+    ("name", "inputs", "outputs"),
+    [
+        (
+            "qwen",
+            {
+                "pixel_values": ["G", "patches", 3 * 2 * 14 * 14],
+                "cos": ["G", "patches", 8],
+                "sin": ["G", "patches", 8],
+                "window_index": ["windows", 64],
+                "patch_slot": ["G", "patches"],
+            },
+            {},
+        ),
+        (
+            "qwen2-vl",
+            {
+                "pixel_values": ["G", "patches", 3 * 2 * 14 * 14],
+                "cos": ["G", "patches", 6],
+                "sin": ["G", "patches", 6],
+            },
+            {},
+        ),
+        (
+            "qwen3-vl",
+            {
+                "pixel_values": ["G", "patches", 3 * 2 * 16 * 16],
+                "position_index": ["patches", 4],
+                "position_weight": ["patches", 4],
+                "cos": ["G", "patches", 6],
+                "sin": ["G", "patches", 6],
+            },
+            {"deepstack": ["G", "N", 192]},
+        ),
+    ],
+)
+def test_one_graph_serves_every_resolution(
+    name: str, inputs: dict[str, Any], outputs: dict[str, Any], bundle: Callable[..., Path]
+) -> None:
+    graph = onnx.load(bundle(name) / "graphs/vision.onnx", load_external_data=False).graph
     shapes = {
         value.name: [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim]
         for value in [*graph.input, *graph.output]
     }
-    assert shapes == {
-        "pixel_values": ["G", "patches", 3 * 2 * 14 * 14],
-        "cos": ["G", "patches", 8],
-        "sin": ["G", "patches", 8],
-        "window_index": ["windows", 64],
-        "patch_slot": ["G", "patches"],
-        "tokens": ["G", "N", 64],
-        "norms": ["G", "N"],
-        "salience": ["G", "N"],
-    }
+    shared = {"tokens": ["G", "N", 64], "norms": ["G", "N"], "salience": ["G", "N"]}
+    assert shapes == {**inputs, **shared, **outputs}
+
+
+def test_operations_of_a_tower_without_windows_are_counted(pipeline: Callable[..., Pipeline]) -> None:
+    d, m, n = 48, 96, 32 * 4
+    blocks = 4 * (n * (4 * d * d + 2 * d * m) + 2 * n * n * d)
+    merger = n // 4 * ((4 * d) ** 2 + 4 * d * 64)
+    layout = pipeline("qwen2-vl").family.layout(Image.new("RGB", (224, 112)))
+    assert layout.tower_flops == 2 * (n * 1176 * d + blocks + merger)

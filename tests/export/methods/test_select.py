@@ -1,7 +1,8 @@
-"""The `select_after_*` graphs keep what the numpy reference keeps, row for row."""
+"""The `select_after_*` graphs of all methods keep what the numpy reference keeps, row for row."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sinkprune.contract.budgets import Budget, Share
+from sinkprune.contract.families import parse_budget
 from sinkprune.contract.manifest import DialectName
 from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
-from sinkprune.export.pruning.select import build_select, every_text_row
+from sinkprune.export.pruning.select import build_select, every_text_row, last_row, text_like_the_image
 from sinkprune.export.pruning.survivors import best, best_of_each_image
 from support.models import graphs
 from support.references import reference
+from support.references.reference_methods import IN_LLM, asking_rows, rows_like_the_image
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 HEAD_DIM = 16
 KEPT = 7
+ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
+"""The rows that ask, of methods other than SinkPruner. PyramidDrop asks as FastV does."""
+METHODS = ("sinkpruner", *ASKING)
 
 
 def budget_of(kept: int, **options: Any) -> Budget:
@@ -34,16 +40,18 @@ def budget_of(kept: int, **options: Any) -> Budget:
     return Budget(Share(1, 2), Share(1, 2), (Share(kept, 1000),) * 3, **options)
 
 
-def stage(heads: str, rows: int, dtype: Any, seed: int = 0) -> dict[str, Array]:
-    """Random inputs of a select, all but the indices."""
+def stage(
+    heads: str, rows: int, dtype: Any = np.float32, seed: int = 0, head_dim: int = HEAD_DIM
+) -> dict[str, Array]:
+    """Return random inputs of a select, without the indices."""
     rng = np.random.default_rng(seed)
     query_heads, key_heads = HEADS[heads]
     shapes = {
-        "hidden": (1, rows, query_heads * HEAD_DIM),
-        "cos": (1, rows, HEAD_DIM // 2),
-        "sin": (1, rows, HEAD_DIM // 2),
-        "query": (1, query_heads, rows, HEAD_DIM),
-        "key": (1, key_heads, rows, HEAD_DIM),
+        "hidden": (1, rows, query_heads * head_dim),
+        "cos": (1, rows, head_dim // 2),
+        "sin": (1, rows, head_dim // 2),
+        "query": (1, query_heads, rows, head_dim),
+        "key": (1, key_heads, rows, head_dim),
     }
     return {name: (1.5 * rng.normal(size=shape)).astype(dtype) for name, shape in shapes.items()}
 
@@ -55,16 +63,20 @@ def assert_equals_reference(
     visual: list[int],
     text: list[int],
     precision: str = "fp32",
+    method: str = "sinkpruner",
 ) -> list[int]:
-    """Compare every output with the reference; returns the surviving rows."""
+    """Compare every output with the reference, and return the surviving rows."""
     model = graphs.language_model(*HEADS[heads], HEAD_DIM)
-    run = graphs.select(model, budget, 1000, precision)
+    if method == "sinkpruner":
+        run = graphs.select(model, budget, 1000, precision)
+    else:
+        run = graphs.asked_select(model, KEPT, budget, ASKING[method], precision)
     out = run(**inputs, visual_index=np.array(visual, np.int64), text_index=np.array(text, np.int64))
     scores = reference.text_attention(
         inputs["query"][0],
         inputs["key"][0],
         visual,
-        text,
+        asking_rows(method, inputs["hidden"][0], visual, text),
         visual_keys=budget.scores_over == "visual_keys",
     )
     rows = inputs["hidden"].shape[1]
@@ -85,11 +97,12 @@ def assert_equals_reference(
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_outputs_equal_the_reference(precision: str, heads: str, scores_over: str, text: int) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_equal_the_reference(method: str, precision: str, heads: str, scores_over: str, text: int) -> None:
     inputs = stage(heads, 4 + 40 + text, DTYPES[precision], seed=text)
     budget = budget_of(KEPT, scores_over=scores_over)
     visual, questions = list(range(4, 44)), list(range(44, 44 + text))
-    keep = assert_equals_reference(budget, heads, inputs, visual, questions, precision)
+    keep = assert_equals_reference(budget, heads, inputs, visual, questions, precision, method)
     assert len(keep) == 4 + KEPT + text
 
 
@@ -104,7 +117,7 @@ def test_compact_renumbers_the_survivors(heads: str, precision: str) -> None:
 @pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
 def test_visual_rows_need_not_be_contiguous(scores_over: str) -> None:
     visual = [2, 3, 5, 8, 9, 10, 14, 15, 16, 17, 20, 22, 23, 24, 25, 28]
-    inputs = stage("gqa", 35, np.float32, seed=5)
+    inputs = stage("gqa", 35, seed=5)
     budget = budget_of(KEPT, scores_over=scores_over)
     keep = assert_equals_reference(budget, "gqa", inputs, visual, list(range(29, 35)))
     assert set(range(35)) - set(visual) < set(keep)
@@ -112,21 +125,18 @@ def test_visual_rows_need_not_be_contiguous(scores_over: str) -> None:
 
 @pytest.mark.parametrize("option", [{}, {"positions": "compact"}, {"scores_over": "visual_keys"}])
 @pytest.mark.parametrize("visual", [0, 1, KEPT - 1, KEPT])
-def test_nothing_happens_where_no_more_than_the_kept_are_left(visual: int, option: dict[str, Any]) -> None:
-    inputs = stage("mha", visual + 7, np.float32)
-    rows = visual + 7
-    keep = assert_equals_reference(
-        budget_of(KEPT, **option),
-        "mha",
-        inputs,
-        list(range(3, 3 + visual)),
-        list(range(3 + visual, rows)),
-    )
-    assert keep == list(range(rows))
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_dropped_where_no_more_than_the_kept_are_left(
+    method: str, visual: int, option: dict[str, Any]
+) -> None:
+    rows, budget = list(range(visual + 7)), budget_of(KEPT, **option)
+    inputs = stage("mha", len(rows))
+    keep = assert_equals_reference(budget, "mha", inputs, rows[3 : 3 + visual], rows[3 + visual :], method=method)
+    assert keep == rows
 
 
 def test_one_visual_row_too_many_drops_the_least_asked_for() -> None:
-    inputs = stage("mha", KEPT + 8, np.float32)
+    inputs = stage("mha", KEPT + 8)
     keep = assert_equals_reference(
         budget_of(KEPT), "mha", inputs, list(range(3, KEPT + 4)), list(range(KEPT + 4, KEPT + 8))
     )
@@ -145,7 +155,7 @@ def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision:
 
 def test_text_rows_do_not_see_later_text() -> None:
     """The mask matters: a key behind the first asking row would take its attention away."""
-    inputs = stage("mqa", 12, np.float32)
+    inputs = stage("mqa", 12)
     inputs["query"][:], inputs["key"][:] = 0, 0
     # Row 10 asks for 2, row 11 for 3 and, stronger, for itself.
     inputs["query"][..., 10, 0], inputs["query"][..., 11, 1] = 8, 8
@@ -185,8 +195,8 @@ def test_equal_keys_tie_wherever_they_stand(scores_over: str, heads: str) -> Non
     def holds(kinds: list[int], text: int, before: int) -> None:
         """Rows of kind -1 are text between visual rows; those of one other kind have the same keys."""
         first_text = before + len(kinds)
-        inputs = stage(heads, first_text + text, np.float32, seed=1)
-        same = stage(heads, 4, np.float32, seed=2)["key"]
+        inputs = stage(heads, first_text + text, seed=1)
+        same = stage(heads, 4, seed=2)["key"]
         same[:, :, 0] = 0
         visual = [before + place for place, kind in enumerate(kinds) if kind >= 0]
         for row in visual:
@@ -206,7 +216,7 @@ def test_no_value_grows_with_the_square_of_the_visual_rows(images: int, dialect:
     choice = best(300) if images == 1 else best_of_each_image(images)
     build_select(graph, model, choice, budget_of(1), every_text_row)
     path = tmp_path / graph.save(tmp_path, "graph.onnx").file
-    inputs = stage("mha", size + 3, np.float32, seed=1)
+    inputs = stage("mha", size + 3, seed=1)
     inputs |= {"visual_index": np.arange(size), "text_index": np.arange(size, size + 3)}
     if images > 1:
         inputs |= {"visual_group": np.arange(size) * images // size, "quota": np.arange(300) // 100}
@@ -229,7 +239,7 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
         rows += int(size) + 1
     rows += 3
     text = list(range(visual[-1] + 1, rows))
-    inputs = stage("gqa", rows, np.float32, seed)
+    inputs = stage("gqa", rows, seed=seed)
     # Some are alike, within an image and across images: the earlier wins.
     alike = [visual[place] for place in (0, len(visual) // 3, len(visual) // 2, -1)]
     inputs["key"][:, :, alike] = inputs["key"][:, :, alike[:1]]
@@ -254,3 +264,71 @@ def test_each_image_keeps_its_own_quota(seed: int, scores_over: str) -> None:
     assert out["visual_index_out"].tolist() == [place for place, row in enumerate(keep) if row in kept]
     assert out["text_index_out"].tolist() == [place for place, row in enumerate(keep) if row in text]
     np.testing.assert_array_equal(out["hidden_out"], inputs["hidden"][:, keep])
+
+
+@pytest.mark.parametrize("method", ASKING)
+def test_ties_duplicates_and_zero_rows_of_other_methods(method: str) -> None:
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(
+        st.lists(st.integers(0, 3), min_size=1, max_size=24),
+        st.lists(st.integers(0, 5), max_size=6),
+    )
+    def holds(keys: list[int], kinds: list[int]) -> None:
+        """Visual rows of one kind have equal keys; hidden rows are one of four directions or zero."""
+        size = 2 + len(keys) + len(kinds)
+        inputs = stage("gqa", size, seed=1)
+        same = stage("gqa", 4, seed=2)["key"]
+        same[:, :, 0] = 0
+        visual, text = list(range(2, 2 + len(keys))), list(range(2 + len(keys), size))
+        # Unit vectors: their cosines, and means of eight of them, are exact.
+        inputs["hidden"][:] = 0
+        for row, kind in zip(range(2, size), [*keys, *kinds], strict=True):
+            inputs["key"][:, :, row] = same[:, :, kind] if row in visual else inputs["key"][:, :, row]
+            if kind < 4:
+                inputs["hidden"][0, row, kind] = 2.0**kind
+        assert_equals_reference(budget_of(KEPT), "gqa", inputs, visual, text, method=method)
+
+    holds()
+
+
+def test_only_the_last_row_asks_fastv() -> None:
+    inputs, visual, text = stage("mha", 60), list(range(2, 50)), list(range(50, 60))
+    before = assert_equals_reference(budget_of(KEPT), "mha", inputs, visual, text, method="fastv")
+    inputs["query"][:, :, :59] = 0
+    assert assert_equals_reference(budget_of(KEPT), "mha", inputs, visual, text, method="fastv") == before
+    assert assert_equals_reference(budget_of(KEPT), "mha", inputs, visual, text[:1]) != before
+
+
+def test_text_unlike_the_image_does_not_ask_sparsevlm() -> None:
+    inputs, visual, text = stage("mha", 60), list(range(2, 50)), list(range(50, 60))
+    like = rows_like_the_image(inputs["hidden"][0], visual, text)
+    assert 0 < len(like) < len(text)
+    kept = partial(assert_equals_reference, budget_of(KEPT), "mha", inputs, visual, text, method="sparsevlm")
+    before = kept()
+    inputs["query"][:, :, [row for row in text if row not in like]] = 0
+    assert kept() == before
+    inputs["query"][:, :, like] = 0
+    assert kept() != before
+
+
+@pytest.mark.parametrize("scores_over", ["all_keys", "visual_keys"])
+def test_sparsevlm_and_sinkpruner_share_one_scorer(scores_over: str) -> None:
+    """Where all text rows are equally like the image, both methods keep the same."""
+    inputs, visual, text = stage("gqa", 60, seed=4), list(range(2, 50)), list(range(50, 60))
+    inputs["hidden"][:, 50:] = inputs["hidden"][:, 50:51]
+    kept = partial(assert_equals_reference, budget_of(KEPT, scores_over=scores_over), "gqa", inputs, visual, text)
+    assert kept(method="sparsevlm") == kept()
+
+
+@pytest.mark.parametrize("method", IN_LLM)
+def test_methods_ask_the_rows_they_should(method: str) -> None:
+    """The graph of the plan itself."""
+    plan = graphs.method_plan(method, 576, 32, parse_budget("llava", "retain-192"))
+    (layer, graph), *_ = plan.select_after.items()
+    assert layer == {"fastv": 2, "pyramiddrop": 8, "sparsevlm": 2}[method]
+    inputs = stage("mha", 610, head_dim=8)
+    visual, text = list(range(4, 580)), list(range(580, 610))
+    out = graphs.loaded(graph)(**inputs, visual_index=np.array(visual), text_index=np.array(text))
+    asking = asking_rows(method, inputs["hidden"][0], visual, text)
+    scores = reference.text_attention(inputs["query"][0], inputs["key"][0], visual, asking)
+    assert out["keep_index"].tolist() == reference.keep_rows(scores, 610, visual, plan.kept.resolve(576).stages[0])

@@ -11,7 +11,6 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import numpy_helper
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -22,6 +21,7 @@ from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.export.weights.requantised import Requantised
 from support.models.quantised_checkpoints import Layout, Made, make_quantised
+from support.models.stored_matrices import stored_matrices
 from support.programs.commands import assert_refused, run
 from support.programs.slow_cases import every, slow_except
 from support.references.picture_prompts import reference_inputs
@@ -128,28 +128,11 @@ def test_it_runs_pruned_as_any_bundle(
     assert 0 < np.abs(rounded[0] - expected_logits[0]).max() < 0.05 * np.abs(expected_logits[0]).max()
 
 
-def matrices(path: Path) -> dict[str, Array]:
-    """Every dequantised matrix of a graph's file [inputs,outputs], in the inputs' own order, by its tensor's name."""
-    graph = onnx.load(path).graph
-    values = {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer}
-    found = {}
-    for node in graph.node:
-        if node.op_type != "DequantizeLinear":
-            continue
-        codes, scales, *zeros = (values[name].astype(np.float32) for name in node.input)
-        repeats = len(codes) // len(scales) if scales.ndim == 2 else 1
-        offset = np.repeat(zeros[0], repeats, axis=0) if zeros else 0
-        matrix = (codes - offset) * (np.repeat(scales, repeats, axis=0) if scales.ndim == 2 else scales)
-        order = values.get(f"{node.input[0]}.order")
-        found[node.input[0]] = matrix if order is None else matrix[np.argsort(order)]
-    return found
-
-
 def decoder_matrices(root: Path, made: Made) -> dict[str, Array]:
     """Those of a bundle's decoder by the names that its checkpoint gives them, joined ones cut apart."""
     found: dict[str, Array] = {}
     for path in (root / "graphs").glob("decoder_*.onnx"):
-        found |= matrices(path)
+        found |= {name: matrix for name, (matrix, _) in stored_matrices(path).items()}
     for joined in [name for name in found if "qkv_proj" in name]:
         names = [joined.replace("qkv", which) for which in "qkv"]
         widths = [len(made.layers[stored_name(made, name)].matrix) for name in names]
@@ -174,7 +157,7 @@ def test_every_matrix_is_exactly_the_checkpoints(
         canonical = "language_model." + name[name.index("layers.") :]
         np.testing.assert_array_equal(found[canonical], layer.matrix.T, err_msg=name)
     for graph in ("vision", "projector", "head"):
-        assert matrices(root / f"graphs/{graph}.onnx") == {}
+        assert stored_matrices(root / f"graphs/{graph}.onnx") == {}
     forms = read_bundle(root).manifest.weights
     assert (forms.decoder, forms.block_size) == FORMS[layout]
     assert forms.vision == "fp32"

@@ -26,7 +26,7 @@ from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.families.llava_next import LlavaNext
 from sinkprune.runtime.overlay import draw_overlay
 from sinkprune.runtime.processors.llava_next import LlavaNextProcessor
-from support.models.llava_next_checkpoints import PINPOINTS, SIDE
+from support.models.checkpoints import PINPOINTS, SIDE
 from support.references.steps import layout_of
 
 # Square, wide, tall, ragged, smaller than a tile, larger than every canvas, longer than any

@@ -1,16 +1,20 @@
-"""Small random LLaVA checkpoints in Hugging Face format, as `save_pretrained` writes them."""
+"""Small random LLaVA and LLaVA-NeXT checkpoints in Hugging Face format, as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors, trainers
 from transformers import (
+    AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     LlavaConfig,
-    LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextImageProcessorPil,
     PreTrainedTokenizerFast,
 )
 
@@ -24,9 +28,15 @@ TEMPLATE = (
 )
 
 
+SIDE = 112
+"""Pixels along a side of LLaVA-NeXT's tiles."""
+PINPOINTS = [[112, 224], [224, 112], [224, 224], [336, 112], [112, 336]]
+"""Those of the published checkpoints, for tiles of `SIDE` pixels."""
+
+
 @dataclass(frozen=True)
 class Shape:
-    """What the small checkpoints differ in."""
+    """What the small checkpoints of LLaVA differ in."""
 
     image_size: int = 336
     num_layers: int = 6
@@ -35,51 +45,95 @@ class Shape:
     feature_layer: int = -2
 
 
+@dataclass(frozen=True)
+class NextShape:
+    """What the small checkpoints of LLaVA-NeXT differ in."""
+
+    decoder: str = "llama"
+    num_layers: int = 6
+    num_kv_heads: int = 4
+
+
 def make_checkpoint(folder: Path, shape: Shape, seed: int = 0) -> Path:
-    """A LLaVA checkpoint with random weights, tokenizer, processor and chat template."""
-    torch.manual_seed(seed)
+    """Write a LLaVA checkpoint with random weights, tokenizer, processor and chat template."""
     config = LlavaConfig(
-        vision_config={
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "image_size": shape.image_size,
-            "patch_size": 14,
-            "initializer_factor": 4.0,
-        },
-        text_config={
-            "model_type": "llama",
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": shape.num_kv_heads,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 1024,
-            # Large enough that attention is far from uniform and logits far from tied.
-            "initializer_range": 0.2,
-        },
+        vision_config=_vision(shape.image_size),
+        text_config={"model_type": "llama", **small_decoder(shape.num_layers, shape.num_kv_heads)},
         image_token_id=IMAGE_TOKEN,
         vision_feature_layer=shape.feature_layer,
         vision_feature_select_strategy="default",
         tie_word_embeddings=shape.tied,
     )
-    model = LlavaForConditionalGeneration(config).eval()
+    save_random_model(folder, config, tokenizer(), TEMPLATE, 2, seed)
+    CLIPImageProcessorPil(**_sizes(shape.image_size)).save_pretrained(folder)
+    return folder
+
+
+def make_llava_next_checkpoint(folder: Path, shape: NextShape, seed: int = 0) -> Path:
+    """Write a LLaVA-NeXT checkpoint with random weights, tokenizer, processor and chat template."""
+    own: dict[str, Any] = {"sliding_window": None} if shape.decoder == "mistral" else {}
+    config = LlavaNextConfig(
+        vision_config=_vision(SIDE),
+        text_config={"model_type": shape.decoder, **small_decoder(shape.num_layers, shape.num_kv_heads), **own},
+        image_token_index=IMAGE_TOKEN,
+        image_grid_pinpoints=PINPOINTS,
+    )
+    save_random_model(folder, config, tokenizer(), TEMPLATE, 2, seed)
+    LlavaNextImageProcessorPil(**_sizes(SIDE), image_grid_pinpoints=PINPOINTS).save_pretrained(folder)
+    return folder
+
+
+def save_random_model(
+    folder: Path,
+    config: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    template: str,
+    stop: int | Sequence[int],
+    seed: int,
+) -> None:
+    """Write a model of `config` with random weights, its tokenizer, chat template and stop tokens."""
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.1)
-    model.generation_config.eos_token_id = 2
+    model.generation_config.eos_token_id = stop
     model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    size = shape.image_size
-    CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size={"height": size, "width": size}).save_pretrained(
-        folder
-    )
-    return folder
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def small_decoder(num_layers: int, num_kv_heads: int) -> dict[str, Any]:
+    """Return the shape that the decoders of all small checkpoints have."""
+    return {
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": num_kv_heads,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 1024,
+        # Large enough that attention is far from uniform and logits far from tied.
+        "initializer_range": 0.2,
+    }
+
+
+def _vision(image_size: int) -> dict[str, Any]:
+    return {
+        "model_type": "clip_vision_model",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "image_size": image_size,
+        "patch_size": 14,
+        "initializer_factor": 4.0,
+    }
+
+
+def _sizes(size: int) -> dict[str, Any]:
+    return {"size": {"shortest_edge": size}, "crop_size": {"height": size, "width": size}}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

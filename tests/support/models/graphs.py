@@ -26,7 +26,7 @@ from sinkprune.export.methods import load_method
 from sinkprune.export.precision import PRECISIONS
 from sinkprune.export.pruning import equal_mean
 from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
-from sinkprune.export.pruning.select import Asking, build_select, every_text_row
+from sinkprune.export.pruning.select import ChooseQueries, build_select, every_text_row
 from sinkprune.export.pruning.survivors import best, best_of_each_image
 from sinkprune.export.weights.weight_forms import FloatForm
 from sinkprune.runtime.backends import load_backend
@@ -87,10 +87,12 @@ def tokens_into_llm(n: int, budget: Budget) -> int:
 
 
 @cache
-def asked_select(model: LanguageModel, kept: int, budget: Budget, asking: Asking, precision: str = "fp32") -> Run:
-    """A select that keeps the `kept` visual rows the rows of `asking` attend to most, loaded."""
+def asked_select(
+    model: LanguageModel, kept: int, budget: Budget, queries: ChooseQueries, precision: str = "fp32"
+) -> Run:
+    """A select that keeps the `kept` visual rows the rows of `queries` attend to most, loaded."""
     graph = Graph("select", PRECISIONS[precision], opset24)
-    build_select(graph, model, best(kept), budget, asking)
+    build_select(graph, model, best(kept), budget, queries)
     return loaded(graph)
 
 

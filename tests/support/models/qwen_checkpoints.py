@@ -7,16 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-    Qwen2VLImageProcessorPil,
-)
+from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2VLImageProcessorPil
 
-VOCAB = 384
+from support.models.checkpoints import save_random_model, small_decoder
+
 SPECIALS = {
     370: "<|endoftext|>",
     371: "<|im_start|>",
@@ -77,8 +72,7 @@ class QwenShape:
 
 
 def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
-    """A Qwen2.5-VL checkpoint with random weights, tokenizer, processor and chat template."""
-    torch.manual_seed(seed)
+    """Write a checkpoint with random weights, tokenizer, processor and chat template."""
     towers = {
         "qwen2_5_vl": {
             "hidden_size": 64,
@@ -110,15 +104,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
             **towers[shape.kind],
         },
         text_config={
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": shape.num_layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": shape.num_kv_heads,
-            "vocab_size": VOCAB,
-            "max_position_embeddings": 1024,
-            # Large enough that attention is far from uniform and logits far from tied.
-            "initializer_range": 0.2,
+            **small_decoder(shape.num_layers, shape.num_kv_heads),
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections},
             **({"head_dim": 32, "tie_word_embeddings": shape.tied} if shape.kind == "qwen3_vl" else {}),
             "bos_token_id": 370,
@@ -130,15 +116,7 @@ def make_qwen_checkpoint(folder: Path, shape: QwenShape, seed: int = 0) -> Path:
         vision_end_token_id=374,
         tie_word_embeddings=shape.tied,
     )
-    model = AutoModelForImageTextToText.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.1)
-    model.generation_config.eos_token_id = [372, 370]
-    model.save_pretrained(folder)
-    qwen_tokenizer().save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    save_random_model(folder, config, qwen_tokenizer(), TEMPLATE, [372, 370], seed)
     own: dict[str, Any] = (
         {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} if shape.kind == "qwen3_vl" else {}
     )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.models.checkpoints import Shape, make_checkpoint
-from support.models.llava_next_checkpoints import NextShape, make_llava_next_checkpoint
+from support.models.checkpoints import NextShape, Shape, make_checkpoint, make_llava_next_checkpoint
 from support.models.qwen_checkpoints import QwenShape, make_qwen_checkpoint
 
 SHAPES = {

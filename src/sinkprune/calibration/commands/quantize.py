@@ -30,7 +30,7 @@ from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.precision import BLOCK_SIZES, WeightsName
 from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.export.packages import packages_told_of
+from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.backends import THREADS, load_backend
 from sinkprune.runtime.commands import (
     BundleOptions,
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _quantize(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
-    with packages_told_of("quantising"), ProgressLines("loading packages"):
+    with report_missing_package("quantising"), ProgressLines("loading packages"):
         from sinkprune.calibration.quantising.prompts import show
         from sinkprune.calibration.quantising.quantise import Limits, quantise_bundle, quantised_forms
         from sinkprune.export.progress import shown_progress

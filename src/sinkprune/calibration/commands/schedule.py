@@ -29,7 +29,7 @@ from sinkprune.contract.files.signature import read_private_key
 from sinkprune.contract.files.trust import add_sign_option, add_trust_options
 from sinkprune.contract.manifest import BUNDLE
 from sinkprune.contract.reports.report import Spread
-from sinkprune.export.packages import packages_told_of
+from sinkprune.export.packages import report_missing_package
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import BundleOptions, load_pipeline, status
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _schedule(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     _check_options(options)
-    with packages_told_of("adding budgets"), ProgressLines("loading packages"):
+    with report_missing_package("adding budgets"), ProgressLines("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import Proposer, Target, nearest_target
         from sinkprune.calibration.scheduling.trials import Trials

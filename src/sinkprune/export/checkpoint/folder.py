@@ -29,12 +29,12 @@ Name = Annotated[str, Bounds(1, 200)]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HEADER_BYTES = 32 << 20
-"""The most a shard's header may have: a hundred times what any has."""
+"""The limit of a shard's header: a hundred times the largest published."""
 _SHARDS = 1000
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
-# Checkpoints saved by transformers before and after 4.52 nest the same modules differently.
+# transformers before and after 4.52 nest the same modules differently.
 _RENAMINGS = [
     (re.compile(r"^model\."), ""),
     (re.compile(r"^language_model\.model\."), "language_model."),
@@ -45,7 +45,7 @@ _RENAMINGS = [
 
 
 def locate(source: str) -> Path:
-    """The local folder of a checkpoint: `source` itself, or its download if it is a hub name."""
+    """Return the local folder of a checkpoint: `source` itself, or its download if it is a hub name."""
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -60,7 +60,7 @@ def locate(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=_FILES))
     except Exception as error:
-        # Its own kinds, the system's and those of the HTTP library below, which differs from version to version.
+        # Errors of the client, of the system and of its HTTP library, which differs from version to version.
         remedy = "Check the name and the network, or give a local folder."
         if isinstance(error, GatedRepoError):
             remedy = "Ask for access on the model's page, then log in with `hf auth login`."
@@ -75,19 +75,19 @@ def locate(source: str) -> Path:
 
 
 def holds(folder: Path, name: str) -> bool:
-    """Whether the checkpoint folder has something of that name, be it a link that leads nowhere."""
+    """Return whether the checkpoint folder has an entry `name`, even a link to nothing."""
     return os.path.lexists(folder / name)
 
 
 def file_of(folder: Path, name: str) -> Path:
-    """Where the file `name` of a checkpoint folder lies; the one place that follows links.
+    """Return the real path of the file `name` of a checkpoint folder, which need not exist. No other code follows
+    links.
 
-    A link may lead elsewhere in the folder or, in a hub cache, from a snapshot to its blobs. Any other could have a
-    stranger's archive put files of this machine into the bundle: raises `CheckpointError`. Whether the file exists is
-    not looked at.
+    A link may lead elsewhere in the folder or, in a hub cache, from a snapshot to its blobs. Raises `CheckpointError`
+    for any other link, with which an untrusted archive could put files of this machine into the bundle.
     """
     root = Path(os.path.realpath(folder))
-    # CACHE/models--OWNER--NAME/snapshots/REVISION; blobs may be links to those that all models share.
+    # CACHE/models--OWNER--NAME/snapshots/REVISION. Blobs may be links to blobs that all models share.
     repository = root.parents[1] if root.parent.name == "snapshots" else None
     blobs = [repository / "blobs", repository.parent / "blobs"] if repository else []
     place = Path(os.path.realpath(folder / name))
@@ -100,9 +100,9 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def read_text(folder: Path, name: str, limit: int) -> str:
-    """The text in the file `name` of a checkpoint folder.
+    """Return the text in the file `name` of a checkpoint folder.
 
-    Raises `CheckpointError` for what is no regular file, has more than `limit` bytes or is not UTF-8.
+    Raises `CheckpointError` if it is no regular file, has more than `limit` bytes or is not UTF-8.
     """
     try:
         return untrusted.read_text(file_of(folder, name), limit, follow_links=False)
@@ -111,7 +111,7 @@ def read_text(folder: Path, name: str, limit: int) -> str:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of a checkpoint folder; raises `CheckpointError`."""
+    """Return the JSON object in the file `name` of a checkpoint folder; raises `CheckpointError`."""
     try:
         data = untrusted.read_json(file_of(folder, name), follow_links=False)
     except UnreadableError as error:
@@ -122,9 +122,9 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_fields(kind: type[T], data: Any, where: str) -> T:
-    """The fields of the TypedDict `kind` that `data` has, an object of the file that `where` names; no others.
+    """Return those fields of `data` that the TypedDict `kind` has. `where` names the file in messages.
 
-    Raises `CheckpointError` with the file, the field, what was found and what was expected.
+    Raises `CheckpointError` with the file, the field, the value found and the expected values.
     """
     try:
         return from_json(kind, data)
@@ -143,14 +143,14 @@ def _refused(path: Path, error: UnreadableError) -> CheckpointError:
 
 
 def config_sha256(config: Mapping[str, Any]) -> str:
-    """A fingerprint of a configuration that does not depend on key order."""
+    """Return a fingerprint of a configuration that does not depend on the order of keys."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 
 class SafetensorsWeights:
     """The tensors of a checkpoint folder, read one at a time under their canonical names.
 
-    Opening reads every shard's header, so that a missing or truncated shard is found before any work is done.
+    Opening reads every shard's header, so that a missing or truncated shard is reported before any work.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -182,17 +182,17 @@ class SafetensorsWeights:
         return name in self._owners
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
-        """The floats `name`; raises `CheckpointError` if they are missing or not of `shape`."""
+        """Return the floats `name`; raises `CheckpointError` if they are missing or not of `shape`."""
         return self._read(name, shape, _FLOATS, "F32, F16 or BF16. Give the unquantised checkpoint")
 
     def integers(self, name: str, shape: Sequence[int]) -> Array:
-        """The 32-bit integers `name`; raises `CheckpointError` if they are missing or not of `shape`."""
+        """Return the 32-bit integers `name`; raises `CheckpointError` if they are missing or not of `shape`."""
         return self._read(name, shape, ("I32",), "I32. Download it again, or give the unquantised checkpoint")
 
     def _read(self, name: str, shape: Sequence[int], dtypes: Sequence[str], expected: str) -> Array:
         if name not in self._owners and f"{name.removesuffix('weight')}qweight" in self._owners:
             raise self._error(
-                f"'{name}' was quantised, but config.json has no quantization_config that says how. Add it (older "
+                f"'{name}' was quantised, but config.json has no quantization_config. Add it (older "
                 "tools wrote it to quantize_config.json), or give the unquantised one."
             )
         if name not in self._owners:
@@ -246,7 +246,7 @@ class _Index(TypedDict):
 
 
 def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
-    """The shards that an index names; raises `CheckpointError` for what is no file's name within the folder."""
+    """Return the shards that an index names; raises `CheckpointError` for a name outside the folder."""
     names = set(read_fields(_Index, index, where)["weight_map"].values())
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
@@ -260,7 +260,7 @@ def _shards_of(index: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _check_header(path: Path) -> None:
-    """Refuse what is no regular file, and a header that would take gigabytes to read; raises `UnreadableError`."""
+    """Raise `UnreadableError` for what is no regular file, and for a header too large to read."""
     with closing(untrusted.open_regular(path, follow_links=False)) as file:
         size = int.from_bytes(file.read(8), "little")
     if size > _HEADER_BYTES:
@@ -268,9 +268,9 @@ def _check_header(path: Path) -> None:
 
 
 class RandomWeights:
-    """Seeded random tensors of the right shapes: norm weights are 1, biases 0, all else normal with std 0.02.
+    """Seeded random tensors: norm weights are 1, biases 0, all others normal with std 0.02.
 
-    A tensor depends on its name and shape only, so two exports of one configuration are equal.
+    A tensor depends on its name and shape only, so that two exports of a configuration are equal.
     """
 
     std = 0.02
@@ -279,10 +279,10 @@ class RandomWeights:
         return True
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
-        """The tensor `name` of `shape`, fp32."""
+        """Return the tensor `name` of `shape`, fp32."""
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
         if "norm" in name or ".ln_" in name:

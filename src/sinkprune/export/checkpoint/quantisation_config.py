@@ -1,6 +1,6 @@
-"""What a checkpoint's config.json says of matrices that GPTQ or AWQ has quantised: `quantization_config`.
+"""`quantization_config` of a checkpoint's config.json, for matrices that GPTQ or AWQ has quantised.
 
-Read are the fields that AutoGPTQ, GPTQModel and AutoAWQ write, and transformers understands.
+Its fields are those that AutoGPTQ, GPTQModel and AutoAWQ write and transformers reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sinkprune.contract.errors import CheckpointError
 from sinkprune.contract.precision import WeightsName
 from sinkprune.export.checkpoint.folder import Name, read_fields
 
-# Blocks of engines are multiples of it, and so are groups that can be made of whole blocks.
+# Engines have blocks of multiples of 32, and a group must be made of whole blocks.
 _GROUP_UNIT = 32
 _ALL_INPUTS = -1
 
@@ -45,16 +45,16 @@ class _Places(_Place, total=False):
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How a checkpoint's matrices were quantised, and how their codes are packed."""
+    """How a checkpoint has quantised its matrices, and how it packs their codes."""
 
     method: str
     """`gptq` or `awq`."""
     bits: int
-    """Of a code: 4 or 8."""
+    """The bits of a code: 4 or 8."""
     group_size: int | None
-    """How many inputs share a scale; None is all of them."""
+    """The number of inputs that share a scale; None means all inputs."""
     symmetric: bool
-    """Whether every zero point is that of the middle code."""
+    """Whether every zero point is the middle code."""
     reordered: bool
     """Whether inputs may belong to groups out of order (`desc_act`)."""
     zeros_less_one: bool
@@ -62,25 +62,25 @@ class Quantisation:
 
     @property
     def form(self) -> WeightsName:
-        """The form that the matrices are repacked to."""
+        """The form of the repacked matrices."""
         if self.bits == 8:
             return "int8"
         return "int4" if self.symmetric else "uint4"
 
-    def repacks(self, asked: WeightsName | None) -> bool:
-        """Whether the codes themselves are kept where the form `asked` is wanted, or none.
+    def repacks(self, requested: WeightsName | None) -> bool:
+        """Return whether the export keeps the codes, if it requests the form `requested`, or None.
 
-        int8 has no zero points, and where it is asked for one scale an output.
+        int8 has no zero points, and on request one scale for each output.
         """
         if self.bits == 8 and not self.symmetric:
             return False
-        return asked is None or (asked == self.form and (self.bits == 4 or self.group_size is None))
+        return requested is None or (requested == self.form and (self.bits == 4 or self.group_size is None))
 
 
 def read_quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | None:
-    """What the config.json of the checkpoint `source` says; None where its matrices are floats.
+    """Return the quantisation in the config.json of the checkpoint `source`; None if its matrices are floats.
 
-    Raises `CheckpointError` for what is malformed, and by name for what is not read.
+    Raises `CheckpointError` for malformed fields, and with the name of an unsupported setting.
     """
     where = f"checkpoint '{source}': config.json"
     known: Any = read_fields(_Places, config, where)
@@ -93,7 +93,7 @@ def read_quantisation(source: str, config: Mapping[str, Any]) -> Quantisation | 
     _expect(where, "bits", found.get("bits"), _BITS[method])
     if found.get("is_marlin_format"):
         raise _refusal(where, "is_marlin_format", "true", "false")
-    # The names it had, from the newest to the oldest; the first layouts had none.
+    # The names of the field, from the newest to the oldest. The first layouts had none.
     name = next((key for key in ("checkpoint_format", "format", "version") if found.get(key)), None)
     layout = found[name].lower() if name else _LAYOUTS[method][0]
     _expect(where, name or "format", layout, _LAYOUTS[method])

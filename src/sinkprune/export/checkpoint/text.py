@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a checkpoint, as the files the runtime reads."""
+"""The tokenizer, the chat template and the stop tokens of a checkpoint, as the runtime reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SYLLABLES = [a + b + c for a in "bdfgklmnprstvwyz" for b in "aeiou" for c in ("
 
 @dataclass(frozen=True)
 class Text:
-    """What turns a conversation into token ids."""
+    """The tokenizer, chat template and special tokens of a bundle."""
 
     tokenizer_json: str
     chat_template: str
@@ -27,9 +27,9 @@ class Text:
 
 
 def read_text(folder: Path, image_token: int, default_template: str) -> Text:
-    """Tokenizer, chat template (`default_template` where the checkpoint has none) and stop tokens of `folder`.
+    """Return tokenizer, chat template and stop tokens of `folder`. The template defaults to `default_template`.
 
-    Raises `CheckpointError` for files that are damaged, and for a checkpoint without tokenizer.json.
+    Raises `CheckpointError` for damaged files, and for a checkpoint without tokenizer.json.
     """
     tokenizer = read_tokenizer(folder)
     if image_token not in tokenizer.backend.get_added_tokens_decoder():
@@ -43,7 +43,7 @@ def read_text(folder: Path, image_token: int, default_template: str) -> Text:
 
 
 def _chat_template(folder: Path) -> str | None:
-    """The first template found where transformers looks for one."""
+    """Return the first chat template, in transformers' order of files."""
     jinja = read_file(folder, "chat_template.jinja", TEMPLATE_BYTES)
     if jinja is not None:
         return jinja.replace("\r\n", "\n").replace("\r", "\n")
@@ -65,7 +65,7 @@ def _chat_template(folder: Path) -> str | None:
 
 
 def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's, else the tokenizer's."""
+    """Return the end-of-sequence ids of generation_config.json, or else of the tokenizer."""
     name = "generation_config.json"
     stop = read_object(folder, name).get("eos_token_id")
     stop = eos if stop is None else stop
@@ -80,22 +80,22 @@ def _stop_tokens(folder: Path, eos: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens of a family, for tokenizers that are made up."""
+    """The special tokens of a family, for the tokenizer of random weights."""
 
     texts: dict[int, str]
-    """By id."""
+    """The tokens by id."""
     bos: str
-    """What the tokenizer puts before every prompt; empty if nothing."""
+    """The token before every prompt; empty if there is none."""
     eos: str
-    """What ends an answer."""
+    """The token that ends an answer."""
     unknown: str | None = None
 
 
 def small_text(vocab_size: int, specials: SpecialTokens, template: str) -> Text:
-    """A tokenizer for random weights: bytes first, then made-up syllables, so that every id reads as something."""
+    """Return a tokenizer for random weights: bytes, then invented syllables, so that every id has a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made_up = ("Ġ" + "".join(word) for length in count(1) for word in product(_SYLLABLES, repeat=length))
-    # "na" + "na" and "nan" + "a" are one word; twice as many as needed are enough without such doubles.
+    # "na" + "na" and "nan" + "a" are one word. Twice as many words as needed are enough without duplicates.
     words = iter(dict.fromkeys(islice(chain(alphabet, made_up), 2 * vocab_size)))
     vocabulary = {}
     for token in range(vocab_size):

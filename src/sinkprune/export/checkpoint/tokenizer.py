@@ -1,6 +1,6 @@
-"""A checkpoint's tokenizer: tokenizer.json, and what transformers adds to it from the files beside it.
+"""A checkpoint's tokenizer: tokenizer.json, and the tokens that transformers adds from the other files.
 
-transformers' own loader is no help here: it can be made to run code that lies in the folder.
+transformers' own loader could run code from the folder, so it is not used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LETTERS = 1000
 
 @dataclass(frozen=True)
 class CheckpointTokenizer:
-    """A tokenizer as transformers loads it, with its named special tokens; a name it lacks is empty."""
+    """A tokenizer as transformers loads it, with its special tokens `bos` and `eos`, empty if it has none."""
 
     backend: Tokenizer
     bos: str
@@ -39,11 +39,11 @@ class CheckpointTokenizer:
 
 
 def read_tokenizer(folder: Path) -> CheckpointTokenizer:
-    """The tokenizer of a checkpoint, with the ids that transformers' `AutoTokenizer` gives.
+    """Return the tokenizer of a checkpoint, with the ids of transformers' `AutoTokenizer`.
 
-    tokenizer.json says nearly all of it. transformers adds the tokens that tokenizer_config.json lists, in the order
-    of their ids, and its special tokens; where it lists none, those of special_tokens_map.json and added_tokens.json.
-    Raises `CheckpointError`.
+    tokenizer.json has nearly all tokens. transformers adds the tokens that tokenizer_config.json lists, in the order
+    of their ids, and its special tokens. If it lists none, transformers adds those of special_tokens_map.json and
+    added_tokens.json. Raises `CheckpointError`.
     """
     backend = _backend(folder)
     config = read_object(folder, "tokenizer_config.json")
@@ -91,15 +91,15 @@ def _backend(folder: Path) -> Tokenizer:
         check_tokenizer_json(text.encode())
         return Tokenizer.from_str(text)
     except BaseException as error:
-        # The tokenizers library raises of many kinds, panics among them.
+        # The tokenizers library raises many kinds of errors, panics among them.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        said = str(error) if isinstance(error, UnreadableError) else f"is no valid tokenizer: {str(error)[:200]}"
-        raise CheckpointError(f"'{folder / name}' {said}. Download it again.") from error
+        found = str(error) if isinstance(error, UnreadableError) else f"is no valid tokenizer: {str(error)[:200]}"
+        raise CheckpointError(f"'{folder / name}' {found}. Download it again.") from error
 
 
 def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToken]:
-    """added_tokens.json, as checkpoints had it that list no tokens in tokenizer_config.json."""
+    """Return the tokens of added_tokens.json, for checkpoints whose tokenizer_config.json lists none."""
     name = "added_tokens.json"
     found = {}
     for content, number in read_object(folder, name).items():
@@ -110,7 +110,7 @@ def _former_added_tokens(folder: Path, special: Set[str]) -> dict[int, AddedToke
 
 
 def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
-    """Special tokens with a role of their own, and those without any."""
+    """Return the special tokens of other roles, and those without a role."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(extra, (list, dict)):
         raise _malformed(where, "extra_special_tokens", extra)
@@ -120,7 +120,7 @@ def _extra(where: str, config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _list_of(config: Mapping[str, Any]) -> list[Any]:
-    """Special tokens without a role; none where they have names."""
+    """Return the special tokens without a role; none if they have names."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     return extra if isinstance(extra, list) else []
 
@@ -160,7 +160,7 @@ def _malformed(where: str, what: str, found: Any) -> CheckpointError:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` of a checkpoint, empty where there is no such file.
+    """Return the JSON object in the file `name` of a checkpoint, empty if there is no such file.
 
     Raises `CheckpointError`.
     """
@@ -168,8 +168,8 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_file(folder: Path, name: str, limit: int) -> str | None:
-    """The text in the file `name` of a checkpoint, None where there is no such file.
+    """Return the text in the file `name` of a checkpoint, or None if there is no such file.
 
-    Raises `CheckpointError` for what is no regular file, has more than `limit` bytes or is not UTF-8.
+    Raises `CheckpointError` if it is no regular file, has more than `limit` bytes or is not UTF-8.
     """
     return read_text(folder, name, limit) if holds(folder, name) else None

@@ -1,6 +1,6 @@
-"""Dialects: the operators a graph is written in. One module each, with the same operations.
+"""Dialects, one module each: the same operations in the operators of an ONNX opset.
 
-What stands here is all that differs between dialects; every other operator of our graphs is in all of their opsets.
+These operations are all that differs between dialects. All other operators of our graphs are in every opset.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ class Dialect(Protocol):
     OPSET: int
     IR_VERSION: int
     CACHE: CacheForm
-    """What becomes of the caches that a decoder segment is given."""
+    """What a decoder segment does with its caches."""
 
     def rms_norm(self, op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
-        """x / rms(x) * weight over the last axis; fp32 up to the product with `weight`."""
+        """Return x / rms(x) * weight over the last axis; fp32 up to the product with `weight`."""
 
     def rotary(self, op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-        """Rotary position embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
+        """Return the rotary embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
 
     def attention(
         self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None
     ) -> ir.Value:
-        """softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True where a key is
-        seen, and every row sees one.
+        """Return softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h].
+
+        `mask` [S,T] is True where a row sees a key. Every row sees at least one key.
         """
 
     def cached_attention(
         self, op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
     ) -> Attended:
-        """Attention of new rows, [1,H,S,h] and [1,Hkv,S,h], to those of a cache and to those up to their own.
+        """Return the attention of new rows, [1,H,S,h] and [1,Hkv,S,h], to the cache and to new rows up to their own.
 
-        `mask` is what the layer before gave, None in a segment's first.
+        `mask` is that of the layer before, and None in a segment's first layer.
         """
 
     def running_sum(self, op: Any, x: ir.Value) -> ir.Value:
-        """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24."""
+        """Return the sum of each element of x [N] int64 and all before it, int64, exact up to 2**24."""
 
 
 DIALECTS: dict[DialectName, Dialect] = {"opset24": opset24, "opset20": opset20}

@@ -1,4 +1,4 @@
-"""What dialects share: what they are given and give back where rows attend to those of a cache."""
+"""Attention to a cache: the inputs and outputs that all dialects share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 HIDDEN = -32752.0
-"""What is added to the score of a key that is not seen: half of fp16's lowest number, so that the sum is finite.
+"""Added to the score of a hidden key: half of fp16's lowest number, so that the sum is finite.
 
-Of -inf a fused kernel could make NaN where it meets a block of hidden keys first.
+With -inf a fused kernel could compute NaN if its first block has hidden keys only.
 """
 
 
@@ -17,28 +17,28 @@ class Past(NamedTuple):
     """The cache of a layer before its new rows."""
 
     key: ir.Value
-    """[1,Hkv,C,h]: the rotated keys of the rows so far; what lies behind them is finite, and seen by nobody."""
+    """[1,Hkv,C,h]: the rotated keys of the rows so far. Values after them are finite, and hidden."""
     value: ir.Value
     """[1,Hkv,C,h]: their values."""
     length: ir.Value
-    """[1] int64: how many rows there are so far."""
+    """[1] int64: the number of rows so far."""
 
 
 class Attended(NamedTuple):
-    """What became of a layer's new rows."""
+    """The attention of a layer's new rows, and its cache with them."""
 
     mixed: ir.Value
-    """[1,H,S,h]: the values each row has gathered."""
+    """[1,H,S,h]: the attention of each row."""
     key: ir.Value
-    """What the graph gives as `key_i`: by the dialect's form of cache all rows, or the new ones."""
+    """The graph's output `key_i`: all rows or the new ones, by the dialect's form of cache."""
     value: ir.Value
-    """What it gives as `value_i`, likewise."""
+    """The graph's output `value_i`, likewise."""
     mask: ir.Value
-    """What the layers behind it are given: all layers of a segment hide the same keys."""
+    """The mask for the next layers: all layers of a segment hide the same keys."""
 
 
 def size(value: ir.Value, axis: int) -> int:
-    """A dimension of `value` that is known when the graph is written."""
+    """Return a dimension of `value` that is known at export."""
     found = value.shape[axis] if value.shape is not None else None
     if not isinstance(found, int):
         raise ValueError(f"dimension {axis} of '{value.name}' is {found}, expected a known one")

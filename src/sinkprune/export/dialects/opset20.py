@@ -1,7 +1,7 @@
 """Dialect `opset20`: opset 20 without the operators TensorRT 10.3 (JetPack 6) lacks. Same numbers as `opset24`.
 
-The parser of 10.3 is built with ONNX 1.16, so that IR version 10 is the last it knows. What it takes is in
-`sinkprune.engines.trt10_checker`.
+The parser of 10.3 is built with ONNX 1.16, which ends at IR version 10. `sinkprune.engines.trt10_checker` lists the
+operators that it takes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ IR_VERSION = 10
 CACHE: CacheForm = "rows"
 
 _FLOAT = ir.DataType.FLOAT
-# How many elements of a running sum are added up at once.
+# The number of elements of a running sum that are added at once.
 _LINE = 128
 
 
 def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
-    """x / rms(x) * weight over the last axis, in fp32 up to the product with `weight`."""
+    """Return x / rms(x) * weight over the last axis, in fp32 up to the product with `weight`."""
     wide = op.Cast(x, to=_FLOAT)
     mean_square = op.ReduceMean(op.Mul(wide, wide), [-1], keepdims=1)
     normed = op.Div(wide, op.Sqrt(op.Add(mean_square, epsilon)))
@@ -31,7 +31,7 @@ def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value
 
 
 def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    """Rotary position embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
+    """Return the rotary embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
     cos, sin = op.Unsqueeze(cos, [1]), op.Unsqueeze(sin, [1])
     first, second = op.Split(x, axis=-1, num_outputs=2, _outputs=2)
     turned_first = op.Sub(op.Mul(first, cos), op.Mul(second, sin))
@@ -40,12 +40,11 @@ def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
 
 
 def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None) -> ir.Value:
-    """softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True where a key is seen.
+    """Return softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True for seen keys.
 
-    Shaped as TensorRT's fusion of attention wants it: the query is scaled before the first product, the mask is
-    added, and between the two products stands nothing else but the softmax, all in the type of the states ("Fused
-    Attention" and "MHA fusion" in NVIDIA's TensorRT documentation; heads of 16 to 256 in steps of 8). Its kernel
-    never writes the scores out.
+    TensorRT fuses attention of this shape to a kernel that keeps the scores on the chip: the query is scaled before
+    the first product, the mask is added, and only the softmax stands between the products, all in the type of the
+    states ("Fused Attention" and "MHA fusion" in NVIDIA's TensorRT documentation; heads of 16 to 256 in steps of 8).
     """
     heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
     if kv_heads != heads:
@@ -59,11 +58,10 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 def cached_attention(
     op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
 ) -> Attended:
-    """Attention of new rows to themselves and to those of a cache; given back are the new rows, which whoever holds
-    the cache writes into it.
+    """Return the attention of new rows to a cache and to themselves, and the new rows, which the caller caches.
 
-    Both parts have products of their own, so that no cache is copied to join them; only their scores are. Query heads
-    that share keys stand below each other: no head of a cache is repeated.
+    Cache and new rows have products of their own, so that only scores are joined and no cache is copied. Query heads
+    that share keys are stacked, so that no head of a cache is repeated.
     """
     heads, kv_heads, head_dim = size(query, 1), size(key, 1), size(query, 3)
     if mask is None:
@@ -79,10 +77,10 @@ def cached_attention(
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
-    """The sum of each element of x [N] int64 and all before it, int64; exact up to 2**24.
+    """Return the sum of each element of x [N] int64 and all before it, int64, exact up to 2**24.
 
-    Not CumSum: 10.3 takes it in floats only, and its parser makes a loop of it that adds one element a turn. Summed
-    line by line, because one table of N x N would take a gigabyte for the rows of a long clip.
+    CumSum is no choice: 10.3 takes floats only, and its parser makes a loop that adds one element a turn. Sums are
+    formed line by line, because a table of N x N would take a gigabyte for the rows of a long clip.
     """
     count = op.Shape(x)
     lines = op.Add(op.Div(count, [_LINE]), [1])
@@ -95,7 +93,7 @@ def running_sum(op: Any, x: ir.Value) -> ir.Value:
 
 
 def _cache_mask(op: Any, query: ir.Value, past: Past, group: int) -> ir.Value:
-    """[group*S, C+S], what is added to scores: every row sees the cache's rows, and the new ones up to its own."""
+    """Return [group*S, C+S], added to scores: every row sees the cache's rows, and new rows up to its own."""
     new, room = (op.Shape(tensor, start=2, end=3) for tensor in (query, past.key))
     places = op.Range(0, op.Squeeze(new), 1)
     row = op.Reshape(op.Expand(op.Unsqueeze(places, [0]), op.Concat([group], new, axis=0)), [-1, 1])
@@ -107,13 +105,13 @@ def _cache_mask(op: Any, query: ir.Value, past: Past, group: int) -> ir.Value:
 
 
 def _running_sums(op: Any, x: ir.Value) -> ir.Value:
-    """The running sums of x [...,n] fp32 over its last axis, by a table [...,n,n]."""
+    """Return the running sums of x [...,n] fp32 over its last axis, by a table [...,n,n]."""
     place = op.Range(0, op.Squeeze(op.Shape(x, start=-1)), 1)
     counted = op.LessOrEqual(op.Unsqueeze(place, [0]), op.Unsqueeze(place, [1]))
     return op.ReduceSum(op.Where(counted, op.Unsqueeze(x, [-2]), 0.0), [-1], keepdims=0)
 
 
 def _repeated(op: Any, x: ir.Value, heads: int, kv_heads: int, head_dim: int) -> ir.Value:
-    """[B,H,T,h] of [B,Hkv,T,h]: each head for all queries of its group."""
+    """Return [B,H,T,h] of [B,Hkv,T,h]: each head repeated for the queries of its group."""
     groups = op.Expand(op.Unsqueeze(x, [2]), [1, 1, heads // kv_heads, 1, 1])
     return op.Reshape(groups, [0, heads, -1, head_dim])

@@ -18,20 +18,19 @@ CACHE: CacheForm = "in-place"
 
 
 def rms_norm(op: Any, x: ir.Value, weight: ir.Value, epsilon: float) -> ir.Value:
-    """x / rms(x) * weight over the last axis, computed in fp32."""
+    """Return x / rms(x) * weight over the last axis, computed in fp32."""
     return op.RMSNormalization(x, weight, axis=-1, epsilon=epsilon)
 
 
 def rotary(op: Any, x: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:
-    """Rotary position embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
+    """Return the rotary embedding of x [1,H,S,h] by the tables [1,S,h/2], halves rotated (not interleaved)."""
     return op.RotaryEmbedding(x, cos, sin)
 
 
 def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir.Value | None = None) -> ir.Value:
-    """softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True where a key is seen.
+    """Return softmax(query key^T / sqrt(h)) value for [B,H,S,h] and [B,Hkv,T,h]; `mask` [S,T] is True for seen keys.
 
-    The mask is explicit and the output the only one: TensorRT reads `is_causal` as upper-left aligned and refuses
-    a second output.
+    There is a mask and one output, because TensorRT aligns `is_causal` to the upper left and rejects a second output.
     """
     return op.Attention(query, key, value, mask)
 
@@ -39,13 +38,13 @@ def attention(op: Any, query: ir.Value, key: ir.Value, value: ir.Value, mask: ir
 def cached_attention(
     op: Any, query: ir.Value, key: ir.Value, value: ir.Value, past: Past, mask: ir.Value | None
 ) -> Attended:
-    """Attention of new rows to themselves and to those of a cache, which they are written into.
+    """Return the attention of new rows to a cache and to themselves, and the cache with the new rows.
 
-    The caches that are given back are those of `past` with the new rows in them: a library that is given one buffer
-    for both writes nothing else. Attention runs over all rows that the buffers have room for.
+    If a library uses one buffer for the cache before and after, it writes the new rows only. Attention runs over all
+    rows that the buffers have room for.
 
-    The query is scaled before: onnxruntime packs all keys of a head anew for a product with a scale of its own, and
-    of one row that takes longer than the product.
+    The query is scaled beforehand. For a scale in the attention, onnxruntime would repack all keys of a head, which
+    takes longer than the product with one row.
     """
     key, value = (
         op.TensorScatter(buffer, new, past.length, axis=2) for buffer, new in ((past.key, key), (past.value, value))
@@ -57,15 +56,15 @@ def cached_attention(
 
 
 def running_sum(op: Any, x: ir.Value) -> ir.Value:
-    """The sum of each element of x [N] int64 and all before it."""
+    """Return the sum of each element of x [N] int64 and all before it."""
     return op.CumSum(x, 0)
 
 
 def _mask(op: Any, query: ir.Value, key: ir.Value, length: ir.Value) -> ir.Value:
-    """[S,C], what is added to scores: new row r sees the `length` rows before it and those up to its own.
+    """Return [S,C], added to scores: a new row sees the `length` rows of the cache, and new rows up to its own.
 
-    Not of bool: of one that several layers share TensorRT-RTX 1.7 makes operators of one name, and gives up; and
-    onnxruntime makes numbers of it in every layer anew.
+    It holds floats. For a bool mask of several layers, TensorRT-RTX 1.7 makes several operators of one name and
+    fails, and onnxruntime converts it in every layer.
     """
     new, keys = (op.Squeeze(op.Shape(tensor, start=2, end=3)) for tensor in (query, key))
     last_seen = op.Unsqueeze(op.Add(op.Range(0, new, 1), length), [1])

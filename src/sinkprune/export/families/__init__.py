@@ -1,6 +1,7 @@
-"""Model families: one module each. A module reads a configuration and writes the weight graphs.
+"""Model families, one module each. A module reads a configuration and writes the weight graphs.
 
-`FAMILY` of a module is its class, which `sinkprune.contract.families` names. How to add one: docs/new-family.md.
+`sinkprune.contract.families` names the modules; `FAMILY` of a module is its class. docs/new-family.md shows how to
+add a family.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.pruning.plan import UpTo
 
 SalienceBlock = Literal["penultimate", "last"]
-"""The block of a tower without a CLS token whose attention is the salience."""
+"""The block whose attention is the salience, in a tower without a CLS token."""
 WriteGraph = Callable[[WeightedGraph], None]
-"""Writes one weight graph into an empty one."""
+"""Writes one weight graph into an empty graph."""
 
 
 class _KnownBy(TypedDict, total=False):
@@ -31,59 +32,60 @@ class _KnownBy(TypedDict, total=False):
 
 
 class Family(Protocol):
-    """A checkpoint's configuration, understood."""
+    """A checkpoint's configuration, read and checked."""
 
     name: str
     language_model: LanguageModel
     vision: Tower
-    """Facts of the tower, for the runtime's module of the same name."""
+    """The tower's facts, which the runtime's module of the same name reads."""
     visual_width: int
     projector: str | None
-    """The weight graph behind the tower; None where the tower ends in the decoder's width."""
+    """The weight graph after the tower; None if the tower's output has the decoder's width."""
     image_token: int
     chat_template: str
-    """The template of checkpoints that bring none."""
+    """The chat template of checkpoints without one."""
     embedding: str
     """The name of the embedding table."""
     extra_rows: Mapping[str, str]
-    """Learned rows [d] of the LLM's input that stand in no table: their names in the bundle and in the checkpoint."""
+    """Learned rows [d] of the LLM's input outside the embedding table: names in the bundle and in the checkpoint."""
     groups_are_frames: bool
     """Whether the groups of a picture are the frames of a clip."""
     deepstack: int
-    """How many sets of features beside its tokens the tower gives, each in the decoder's width; 0 where none."""
+    """The number of sets of DeepStack features that the tower outputs, each in the decoder's width."""
     processor_fields: type
-    """The TypedDict of what is read of preprocessor_config.json, or of processor_config.json in its place."""
+    """The TypedDict of the fields read from preprocessor_config.json, or else from processor_config.json."""
     video_fields: type | None = None
-    """That of what is read of video_preprocessor_config.json."""
+    """The TypedDict of the fields read from video_preprocessor_config.json."""
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        """What stands in the tokenizer of random weights, at the ids the configuration gives."""
+        """The special tokens, at the configuration's ids, of the tokenizer that random weights get."""
 
     def graphs(self, segments: Sequence[range], held: Container[str]) -> Mapping[str, WriteGraph]:
-        """The weight graphs of a decoder cut into `segments`, its layers, by name: `vision`, `projector` if there is
-        one, `decoder_0`, ..., `head`. docs/graph-contract.md has them.
+        """Return the weight graphs by name: `vision`, `projector` if any, `decoder_0`, ..., `head`.
 
-        `held` tells which tensors the checkpoint holds; `graph.parameter` reads them.
+        docs/graph-contract.md describes them. `segments` are the layers of the decoder's segments, and `held` the
+        tensors of the checkpoint.
         """
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The image processor's settings, given those of `processor_fields`; raises `CheckpointError`.
+        """Return all settings of the image processor from the checkpoint's; raises `CheckpointError`.
 
-        With `max_frames` among them, families that take video add `video`, from the settings `video_processor`.
+        `settings` has the fields of `processor_fields`. If it has `max_frames`, families that take video add `video`,
+        made from the settings `video_processor`.
         """
 
     def tokens_of(self, processor: Mapping[str, Any]) -> int | UpTo:
-        """N: the visual tokens of each group of an image that went through a processor of these settings."""
+        """Return N, the visual tokens of each group of an image, with these settings of the processor."""
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
-        """The most groups of a picture that went through a processor of these settings."""
+        """Return the most groups of a picture, with these settings of the processor."""
 
 
 def read_family(source: str, config: Mapping[str, Any], salience: SalienceBlock | None = None) -> Family:
-    """The family of a parsed config.json; raises `CheckpointError` with the supported architectures.
+    """Return the family of a parsed config.json; raises `CheckpointError` with the supported architectures.
 
-    `salience` is the family's own unless given; raises `UsageError` where the family has no choice.
+    `salience` defaults to the family's own block; raises `UsageError` if the family offers no choice.
     """
     known = read_fields(_KnownBy, config, f"checkpoint '{source}': config.json")
     model_type = known.get("model_type")

@@ -1,4 +1,4 @@
-"""What families with a decoder of Llama's shape do alike, whatever their towers."""
+"""The base of families with a decoder of Llama's shape, and the fields that their configurations share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sinkprune.export.families import Family, WriteGraph
 from sinkprune.export.models.llama import Llama, build_head, build_segment
 
 Setting = tuple[str, Any, Sequence[Any]]
-"""A setting's name, what was found, and what is supported."""
+"""A setting's name, the value found, and the supported values."""
 Expectation = tuple[str, bool, Any]
-"""What is expected, whether it holds, and what was found."""
+"""An expectation, whether it holds, and the values found."""
 
 Heads = Annotated[int, Bounds(1, 1024)]
 """Heads of a layer, blocks of a tower; the most published is 128."""
@@ -37,7 +37,7 @@ Theta = Annotated[Number, Bounds(1, 1e12)]
 
 
 class RopeFields(TypedDict, total=False):
-    """What is read of a decoder's rotary positions."""
+    """Fields of a decoder's rotary positions."""
 
     rope_type: Name
     type: Name
@@ -48,7 +48,7 @@ class RopeFields(TypedDict, total=False):
 
 
 class DecoderFields(TypedDict, total=False):
-    """What is read of a decoder's configuration, wherever it stands."""
+    """Fields of a decoder's configuration, which some families have at the top of config.json."""
 
     vocab_size: Annotated[int, Bounds(1, 1 << 19)]
     hidden_size: Hidden
@@ -74,20 +74,20 @@ class DecoderFields(TypedDict, total=False):
 
 
 class TextFields(DecoderFields, total=False):
-    """What is read of `text_config`."""
+    """Fields of `text_config`."""
 
     model_type: Name
 
 
 class ConfigFields(TypedDict, total=False):
-    """What is read of every config.json, beside its sections for tower and decoder."""
+    """Fields of every config.json, without the sections for tower and decoder."""
 
     model_type: Name
     tie_word_embeddings: bool
 
 
 class PixelFields(TypedDict, total=False):
-    """What is read of every image processor's settings."""
+    """Fields of every image processor's settings."""
 
     image_processor_type: Name | None
     do_convert_rgb: bool | None
@@ -107,13 +107,13 @@ CLIP_PIXELS: dict[str, Any] = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
     "image_std": [0.26862954, 0.26130258, 0.27577711],
 }
-"""What image processors of CLIP's kind make of a pixel, unless a checkpoint says otherwise."""
+"""The default rescaling and normalisation of image processors of CLIP's kind."""
 
 
 class LlamaShaped(Family):
-    """A configuration whose decoder has Llama's shape; its tower is the subclass's.
+    """A configuration whose decoder has Llama's shape. Subclasses read the tower.
 
-    Raises `CheckpointError` for what is malformed, and for settings that the graphs do not compute.
+    Raises `CheckpointError` for malformed configurations, and for settings that the graphs do not compute.
     """
 
     embedding = "language_model.embed_tokens.weight"
@@ -121,7 +121,7 @@ class LlamaShaped(Family):
     extra_rows: Mapping[str, str] = {}
     deepstack = 0
     config_fields: type
-    """The TypedDict of what is read of config.json."""
+    """The TypedDict of the fields read from config.json."""
 
     def __init__(self, source: str, config: Mapping[str, Any]) -> None:
         self._source = source
@@ -130,7 +130,7 @@ class LlamaShaped(Family):
         try:
             self._config: Any = kind.from_dict(known)
         except Exception as error:
-            # transformers checks configurations by many kinds of errors.
+            # transformers raises many kinds of errors for invalid configurations.
             reason = shorten(str(error), 300, placeholder=" ...").removesuffix(".")
             raise CheckpointError(f"checkpoint '{source}': config.json is not valid: {reason}.") from error
         text = self._config.text_config
@@ -156,24 +156,24 @@ class LlamaShaped(Family):
         return {**decoder, "head": partial(build_head, llama=self._llama, lm_head=head)}
 
     def _config_class(self) -> Any:
-        """The class of transformers that reads the configuration."""
+        """Return transformers' class for the configuration."""
         from transformers import CONFIG_MAPPING
 
         return CONFIG_MAPPING[FAMILIES[self.name].model_type]
 
     @abstractmethod
     def _settings(self) -> list[Setting]:
-        """What is expected of the tower's settings, and of the decoder's beside what is of all families."""
+        """Return the settings that this family checks, in addition to those of all families."""
 
     @abstractmethod
     def _read_llama(self, text: Any) -> Llama:
-        """The decoder of the configuration `text`."""
+        """Return the decoder of the configuration `text`."""
 
     def _error(self, what: str) -> CheckpointError:
         return CheckpointError(f"checkpoint '{self._source}': {what}")
 
     def _check_settings(self, settings: Sequence[Setting]) -> None:
-        """Refuse the first setting that is none of those supported; raises `CheckpointError`."""
+        """Raise `CheckpointError` for the first setting with an unsupported value."""
         for name, found, supported in settings:
             if found not in supported:
                 raise self._error(
@@ -182,13 +182,13 @@ class LlamaShaped(Family):
                 )
 
     def _check(self, expectations: Sequence[Expectation]) -> None:
-        """Refuse the first expectation that does not hold; raises `CheckpointError`."""
+        """Raise `CheckpointError` for the first expectation that does not hold."""
         for expectation, holds, found in expectations:
             if not holds:
                 raise self._error(f"expected that {expectation}; found {found}. Mend config.json.")
 
     def _special_tokens(self, texts: dict[int, str], count: int) -> dict[int, str]:
-        """`texts` by id, which are `count` different ids of the vocabulary; raises `CheckpointError`."""
+        """Return `texts` by id. Raises `CheckpointError` unless they have `count` different ids of the vocabulary."""
         if len(texts) < count or not all(0 <= token < self.language_model.vocab_size for token in texts):
             raise self._error(
                 f"the special tokens of config.json have the ids {sorted(texts)}, "
@@ -197,7 +197,7 @@ class LlamaShaped(Family):
         return texts
 
     def _check_shapes(self, text: Any) -> None:
-        """Refuse decoder shapes that no weights can have; raises `CheckpointError`."""
+        """Raise `CheckpointError` for shapes of the decoder that contradict each other."""
         heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
         found = (
             f"hidden_size {text.hidden_size}, {heads} heads, {kv_heads} key-value heads, head_dim {head_dim(text)}, "
@@ -213,7 +213,7 @@ class LlamaShaped(Family):
 
 
 def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> LanguageModel:
-    """The decoder's facts from `text`, a transformers configuration of a decoder of Llama's kind."""
+    """Return the facts of a Llama-shaped decoder from `text`, its configuration in transformers."""
     return LanguageModel(
         hidden_size=text.hidden_size,
         intermediate_size=text.intermediate_size,
@@ -229,5 +229,5 @@ def read_language_model(text: Any, rope_sections: Sequence[int] = ()) -> Languag
 
 
 def head_dim(text: Any) -> int:
-    """The size of one attention head."""
+    """Return the size of one attention head."""
     return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -29,9 +29,9 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, ViT, activation, build_vision
+from sinkprune.export.models.vit import ACTIVATIONS, ViT, build_vision, two_layers
 
-# 128 x 128; published towers have 576.
+# 128 x 128. Published towers have 576.
 _MOST_PATCHES = 16384
 
 
@@ -75,7 +75,7 @@ class _ProcessorFields(PixelFields, total=False):
 
 
 class _NestingFields(_ProcessorFields, total=False):
-    """processor_config.json nests what preprocessor_config.json holds at the top."""
+    """Fields of either file: processor_config.json nests what preprocessor_config.json has at the top."""
 
     image_processor: _ProcessorFields
 
@@ -105,7 +105,7 @@ class Llava(LlamaShaped):
             raise UsageError(f"family '{self.name}' takes salience from its CLS token: leave out --salience.")
         super().__init__(source, config)
         vision, layer = self._config.vision_config, self._config.vision_feature_layer
-        # Hidden state 0 is the embedding, i the output of block i-1.
+        # Hidden state 0 is the embedding, and hidden state i is the output of block i-1.
         blocks = layer if layer >= 0 else vision.num_hidden_layers + 1 + layer
         if not 1 <= blocks <= vision.num_hidden_layers:
             count = vision.num_hidden_layers
@@ -144,7 +144,7 @@ class Llava(LlamaShaped):
 
     @property
     def default_processor(self) -> dict[str, Any]:
-        """The settings of CLIPImageProcessor at the tower's image size: what a checkpoint leaves out."""
+        """The settings of CLIPImageProcessor at the tower's image size, for those that a checkpoint leaves out."""
         size = self.vision.image_size
         return {
             "image_processor_type": "CLIPImageProcessor",
@@ -167,7 +167,7 @@ class Llava(LlamaShaped):
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         settings = settings.get("image_processor", settings)
-        # A flag of null is false; anything else of null is left out.
+        # null means false for a flag, and the default for any other setting.
         given = {key: value for key, value in settings.items() if value is not None or key.startswith("do_")}
         known = {key: given.get(key, value) for key, value in self.default_processor.items()}
         size, crop = known["size"], known["crop_size"]
@@ -191,13 +191,11 @@ class Llava(LlamaShaped):
         return known
 
     def _build_projector(self, graph: WeightedGraph) -> None:
-        """`projector` of the graph contract: linear, activation, linear."""
+        """Write `projector` of the graph contract: linear, activation, linear."""
         config, d, width = self._config, self.visual_width, self.language_model.hidden_size
-        bias = config.multimodal_projector_bias
-        x = graph.input("tokens", ["G", "n", d])
-        x = graph.linear(x, "multi_modal_projector.linear_1", d, width, bias=bias)
-        x = activation(graph, config.projector_hidden_act, x)
-        x = graph.linear(x, "multi_modal_projector.linear_2", width, width, bias=bias)
+        layers = [f"multi_modal_projector.linear_{number}" for number in (1, 2)]
+        act, bias = config.projector_hidden_act, config.multimodal_projector_bias
+        x = two_layers(graph, graph.input("tokens", ["G", "n", d]), layers, [d, width, width], act, bias=bias)
         graph.output("embeddings", x, ["G", "n", width])
 
     def _settings(self) -> list[Setting]:
@@ -212,7 +210,7 @@ class Llava(LlamaShaped):
         ]
 
     def _read_llama(self, text: Any) -> Llama:
-        # Mistral, of the same shape, has no biases to configure.
+        # Mistral has the same shape, but no settings for biases.
         bias, mlp_bias = getattr(text, "attention_bias", False), getattr(text, "mlp_bias", False)
         return Llama(read_language_model(text), text.rms_norm_eps, qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
 

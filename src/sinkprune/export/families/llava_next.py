@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: LLaVA's tower, projector and decoder on tiles of an image at higher resolution (any-resolution)."""
+"""LLaVA-NeXT: LLaVA's tower, projector and decoder on tiles of an image at higher resolution."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _MISTRAL_TEMPLATE = (
 class LlavaNext(Llava):
     """A `LlavaNextForConditionalGeneration` configuration.
 
-    An image is shown whole, and again in as many tiles as the resolution of `image_grid_pinpoints` that fits it best
-    has: each is a group.
+    The model sees an image whole, and again as tiles: those of the resolution of `image_grid_pinpoints` that fits the
+    image best. The whole image and each tile are one group each.
     """
 
     name = "llava-next"
@@ -47,7 +47,7 @@ class LlavaNext(Llava):
 
     @property
     def default_processor(self) -> dict[str, Any]:
-        """The settings of LlavaNextImageProcessor at the tower's image size: what a checkpoint leaves out."""
+        """The settings of LlavaNextImageProcessor at the tower's image size, for those a checkpoint leaves out."""
         return {
             **super().default_processor,
             "image_processor_type": "LlavaNextImageProcessor",
@@ -55,7 +55,7 @@ class LlavaNext(Llava):
         }
 
     def processor(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        # What it calls padding fills up a batch; here every image is a batch of its own.
+        # do_pad fills up a batch, and here every image is a batch of its own.
         known = {**super().processor(settings), "do_pad": False}
         side, size = self.vision.image_size, known["size"]
         if set(size.values()) != {side}:

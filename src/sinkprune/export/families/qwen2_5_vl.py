@@ -35,7 +35,6 @@ from sinkprune.export.models.qwen2_5_vision import QwenVision, build_vision
 from sinkprune.export.pruning.plan import UpTo
 
 _PATCHES = ("patch_size", "temporal_patch_size", "merge_size")
-# The settings of Qwen2VLImageProcessor
 IMAGE_DEFAULTS: dict[str, Any] = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "do_convert_rgb": True,
@@ -48,7 +47,16 @@ IMAGE_DEFAULTS: dict[str, Any] = {
     "temporal_patch_size": 2,
     "merge_size": 2,
 }
-"""What a checkpoint leaves out of its image processor's settings."""
+"""The settings of Qwen2VLImageProcessor, for those that a checkpoint leaves out."""
+MESSAGE_TEMPLATE = (
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% for content in message['content'] %}"
+    "{% if content['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The chat template of a message, and the end of the loop over messages."""
 Patch = Annotated[int, Bounds(1, 256)]
 
 
@@ -64,7 +72,7 @@ class _ProcessorFields(PixelFields, total=False):
     patch_size: Patch | None
     temporal_patch_size: Patch | None
     merge_size: Patch | None
-    # Of clips, for which a checkpoint may have no settings of their own.
+    # For clips, which may have no file of their own.
     cap_pixels_per_frame: bool | None
     fps: FrameRate | None
     min_frames: Frames | None
@@ -72,7 +80,7 @@ class _ProcessorFields(PixelFields, total=False):
 
 
 class _NestingFields(_ProcessorFields, total=False):
-    """processor_config.json nests what preprocessor_config.json holds at the top."""
+    """Fields of either file: processor_config.json nests what preprocessor_config.json has at the top."""
 
     image_processor: _ProcessorFields
     video_processor: _ProcessorFields
@@ -84,7 +92,7 @@ class _AxialFields(TypedDict, total=False):
 
 
 class TowerFields(TypedDict, total=False):
-    """What is read of every Qwen tower's configuration."""
+    """Fields of every Qwen tower's configuration."""
 
     model_type: Name
     depth: Heads
@@ -108,7 +116,7 @@ class _WindowedFields(TowerFields, total=False):
 
 
 class TokenFields(ConfigFields, total=False):
-    """What is read of every Qwen config.json, beside its sections for tower and decoder."""
+    """Fields of every Qwen config.json, without the sections for tower and decoder."""
 
     image_token_id: Token
     video_token_id: Token
@@ -117,7 +125,7 @@ class TokenFields(ConfigFields, total=False):
 
 
 class FlatFields(TokenFields, DecoderFields, total=False):
-    """Published checkpoints have the decoder's settings at the top."""
+    """Fields of Qwen2-VL and Qwen2.5-VL: published checkpoints have the decoder's settings at the top."""
 
     text_config: TextFields | None
 
@@ -135,26 +143,20 @@ class Qwen25VL(LlamaShaped):
     activation = "silu"
     image_defaults: Mapping[str, Any] = IMAGE_DEFAULTS
     image_processors: Sequence[str] = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor")
-    """The names of those that are read, each also with Fast behind it."""
+    """The names of supported image processors. Each name may end in `Fast`."""
     config_fields: type = _ConfigFields
     processor_fields: type = _NestingFields
     video_fields: type = _ProcessorFields
-    width_behind_merger = "out_hidden_size"
-    """The name of the setting."""
+    width_setting = "out_hidden_size"
+    """The name of the setting for the width after the merger."""
     chat_template = (
         "{% for message in messages %}"
         "{% if loop.first and message['role'] != 'system' %}"
-        "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-        "{{ '<|im_start|>' + message['role'] + '\n' }}"
-        "{% for content in message['content'] %}"
-        "{% if content['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-        "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}" + MESSAGE_TEMPLATE
     )
 
     def __init__(self, source: str, config: Mapping[str, Any], salience: str | None = None) -> None:
-        """`salience` is the block whose attention it is, `penultimate` unless `last` is given."""
+        """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
         super().__init__(source, config)
         vision, text = self._config.vision_config, self._config.text_config
         self.vision = self._read_vision(vision, behind=1 if salience == "last" else 2)
@@ -171,9 +173,9 @@ class Qwen25VL(LlamaShaped):
 
     @property
     def special_tokens(self) -> SpecialTokens:
-        # Those that the chat template writes; im_start stands before im_end.
+        # The tokens of the chat template. The id of im_start is the one before im_end.
         config, eos = self._config, self._config.text_config.eos_token_id
-        # -1, which is refused below, where there is none
+        # Without an id, -1 is rejected below.
         end = next(iter(eos), -1) if isinstance(eos, list) else -1 if eos is None else eos
         texts = {
             end - 1: "<|im_start|>",
@@ -221,15 +223,15 @@ class Qwen25VL(LlamaShaped):
         return UpTo(max(image, frame), self._pixels_each, max(image, frame * self.groups_of(processor)))
 
     def groups_of(self, processor: Mapping[str, Any]) -> int:
-        # The frames that are seen at once are one group; an image is one too.
+        # The frames that the model sees at once are one group, and so is an image.
         frames: int = processor["video"]["max_frames"] if "video" in processor else 1
         return -(-frames // self.vision.temporal_patch_size)
 
     def _most_tokens(self, limits: Mapping[str, Any]) -> int:
-        """The most tokens of an image within `limits`.
+        """Return the most tokens of an image within `limits`.
 
-        Sides are rounded to whole tokens. Where one would round to none, or small images are rounded up, an image of
-        the longest shape (200:1) may get more tokens than max_pixels has room for.
+        Sides are rounded to whole tokens. Where a side would round to none, or a small image is enlarged, an image of
+        the longest shape (200:1) may get more tokens than fit into max_pixels.
         """
         each = self._pixels_each
         least, most = limits["min_pixels"] // each + 1, limits["max_pixels"] // each
@@ -237,9 +239,9 @@ class Qwen25VL(LlamaShaped):
         return max(most, isqrt(200 * (most + 1)), rounded_up)
 
     def _video(self, settings: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
-        """Qwen2VLVideoProcessor's settings of a frame's pixels, and how clips are sampled (qwen-vl-utils' defaults).
+        """Return Qwen2VLVideoProcessor's limits of a frame, and how clips are sampled (qwen-vl-utils' defaults).
 
-        transformers reads them from preprocessor_config.json too, where a checkpoint has no file of their own.
+        Like transformers, this reads preprocessor_config.json where a checkpoint has no file for videos.
         """
         given, size, frames = self._video_settings(settings, image)
         each = self._pixels_each
@@ -252,8 +254,10 @@ class Qwen25VL(LlamaShaped):
     def _video_settings(
         self, settings: Mapping[str, Any], image: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """What is given of a video processor, its `size`, and how many frames are shown; raises `UsageError` and
-        `CheckpointError`."""
+        """Return the checkpoint's settings of its video processor, their `size`, and how clips are sampled.
+
+        Raises `UsageError` and `CheckpointError`.
+        """
         given = settings.get("video_processor") or settings
         given = {key: value for key, value in given.items() if value is not None}
         fixed = {"do_resize": True, "resample": 3, "cap_pixels_per_frame": False}
@@ -265,15 +269,15 @@ class Qwen25VL(LlamaShaped):
             raise UsageError(
                 f"--max-frames is {frames}, expected at least {together}: the model sees so many frames at once."
             )
-        shown = {
+        sampling = {
             "fps": float(given.get("fps") or 2),
             "min_frames": given.get("min_frames") or 4,
             "max_frames": min(frames, given.get("max_frames") or 768),
         }
-        return given, given.get("size") or {}, shown
+        return given, given.get("size") or {}, sampling
 
     def _check_frame(self, most: int) -> None:
-        """Refuse frames of at most so many pixels, if no token has as few; raises `CheckpointError`."""
+        """Raise `CheckpointError` if a frame of `most` pixels is smaller than a token."""
         each = self._pixels_each
         self._check([(f"a frame of a clip may have the {each} pixels of a token", each <= most, most)])
 
@@ -283,7 +287,7 @@ class Qwen25VL(LlamaShaped):
 
     def _settings(self) -> list[Setting]:
         text, vision, kind = self._config.text_config, self._config.vision_config, FAMILIES[self.name].model_type
-        width = self.width_behind_merger
+        width = self.width_setting
         return [
             ("text_config.model_type", text.model_type, (f"{kind}_text",)),
             ("text_config.use_sliding_window", bool(getattr(text, "use_sliding_window", None)), (False,)),
@@ -299,7 +303,7 @@ class Qwen25VL(LlamaShaped):
         return Llama(facts, text.rms_norm_eps, qkv_bias=True, output_bias=False, mlp_bias=False)
 
     def _read_vision(self, vision: Any, behind: int) -> QwenVision:
-        """The tower; its salience is that of the block so many from the end."""
+        """Return the tower. Its salience is that of the block `behind` blocks from the end."""
         return self.tower(
             num_heads=vision.num_heads,
             num_blocks=vision.depth,
@@ -307,13 +311,13 @@ class Qwen25VL(LlamaShaped):
             temporal_patch_size=vision.temporal_patch_size,
             merge_size=vision.spatial_merge_size,
             rope_theta=float(vision.rope_parameters["rope_theta"]),
-            out_size=getattr(vision, self.width_behind_merger),
+            out_size=getattr(vision, self.width_setting),
             salience_block=vision.depth - behind,
             **self._own_facts(vision),
         )
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:
-        """The tower's facts that each version of the model has in words of its own; raises `CheckpointError`."""
+        """Return the tower's facts whose settings differ between versions of the model; raises `CheckpointError`."""
         window, unit = vision.window_size, vision.patch_size * vision.spatial_merge_size
         self._check([(f"window_size is a multiple of {unit} pixels", window % unit == 0, window)])
         return {

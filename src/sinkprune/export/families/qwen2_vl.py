@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2.5-VL's model before its tower had windows."""
+"""Qwen2-VL: Qwen2.5-VL with a tower without windows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.image_settings import Number
 from sinkprune.export.families.llama_shaped import Hidden
 from sinkprune.export.families.qwen2_5_vl import FlatFields, Qwen25VL, TowerFields
-from sinkprune.export.models.qwen2_vision import Qwen2Vision
+from sinkprune.export.models.qwen2_5_vision import Qwen2Vision
 
 
 class _VisionFields(TowerFields, total=False):
@@ -26,7 +26,7 @@ class Qwen2VL(Qwen25VL):
     name = "qwen2-vl"
     tower = Qwen2Vision
     activation = "quick_gelu"
-    width_behind_merger = "hidden_size"
+    width_setting = "hidden_size"
     config_fields = _ConfigFields
 
     def _own_facts(self, vision: Any) -> dict[str, Any]:

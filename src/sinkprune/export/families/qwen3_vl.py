@@ -1,4 +1,4 @@
-"""Qwen3-VL: a tower that gives four sets of features (DeepStack), and a Qwen3 decoder with interleaved mRoPE."""
+"""Qwen3-VL: a tower that outputs tokens and three sets of DeepStack features, and a Qwen3 decoder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ from sinkprune.export.families.llama_shaped import (
     TextFields,
     read_language_model,
 )
-from sinkprune.export.families.qwen2_5_vl import IMAGE_DEFAULTS, Qwen25VL, TokenFields, TowerFields
+from sinkprune.export.families.qwen2_5_vl import (
+    IMAGE_DEFAULTS,
+    MESSAGE_TEMPLATE,
+    Qwen25VL,
+    TokenFields,
+    TowerFields,
+)
 from sinkprune.export.models.llama import Llama
 from sinkprune.export.models.qwen3_vision import Qwen3Vision
 
 _DEEPSTACK = 3
-"""As many sets as the first segment of a decoder has layers: (2, 6, 15) is where the method cuts."""
+"""The number of sets, and of layers of the decoder's first segment: SinkPruner cuts after (2, 6, 15)."""
 _AXES = 3
 
 
@@ -47,7 +53,7 @@ class _ConfigFields(TokenFields, total=False):
 
 
 class Qwen3VL(Qwen25VL):
-    """A `Qwen3VLForConditionalGeneration` configuration, which has no mixture of experts."""
+    """A `Qwen3VLForConditionalGeneration` configuration, without a mixture of experts."""
 
     name = "qwen3-vl"
     tower = Qwen3Vision
@@ -56,14 +62,7 @@ class Qwen3VL(Qwen25VL):
     config_fields = _ConfigFields
     image_defaults: Mapping[str, Any] = {**IMAGE_DEFAULTS, "patch_size": 16}
     image_processors = ("Qwen2VLImageProcessor",)
-    chat_template = (
-        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-        "{% for content in message['content'] %}"
-        "{% if content['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
-        "{% elif content['type'] == 'text' %}{{ content['text'] }}{% endif %}{% endfor %}"
-        "{{ '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
+    chat_template = f"{{% for message in messages %}}{MESSAGE_TEMPLATE}"
 
     def _settings(self) -> list[Setting]:
         vision, rope = self._config.vision_config, self._config.text_config.rope_parameters or {}
@@ -86,7 +85,7 @@ class Qwen3VL(Qwen25VL):
         )
 
     def _rope_sections(self, text: Any) -> list[int]:
-        """How many frequencies in a row turn with each axis: one with each in turn, and time has what is left."""
+        """Return the lengths of runs of frequencies that turn with one axis: 1 in turn, and the rest with time."""
         time, height, width = given = text.rope_parameters.get("mrope_section", [24, 20, 20])
         fits = height == width <= time
         self._check(
@@ -115,10 +114,10 @@ class Qwen3VL(Qwen25VL):
         }
 
     def _video(self, settings: Mapping[str, Any], image: Mapping[str, Any]) -> dict[str, Any]:
-        """Qwen3VLVideoProcessor's settings, and how clips are sampled.
+        """Return Qwen3VLVideoProcessor's limits, and how clips are sampled.
 
-        Its limits are of all frames together, and so is `min_pixels` here. `max_pixels` is of one frame, of the
-        longest clip, so that graphs need not take shorter ones in larger frames.
+        Its limits hold for all frames together, and so does `min_pixels` here. `max_pixels` is the limit of a frame
+        in the longest clip, so that graphs need not take shorter clips in larger frames.
         """
         _, size, frames = self._video_settings(settings, image)
         together = self.vision.temporal_patch_size

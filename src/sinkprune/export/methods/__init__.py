@@ -1,7 +1,7 @@
 """Pruning methods. A method turns a budget into weightless graphs, a `PlanGraphs`.
 
-A module gives `METHODS`, its methods by name. To add a method, add its module: nothing else knows the names. The
-decoder is cut wherever a plan selects.
+`METHODS` of a module are its methods by name. To add a method, add its module: the names are listed nowhere else. The
+decoder is cut after each layer where a plan selects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sinkprune.export.pruning.plan import Method
 
 
 def load_method(name: str) -> Method:
-    """The method `name`; raises `BudgetError` with the known names."""
+    """Return the method `name`; raises `BudgetError` with the known names."""
     methods = all_methods()
     if name not in methods:
         raise BudgetError(f"unknown method '{name}'; known methods: {', '.join(sorted(methods))}.")
@@ -22,7 +22,7 @@ def load_method(name: str) -> Method:
 
 
 def all_methods() -> dict[str, Method]:
-    """Every method of this package's modules, by name."""
+    """Return every method of this package's modules, by name."""
     methods: dict[str, Method] = {}
     for module in pkgutil.iter_modules(__path__, f"{__name__}."):
         methods |= importlib.import_module(module.name).METHODS

@@ -1,5 +1,6 @@
-"""The paper's ablations: SinkPruner with one part taken out, at the same mean visual tokens per layer (method.md
-section 6). Places that the missing part would have filled go to the most salient tokens.
+"""The paper's ablations: SinkPruner without one part, at the same mean visual tokens per layer (method.md section 6).
+
+The most salient tokens take the places of the missing part.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from sinkprune.export.pruning.plan import PlanFacts, PlanGraphs
 
 
 def no_sanitizer(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Every token goes to the LLM; the stages, scaled down alike, meet the mean."""
+    """Pass every token to the LLM, with the stages scaled alike to meet the mean."""
     cuts = prune_layers(facts.language_model.num_layers)
     return build(facts, scaled_stages(facts, budget, cuts, budget.resolve(facts.nominal_tokens).stages))
 
 
 def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """The sanitizer keeps the mean, salient and diverse tokens in the budget's proportion; no stage drops any."""
+    """Keep the mean in the sanitizer, salient and diverse tokens in the budget's proportion, without stages."""
     sanitizing = replace(budget, sanitizer=True)
     counts = sanitizing.resolve(facts.nominal_tokens)
     chosen = min(tokens_into_llm(facts, budget) - counts.sink, facts.nominal_tokens - counts.outliers)
@@ -29,18 +30,18 @@ def no_text_pruner(facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
 
 def no_diversity(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """The places of diverse tokens go to salient ones: duplicates are not avoided."""
+    """Keep salient tokens in the places of diverse ones, duplicates included."""
     counts = budget.resolve(facts.nominal_tokens)
     return build(facts, shares_of(facts, budget, replace(counts, reserve=counts.reserve + counts.diverse, diverse=0)))
 
 
 def no_outlier_removal(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """High-norm tokens are tokens like all others, and there is no sink; its place goes to a salient token."""
+    """Treat high-norm tokens like all others; a salient token takes the sink's place."""
     return _without_sink(facts, budget, replace(budget, remove_outliers=False))
 
 
 def no_aggregation(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """High-norm tokens are dropped, not averaged; the sink's place goes to a salient token."""
+    """Drop high-norm tokens without averaging them; a salient token takes the sink's place."""
     return _without_sink(facts, budget, replace(budget, aggregate=False))
 
 
@@ -54,7 +55,7 @@ METHODS = {
 
 
 def _without_sink(facts: PlanFacts, budget: Budget, without: Budget) -> PlanGraphs:
-    """The plan of `without` that keeps as many tokens as `budget`, if there are as many."""
+    """Return the plan of `without` that keeps as many tokens as `budget`, or all if there are fewer."""
     n = facts.nominal_tokens
     kept, counts = budget.resolve(n).kept, without.resolve(n)
     reserve = min(kept, n - counts.outliers) - counts.diverse

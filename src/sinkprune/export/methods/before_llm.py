@@ -1,6 +1,4 @@
-"""Methods that choose tokens before the LLM, as many as meet the budget's mean, and keep them in raster order;
-docs/methods.md.
-"""
+"""Methods that choose tokens before the LLM, in raster order and as many as the budget's mean (docs/methods.md)."""
 
 from __future__ import annotations
 
@@ -32,25 +30,25 @@ SEED = 0
 _FLOAT = ir.DataType.FLOAT
 
 Choose = Callable[[PlanFacts, Budget, Graph, Features, Callable[[], Count]], ir.Value]
-"""Writes into a sanitizer that keeps the shares of a budget which tokens stay: their index [G,k], or [1,k] for all
-groups alike. The last argument gives k."""
+"""Writes the choice of tokens into a sanitizer for the shares of a budget. Returns their index [G,k], or [1,k] if all
+groups are alike. The last argument returns k."""
 
 
 def fastervlm(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
-    """FasterVLM ("[CLS] Attention is All You Need for Training-Free Visual Token Pruning"): the tokens of largest CLS
-    attention. That is our salience, which towers without a CLS token have too."""
+    """Keep the tokens of largest CLS attention: FasterVLM ("[CLS] Attention is All You Need for Training-Free Visual
+    Token Pruning"). CLS attention is our salience, which towers without a CLS token have too."""
     facts.check_ranked(facts.most_counts(kept).kept)
     count = k()
     return ascending(graph, largest(graph, features.salience, count), count)
 
 
 def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
-    """DivPrune ("DivPrune: Diversity-based Visual Token Pruning for Large Multimodal Models"): the tokens least
-    similar to each other, by greedy max-min cosine distance.
+    """Keep the tokens least similar to each other, by greedy max-min cosine distance: DivPrune ("DivPrune:
+    Diversity-based Visual Token Pruning for Large Multimodal Models").
 
-    Our DIV rule with one token reserved: the one whose largest similarity to any other is smallest. Like DIV it takes
-    several tokens a round; DivPrune's own serial rule is the budget's option `serial`, one round a token, 1.6 kB of
-    graph a round.
+    This is our DIV rule with one reserved token: the one whose largest similarity to any other is smallest. Like DIV
+    it takes several tokens a round. DivPrune's own serial rule is the budget's option `serial`: a round for each
+    token, of 1.6 kB of graph.
     """
     most, batch = facts.most_counts(kept).kept, kept.diversity_group_size
     facts.check_ranked(most)
@@ -66,11 +64,11 @@ def divprune(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k
 
 
 def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
-    """DART ("Stop Looking for Important Tokens in Multimodal Language Models: Duplication Matters More"): the pivots,
-    4 tokens of largest norm, and for each in turn its share of the tokens least similar to it.
+    """Keep 4 pivots of largest norm, and for each in turn its share of the tokens least similar to it: DART ("Stop
+    Looking for Important Tokens in Multimodal Language Models: Duplication Matters More").
 
-    Shares are equal but for one token; what an earlier pivot took is no candidate of a later one. DART's 4 text
-    pivots are keys of a decoder layer: before the LLM, where this plan acts, there are none.
+    Shares differ by at most one token, and a token that an earlier pivot took is no candidate of a later one. DART's
+    4 text pivots are keys of a decoder layer, which do not exist before the LLM.
     """
     most = facts.most_counts(kept).kept
     facts.check_ranked(most)
@@ -78,9 +76,9 @@ def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Ca
     pivots = op.Min(vector(count), [PIVOTS])
     chosen = largest(graph, features.norms, pivots)
     similarity = cosines(op, unit_rows(op, op.Cast(features.tokens, to=_FLOAT)), chosen)
-    # No image has a share for more pivots than the largest.
+    # The largest image has a share for the most pivots.
     for pivot in range(min(PIVOTS, most - PIVOTS)):
-        # Where an image keeps fewer than there are pivots, the last stands for those it lacks, and its share is 0.
+        # If an image keeps fewer tokens than there are pivots, its last pivot repeats, with a share of 0.
         share = op.Max(op.Div(op.Sub(vector(count), [1 + pivot]), pivots), [0])
         to_pivot = op.Squeeze(op.Gather(similarity, op.Min([pivot], op.Sub(pivots, [1])), axis=2), [2])
         free = op.Where(mask_of(graph, features, chosen), float("inf"), to_pivot)
@@ -89,20 +87,20 @@ def dart(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Ca
 
 
 def uniform(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
-    """A baseline that never looks at the image: the middle token of each of k equal parts of it."""
+    """Keep the middle token of each of k equal parts: a baseline that ignores the content of the image."""
     op, (tokens, count) = graph.op, _sizes(graph, features, k)
     part = op.Unsqueeze(op.Range(0, op.Squeeze(count), 1), [0])
     return op.Div(op.Mul(op.Add(op.Mul(part, 2), 1), tokens), op.Mul(count, 2))
 
 
 def random(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: Callable[[], Count]) -> ir.Value:
-    """Another: the k tokens of largest score, scores drawn from `SEED`. What a small budget keeps, a large one keeps
-    too, and all images of as many tokens keep the same places."""
+    """Keep the k tokens of largest score, with scores drawn from `SEED`: another baseline. A large budget keeps all
+    tokens of a small one, and images of equal N keep the same places."""
     facts.check_ranked(facts.most_counts(kept).kept)
     draw = Random(SEED)
     scores = [draw.random() for _ in range(facts.most_at_once(kept))]
     ranks = [0.0] * len(scores)
-    # Ranks, because scores may tie when they are rounded to fp32.
+    # Ranks, because scores may tie after rounding to fp32.
     for rank, token in enumerate(sorted(range(len(scores)), key=scores.__getitem__)):
         ranks[token] = float(rank)
     op, (tokens, count) = graph.op, _sizes(graph, features, k)
@@ -111,13 +109,13 @@ def random(facts: PlanFacts, kept: Budget, graph: Graph, features: Features, k: 
 
 
 def _sizes(graph: Graph, features: Features, k: Callable[[], Count]) -> tuple[ir.Value, ir.Value]:
-    """N and k, each [1] int64."""
+    """Return N and k, each [1] int64."""
     count, tokens = k(), graph.op.Shape(features.norms, start=1, end=2)
     return tokens, graph.op.Constant(value_ints=vector(count)) if isinstance(count, int) else count
 
 
 def _loneliest(graph: Graph, features: Features) -> ir.Value:
-    """[G,1]: the token whose largest cosine with another is smallest."""
+    """Return [G,1]: the token whose largest cosine with another is smallest."""
     op = graph.op
     place = op.Range(0, op.Squeeze(op.Shape(features.norms, start=1, end=2)), 1)
     everyone = op.Expand(op.Unsqueeze(place, [0]), op.Shape(features.norms))
@@ -128,7 +126,7 @@ def _loneliest(graph: Graph, features: Features) -> ir.Value:
 
 
 def _build(choose: Choose, booked: Literal["reserve", "diverse"], facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Return the plan that keeps the tokens that `choose` writes, `booked` as this field of the budget."""
+    """Return the plan that keeps the tokens of `choose`, as the field `booked` of the budget."""
     kept = kept_before(facts, budget, **{booked: tokens_into_llm(facts, budget)})
     graph, features = new_sanitizer(facts, kept)
 

@@ -1,5 +1,6 @@
-"""Methods that drop tokens inside the LLM only, by attention; docs/methods.md. All take every token up to their first
-cut, and meet the budget's mean.
+"""Methods that drop tokens inside the LLM only, by attention (docs/methods.md).
+
+All keep every token up to their first cut, and meet the budget's mean.
 """
 
 from __future__ import annotations
@@ -11,28 +12,28 @@ from sinkprune.export.pruning.select import build_selects, last_row, text_like_t
 
 
 def fastv(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """FastV ("An Image is Worth 1/2 Tokens After Layer 2"): after layer 2 (0-based, of 32) the visual tokens stay
-    that the last token attends to most."""
+    """Keep the visual tokens that the last token attends to most after layer 2 (0-based, of 32): FastV ("An Image is
+    Worth 1/2 Tokens After Layer 2")."""
     cuts = scaled_layers((2,), facts.language_model.num_layers)
     kept = scaled_stages(facts, budget, cuts, [facts.nominal_tokens])
     return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, last_row))
 
 
 def pyramiddrop(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """PyramidDrop ("PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy
-    Reduction"): after the layers 8, 16 and 24 the same share of what is left stays, half in the paper, by the last
-    token's attention."""
+    """Keep an equal share of the rest after layers 8, 16 and 24, by the last token's attention: PyramidDrop
+    ("PyramidDrop: Accelerating Your Large Vision-Language Models via Pyramid Visual Redundancy Reduction"). The paper
+    keeps half."""
     cuts = scaled_layers((8, 16, 24), facts.language_model.num_layers)
     kept = constant_ratio(facts, budget, cuts)
     return PlanGraphs(kept, select_after=build_selects(facts, kept, cuts, last_row))
 
 
 def sparsevlm(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """SparseVLM ("SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference"): the
-    budget's stages at our layers, asked by the text rows that are like the image.
+    """Keep the budget's stages at our layers, queried by the text rows that are like the image: SparseVLM
+    ("SparseVLM: Visual Token Sparsification for Efficient Vision-Language Model Inference").
 
-    The paper picks those rows once, by the embeddings before the LLM; a select sees the hidden states behind its own
-    layer, and picks by these. Its recycling of dropped tokens is left out.
+    The paper chooses those rows once, by the embeddings before the LLM. A select chooses them by the hidden states
+    after its own layer. The paper's recycling of dropped tokens is left out.
     """
     cuts = prune_layers(facts.language_model.num_layers)
     kept = scaled_stages(facts, budget, cuts, budget.resolve(facts.nominal_tokens).stages)

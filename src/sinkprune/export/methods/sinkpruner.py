@@ -1,6 +1,6 @@
 """SinkPruner: the visual sanitizer before the LLM and the text-guided pruner at three decoder layers.
 
-method.md sections 1 and 2 hold the rules; each step below names its own.
+method.md sections 1 and 2 have the rules. Each step below names its rule.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sinkprune.export.pruning.shares import sanitizer_counts, vector
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """The plan of `budget`: a sanitizer (unless the budget goes without) and a select after each prune layer."""
+    """Return the plan of `budget`: a sanitizer, unless it has `no-sanitizer`, and a select after each prune layer."""
     return build_after(facts, budget, prune_layers(facts.language_model.num_layers) if budget.stages else ())
 
 
 def build_after(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> PlanGraphs:
-    """The plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
+    """Return the plan of `budget` whose stages follow the layers `cuts` (0-based, ascending)."""
     sanitizer = _sanitizer(facts, budget) if budget.sanitizer else None
     return PlanGraphs(budget, sanitizer, build_selects(facts, budget, cuts, every_text_row))
 
@@ -33,7 +33,7 @@ METHODS = {"sinkpruner": build}
 
 
 def _sanitizer(facts: PlanFacts, budget: Budget) -> Graph:
-    """`sanitizer` of the graph contract (method.md section 1)."""
+    """Return `sanitizer` of the graph contract (method.md section 1)."""
     most = facts.most_counts(budget)
     facts.check_ranked(most.reserve + (most.diverse if budget.order == "raster" else 0))
     graph, features = new_sanitizer(facts, budget)

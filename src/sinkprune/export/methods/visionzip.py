@@ -1,8 +1,9 @@
-"""VisionZip ("VisionZip: Longer is Better but Not Necessary in Vision Language Models"), and the same behind our
-high-norm filter, as SinkPruner's paper transfers it (docs/methods.md).
+"""VisionZip, plain and after our high-norm filter ("VisionZip: Longer is Better but Not Necessary in Vision Language
+Models").
 
-Of k tokens 10/64, rounded down, are contextual and the others dominant. VisionZip compares tokens by their attention
-keys; we have the tokens themselves. What goes with a token is gathered and merged with it, and not compared.
+SinkPruner's paper transfers the filter to VisionZip (docs/methods.md). Of k tokens 10/64, rounded down, are
+contextual and the others dominant. VisionZip compares tokens by their attention keys; we compare the tokens
+themselves. DeepStack features are gathered and merged with their tokens, and not compared.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _FLOAT = ir.DataType.FLOAT
 
 
 def build(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """Dominant tokens by salience; the others merged into contextual ones."""
+    """Return the plan that keeps dominant tokens by salience, and merges the others into contextual ones."""
     return _build(facts, replace(budget, sanitizer=True, remove_outliers=False), tokens_into_llm(facts, budget))
 
 
 def build_filtered(facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """The same of what the top-rho tokens leave: they are neither kept nor merged."""
+    """Return the same plan for all but the top-rho tokens, which are neither kept nor merged."""
     removing = replace(budget, sanitizer=True, remove_outliers=True, aggregate=False)
     left = facts.nominal_tokens - removing.resolve(facts.nominal_tokens).outliers
     return _build(facts, removing, min(tokens_into_llm(facts, budget), left))
@@ -48,7 +49,7 @@ METHODS = {"visionzip": build, "visionzip+filter": build_filtered}
 
 
 def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
-    """The plan that keeps `count` of the nominal tokens."""
+    """Return the plan that keeps `count` of the nominal tokens."""
     if count < 1:
         raise UnreachableMean(f"of {facts.nominal_tokens} visual tokens the filter leaves none")
     contextual = count * 10 // 64
@@ -81,16 +82,16 @@ def _build(facts: PlanFacts, options: Budget, count: int) -> PlanGraphs:
 def _merged(
     graph: Graph, features: Features, taken: ir.Value, left: Count, contextual: Count
 ) -> tuple[ir.Value, ir.Value]:
-    """The contextual rows [G,C,D'] and their index [G,C], of the `left` tokens of each group not in `taken` [G,N].
+    """Return the contextual rows [G,C,D'] and their index [G,C], of the `left` tokens of each group not in `taken`.
 
-    Every `left // C`-th of these is a target. To it is added the mean of those of the others that are most similar
-    to it. Sums are fp32.
+    Every `left // C`-th of these tokens is a target. Each other one belongs to the target that it is most similar to;
+    a target is added the mean of its tokens. Sums are fp32.
     """
     op = graph.op
     tokens = op.Shape(features.norms, start=1, end=2)
     place = op.Cast(op.Range(0, op.Squeeze(tokens), 1), to=_FLOAT)
     rest = smallest(graph, op.Where(taken, op.Cast(tokens, to=_FLOAT), place), op.Max(vector(left), [1]))
-    # One target at least, which is cut off again below: nothing is most similar to none of them.
+    # At least one target, because ArgMax needs one; it is cut off below.
     some = op.Max(vector(contextual), [1])
     number = op.Range(0, op.Squeeze(some), 1)
     targets = op.Gather(rest, op.Mul(number, op.Div(vector(left), some)), axis=1)

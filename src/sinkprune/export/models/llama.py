@@ -1,6 +1,6 @@
-"""The Llama decoder, and others of its shape, as segments between cuts, and its head.
+"""The Llama decoder and others of its shape: segments between cuts, and the head.
 
-Names of weights are the checkpoint's.
+Weights have the names of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from sinkprune.export.graph import Dim, WeightedGraph
 
 @dataclass(frozen=True)
 class Llama:
-    """What a Llama-shaped decoder needs beside the manifest's facts."""
+    """A Llama-shaped decoder: the manifest's facts, and what else its graphs need."""
 
     facts: LanguageModel
     rms_norm_eps: float
     qkv_bias: bool
     output_bias: bool
-    """Whether the projection behind attention has a bias."""
+    """Whether the projection after attention has a bias."""
     mlp_bias: bool
     head_norms: bool = False
-    """Whether each head's query and key is normed before it is turned."""
+    """Whether each head's query and key are normed before they are rotated."""
     deepstack: int = 0
-    """How many sets of vision features are added to the rows, one behind each of the first layers."""
+    """The number of sets of vision features; one is added to the rows after each of the first layers."""
 
 
 def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
-    """`decoder_s` of docs/graph-contract.md: `layers` (0-based) of the decoder, with their caches."""
+    """Write `decoder_s` of docs/graph-contract.md: `layers` (0-based) of the decoder, with their caches."""
     facts = llama.facts
     table: list[Dim] = [1, "S", facts.head_dim // 2]
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
@@ -56,13 +56,12 @@ def build_segment(graph: WeightedGraph, llama: Llama, layers: range) -> None:
         graph.output(f"value_{layer}", attended.value, given)
     if layers.stop < facts.num_layers:
         graph.output("query", query, [1, facts.num_heads, "S", facts.head_dim])
-        # Of its own, where the cache's rows are the same tensor: a tensor can be an output once.
+        # A copy, because `key_<layer>` may be the same tensor, and a tensor can be an output only once.
         graph.output("key", graph.op.Identity(key), new_rows)
 
 
 def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
-    """`head` of docs/graph-contract.md: final norm and vocabulary projection of the last row; `lm_head` names its
-    weights."""
+    """Write `head` of docs/graph-contract.md: final norm and vocabulary projection, by the weights `lm_head`."""
     op, facts = graph.op, llama.facts
     hidden = graph.input("hidden", [1, "S", facts.hidden_size])
     last = op.Squeeze(op.Slice(hidden, [-1], [2**31 - 1], [1]), [0])
@@ -73,7 +72,7 @@ def build_head(graph: WeightedGraph, llama: Llama, lm_head: str) -> None:
 
 
 def _deepstack(graph: WeightedGraph, llama: Llama) -> list[ir.Value]:
-    """What is added behind each of the first layers [1,S,d], zero where a row is text: side by side in one input."""
+    """Return what each of the first layers adds to its rows [1,S,d], zero for text: the parts of one input."""
     if not llama.deepstack:
         return []
     sets, width = llama.deepstack, llama.facts.hidden_size
@@ -92,7 +91,7 @@ def _layer(
     past: Past,
     mask: ir.Value | None,
 ) -> tuple[ir.Value, ir.Value, ir.Value, Attended]:
-    """One decoder layer; returns hidden, the rotated query and key, and what became of its cache."""
+    """Return the hidden states after a decoder layer, its rotated query and key, and its attention."""
     op, dialect, facts, name = graph.op, graph.dialect, llama.facts, f"language_model.layers.{layer}"
     d, width, kv_width = facts.hidden_size, facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
 
@@ -102,7 +101,7 @@ def _layer(
     def heads(y: ir.Value, count: int) -> ir.Value:
         return op.Transpose(op.Reshape(y, [0, 0, count, facts.head_dim]), perm=[0, 2, 1, 3])
 
-    def turned(y: ir.Value, which: str) -> ir.Value:
+    def rotated(y: ir.Value, which: str) -> ir.Value:
         if llama.head_norms:
             weight = graph.parameter(f"{name}.self_attn.{which}_norm.weight", [facts.head_dim])
             y = dialect.rms_norm(op, y, weight, llama.rms_norm_eps)
@@ -112,7 +111,7 @@ def _layer(
     own = f"{name}.self_attn"
     widths = {f"{own}.q_proj": width, f"{own}.k_proj": kv_width, f"{own}.v_proj": kv_width}
     q, k, v = graph.linears(x, f"{own}.qkv_proj", widths, d, bias=llama.qkv_bias)
-    query, key = turned(heads(q, facts.num_heads), "q"), turned(heads(k, facts.num_kv_heads), "k")
+    query, key = rotated(heads(q, facts.num_heads), "q"), rotated(heads(k, facts.num_kv_heads), "k")
     value = heads(v, facts.num_kv_heads)
     attended = dialect.cached_attention(op, query, key, value, past, mask)
     mixed = op.Reshape(op.Transpose(attended.mixed, perm=[0, 2, 1, 3]), [0, 0, width])
@@ -124,7 +123,7 @@ def _layer(
 
 
 def gated_mlp(graph: WeightedGraph, x: ir.Value, name: str, width: int, inner: int, *, bias: bool) -> ir.Value:
-    """SiLU-gated layers of `inner` values on the rows `x` [...,`width`], with the weights `name`."""
+    """Return SiLU-gated layers of `inner` values on the rows `x` [...,`width`], with the weights `name`."""
     op = graph.op
     gate, up = (graph.linear(x, f"{name}.{which}_proj", width, inner, bias=bias) for which in ("gate", "up"))
     gated = op.Mul(op.Mul(gate, op.Sigmoid(gate)), up)

@@ -1,15 +1,15 @@
-"""The vision tower of Qwen2.5-VL: windowed and full-attention blocks and the 2x2 merger, for any resolution, with the
-norms and the salience the sanitizer reads.
+"""The vision towers of Qwen2-VL and Qwen2.5-VL, for any resolution: attention blocks and the 2x2 merger.
 
-Patches stay in the processor's order, the four of a merged token together and those in raster order. Only attention
-sees windows: a block gathers its queries, keys and values into them and gathers the outcome back, so that its cost
-grows with the number of windows and no order has to be undone behind the tower. What depends on the grid (window
-index, rotary tables) comes from the host.
+With the tokens they output the norms and the salience that the sanitizer reads. Patches stay in the processor's
+order: the four of a merged token together, in raster order. In Qwen2.5-VL some blocks attend within windows. Such a
+block gathers its queries, keys and values into windows and gathers the result back. So its cost grows with the number
+of windows, and nothing has to be reordered after the tower. The host computes what depends on the grid: the window
+index and the rotary tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -18,44 +18,65 @@ import onnx_ir as ir
 from sinkprune.contract.towers import QwenTower
 from sinkprune.export.graph import Dim, WeightedGraph
 from sinkprune.export.models.llama import gated_mlp
+from sinkprune.export.models.vit import layer_norm, two_layers
 
 _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
-# Of the model's code, not its configuration.
+# Fixed in the model's code; no configuration has it.
 EPSILON = 1e-6
 _HIDDEN = -3.4028234663852886e38
 
 
 class QwenVision(QwenTower):
-    """A tower that can be written, by `build_vision`."""
+    """The tower of Qwen2.5-VL, which `build_vision` writes."""
 
     @property
     def head_dim(self) -> int:
         """The size of one attention head."""
         return self.hidden_size // self.num_heads
 
+    @property
+    def joined_size(self) -> int:
+        """The width of a merged token's patches, joined."""
+        return self.hidden_size * self.merge_size**2
+
     def norm(self, graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
-        """RMSNorm of the rows `x` [...,`size`], with the weights `name`."""
+        """Return the RMSNorm of the rows `x` [...,`size`], with the weights `name`."""
         return graph.dialect.rms_norm(graph.op, x, graph.parameter(f"{name}.weight", [size]), EPSILON)
 
     def mlp(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
-        """A block's gated layers on the rows `x` [...,D], with the weights `name`."""
+        """Return the gated layers `name` of a block on the rows `x` [...,D]."""
         return gated_mlp(graph, x, name, self.hidden_size, self.intermediate_size, bias=True)
 
     def embed(self, graph: WeightedGraph) -> ir.Value:
-        """[G,patches,D]: the input `pixel_values`, embedded."""
+        """Return [G,patches,D]: the input `pixel_values`, embedded."""
         return embedded_patches(graph, self)
 
-    def behind(self, graph: WeightedGraph, block: int, x: ir.Value) -> list[ir.Value]:
-        """[G,N,d], if the tower gives features of the rows `x` [G,patches,D] behind that block beside its tokens."""
+    def deepstack_features(self, graph: WeightedGraph, block: int, x: ir.Value) -> list[ir.Value]:
+        """Return [G,N,d], the features of the rows `x` [G,patches,D] after `block`, if the tower outputs any."""
         return []
 
     def merged(self, graph: WeightedGraph, x: ir.Value) -> ir.Value:
-        """[G,N,d]: each merged token's patches, normed and joined, through two layers to the decoder's width."""
-        op, joined = graph.op, self.hidden_size * self.merge_size**2
-        x = self.norm(graph, x, "visual.merger.ln_q", self.hidden_size)
-        x = graph.linear(op.Reshape(x, [0, -1, joined]), "visual.merger.mlp.0", joined, joined, bias=True)
-        return graph.linear(op.Gelu(x), "visual.merger.mlp.2", joined, self.out_size, bias=True)
+        """Return [G,N,d]: each merged token's patches, normed, joined and projected to the decoder's width."""
+        x = graph.op.Reshape(self.norm(graph, x, "visual.merger.ln_q", self.hidden_size), [0, -1, self.joined_size])
+        return self.projected(graph, x, ["visual.merger.mlp.0", "visual.merger.mlp.2"])
+
+    def projected(self, graph: WeightedGraph, x: ir.Value, names: Sequence[str]) -> ir.Value:
+        """Return [G,N,d] of the joined patches `x`, through the two layers `names`."""
+        return two_layers(graph, x, names, [self.joined_size, self.joined_size, self.out_size], "gelu")
+
+
+class Qwen2Vision(QwenVision):
+    """The tower of Qwen2-VL: every block attends within a whole frame, and norms and layers are CLIP's."""
+
+    def norm(self, graph: WeightedGraph, x: ir.Value, name: str, size: int) -> ir.Value:
+        """Return the LayerNorm of the rows `x` [...,`size`], with the weights `name`."""
+        return layer_norm(graph, x, name, size, EPSILON)
+
+    def mlp(self, graph: WeightedGraph, x: ir.Value, name: str) -> ir.Value:
+        """Return the two layers `name` of a block on the rows `x` [...,D]."""
+        widths = [self.hidden_size, self.intermediate_size, self.hidden_size]
+        return two_layers(graph, x, [f"{name}.fc1", f"{name}.fc2"], widths, "quick_gelu")
 
 
 class _Attending(NamedTuple):
@@ -75,11 +96,10 @@ class _Attending(NamedTuple):
 
 
 def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
-    """`vision` of the graph contract: pixel patches of G frames to merged tokens, their norms and their salience.
+    """Write `vision` of the graph contract: pixel patches of G frames to merged tokens, their norms and salience.
 
-    An image is one frame. Salience is the attention a token's patches receive in `salience_block`, mean
-    over heads, over all patches that ask and over its own patches; patches of other windows and frames, which do not
-    see it, count as zeros.
+    An image is one frame. Salience is the attention that a token's patches receive in `salience_block`: the mean over
+    heads, over all querying patches and over its own patches. Patches of other windows and frames count as zeros.
     """
     op, x = graph.op, vision.embed(graph)
     table: list[Dim] = ["G", "patches", vision.head_dim // 2]
@@ -96,7 +116,7 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
         x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
         if block == vision.salience_block:
             salience = _received(graph, vision, query, key, attending)
-        beside += vision.behind(graph, block, x)
+        beside += vision.deepstack_features(graph, block, x)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
 
     def by_unit(y: ir.Value | None) -> ir.Value:
@@ -110,8 +130,8 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
 
 
 def embedded_patches(graph: WeightedGraph, vision: QwenVision) -> ir.Value:
-    """[G,patches,D] of the input `pixel_values`, without a bias."""
-    # Colours, frames, rows, columns of a patch
+    """Return [G,patches,D] of the input `pixel_values`, embedded without a bias."""
+    # The colours, frames, rows and columns of a patch
     kernel = [vision.hidden_size, 3, vision.temporal_patch_size, vision.patch_size, vision.patch_size]
     pixels = graph.input("pixel_values", ["G", "patches", prod(kernel[1:])])
     weight = graph.parameter("visual.patch_embed.proj.weight", kernel, transposed=True, flat=True)
@@ -119,15 +139,15 @@ def embedded_patches(graph: WeightedGraph, vision: QwenVision) -> ir.Value:
 
 
 def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value, slot: ir.Value) -> _Attending:
-    """Patches in the windows of `index` [W,T], where -1 is an empty slot; `slot` [G,patches] is the way back."""
+    """Return attention within the windows `index` [W,T], -1 for empty slots; `slot` [G,patches] is its inverse."""
     op = graph.op
-    # An empty slot holds the first patch, which as a key is hidden and as a query is never gathered back.
+    # An empty slot holds the first patch: a masked key, and a query that is never gathered back.
     patch = op.Max(index, 0)
     held = op.Unsqueeze(op.GreaterOrEqual(index, 0), [1, 2])
     square = op.Concat(op.Shape(index, start=0, end=1), [1], *[op.Shape(index, start=1, end=2)] * 2, axis=0)
 
     def flat(x: ir.Value) -> ir.Value:
-        """All rows in one line, whatever they are arranged in."""
+        """Return all rows in one line."""
         return op.Reshape(x, op.Concat([-1], op.Shape(x, start=2), axis=0))
 
     def scatter(x: ir.Value) -> ir.Value:
@@ -142,7 +162,7 @@ def _windows(graph: WeightedGraph, cos: ir.Value, sin: ir.Value, index: ir.Value
 def _block(
     graph: WeightedGraph, vision: QwenVision, name: str, x: ir.Value, attending: _Attending
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """One block on `x` [G,patches,D]; returns its output, and its rotated queries and keys [B,H,T,h]."""
+    """Return the output of a block on `x` [G,patches,D], and its rotated queries and keys [B,H,T,h]."""
     op, d = graph.op, vision.hidden_size
 
     def heads(y: ir.Value) -> ir.Value:
@@ -163,10 +183,10 @@ def _block(
 def _received(
     graph: WeightedGraph, vision: QwenVision, query: ir.Value, key: ir.Value, attending: _Attending
 ) -> ir.Value:
-    """[G,patches] fp32: the softmax attention each patch receives, mean over heads and over all patches that ask."""
+    """Return [G,patches] fp32: the softmax attention that each patch receives, mean over heads and queries."""
     op = graph.op
     received = None
-    # In a full-attention block one head after the other: its matrix has as many elements as patches squared.
+    # In a full-attention block one head at a time, because its matrix is [patches,patches].
     step = 1 if attending.seen is None else vision.num_heads
     for head in range(0, vision.num_heads, step):
         q, k = (op.Cast(op.Slice(y, [head], [head + step], [1]), to=_FLOAT) for y in (query, key))

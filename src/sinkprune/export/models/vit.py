@@ -1,10 +1,12 @@
-"""The CLIP vision tower up to the feature layer, with the norms and the CLS salience the sanitizer reads.
+"""The CLIP vision tower up to the feature layer, with the norms and the CLS salience that the sanitizer reads.
 
-The blocks behind the feature layer are not computed. Salience is one row of attention, the CLS query against all
-keys, never the full matrix.
+The blocks after the feature layer are left out. Salience is one row of attention, the CLS query against all keys,
+never the full matrix.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
@@ -15,11 +17,11 @@ _FLOAT = ir.DataType.FLOAT
 
 
 class ViT(ViTTower):
-    """A tower that can be written, by `build_vision`."""
+    """The tower of CLIP, which `build_vision` writes."""
 
 
 def build_vision(graph: WeightedGraph, vit: ViT) -> None:
-    """`vision` of the graph contract for CLIP: pixel values to patch tokens, their norms and their salience."""
+    """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience."""
     op, n, d = graph.op, vit.tokens, vit.hidden_size
     pixels = graph.input("pixel_values", ["G", 3, vit.image_size, vit.image_size])
     x = _embed(graph, vit, pixels)
@@ -34,7 +36,7 @@ def build_vision(graph: WeightedGraph, vit: ViT) -> None:
 
 
 def _embed(graph: WeightedGraph, vit: ViT, pixels: ir.Value) -> ir.Value:
-    """[G,1+N,D]: the class embedding and the patches, with positions, normed."""
+    """Return [G,1+N,D]: the class embedding and the patches, with positions, normed."""
     op, d, p, name = graph.op, vit.hidden_size, vit.patch_size, "vision_tower.embeddings"
     kernel = graph.parameter(f"{name}.patch_embedding.weight", [d, 3, p, p])
     patches = op.Conv(pixels, kernel, kernel_shape=[p, p], strides=[p, p])
@@ -47,7 +49,7 @@ def _embed(graph: WeightedGraph, vit: ViT, pixels: ir.Value) -> ir.Value:
 
 
 def _block(graph: WeightedGraph, vit: ViT, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """One encoder block; returns its output, and the queries and keys [G,H,1+N,h] of its attention."""
+    """Return the output of an encoder block, and the queries and keys [G,H,1+N,h] of its attention."""
     op, d, count = graph.op, vit.hidden_size, vit.num_heads
 
     def heads(y: ir.Value, which: str) -> ir.Value:
@@ -61,34 +63,38 @@ def _block(graph: WeightedGraph, vit: ViT, name: str, x: ir.Value) -> tuple[ir.V
     x = op.Add(x, graph.linear(mixed, f"{name}.self_attn.out_proj", d, d, bias=True))
 
     y = layer_norm(graph, x, f"{name}.layer_norm2", d, vit.layer_norm_eps)
-    return op.Add(x, two_layers(graph, y, f"{name}.mlp", d, vit.intermediate_size, vit.activation)), query, key
-
-
-def activation(graph: WeightedGraph, name: str, x: ir.Value) -> ir.Value:
-    """One of `ACTIVATIONS`, which CLIP towers and LLaVA projectors use, by its name in configurations."""
-    if name == "quick_gelu":
-        return graph.op.Mul(x, graph.op.Sigmoid(graph.op.Mul(x, 1.702)))
-    return graph.op.Gelu(x)
+    layers, widths = [f"{name}.mlp.fc1", f"{name}.mlp.fc2"], [d, vit.intermediate_size, d]
+    return op.Add(x, two_layers(graph, y, layers, widths, vit.activation)), query, key
 
 
 ACTIVATIONS = ("quick_gelu", "gelu")
+"""The activations of CLIP towers and LLaVA projectors, by their names in configurations."""
 
 
 def layer_norm(graph: WeightedGraph, x: ir.Value, name: str, size: int, epsilon: float) -> ir.Value:
-    """LayerNorm of the rows `x` [...,`size`], with the weights `name`."""
+    """Return the LayerNorm of the rows `x` [...,`size`], with the weights `name`."""
     weight, bias = graph.parameter(f"{name}.weight", [size]), graph.parameter(f"{name}.bias", [size])
     return graph.op.LayerNormalization(x, weight, bias, axis=-1, epsilon=epsilon)
 
 
-def two_layers(graph: WeightedGraph, x: ir.Value, name: str, width: int, inner: int, act: str) -> ir.Value:
-    """`fc2` of the `act` of `fc1`, on the rows `x` [...,`width`], with the weights `name`; `act` is one of
-    `ACTIVATIONS`."""
-    x = activation(graph, act, graph.linear(x, f"{name}.fc1", width, inner, bias=True))
-    return graph.linear(x, f"{name}.fc2", inner, width, bias=True)
+def two_layers(
+    graph: WeightedGraph, x: ir.Value, names: Sequence[str], widths: Sequence[int], act: str, *, bias: bool = True
+) -> ir.Value:
+    """Return the second layer of `names` after the activation `act` of the first, on the rows `x`.
+
+    `widths` are those of `x`, of the rows between the layers, and of the result.
+    """
+    op, (width, inner, outer) = graph.op, widths
+    x = graph.linear(x, names[0], width, inner, bias=bias)
+    if act == "quick_gelu":
+        x = op.Mul(x, op.Sigmoid(op.Mul(x, 1.702)))
+    else:
+        x = op.Gelu(x, approximate="tanh") if act == "gelu_pytorch_tanh" else op.Gelu(x)
+    return graph.linear(x, names[1], inner, outer, bias=bias)
 
 
 def _cls_salience(graph: WeightedGraph, vit: ViT, query: ir.Value | None, key: ir.Value | None) -> ir.Value:
-    """[G,N] fp32: head mean of the CLS row of softmax attention, patch columns."""
+    """Return [G,N] fp32: the CLS row of softmax attention, its patch columns, mean over heads."""
     op = graph.op
     cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)
     cls = op.Mul(cls, (vit.hidden_size // vit.num_heads) ** -0.5)

@@ -1,9 +1,9 @@
-"""Equal mean visual tokens per layer: what a method may keep so that a budget means the same for all of them.
+"""Equal mean visual tokens per layer: the tokens that a method keeps so that a budget means the same for all.
 
-A budget is a schedule of SinkPruner's. Its mean over the decoder's layers, each booked with the visual tokens it
-really ran on (method.md section 5, "input counting"), is what every other method must meet (section 6). Means are
-exact fractions: no count depends on how a machine rounds. Counts here are of the model's nominal tokens
-(`PlanFacts.nominal_tokens`): those of each image, or of ten thousand where images differ in theirs.
+A budget is a schedule of SinkPruner. Its mean counts, for each layer of the decoder, the visual tokens that the layer
+ran on (method.md section 5, "input counting"). Every other method must meet this mean (section 6). Means are exact
+fractions, so that no count depends on a machine's rounding. Counts here are of the model's nominal tokens
+(`PlanFacts.nominal_tokens`): those of each image, or ten thousand if images differ.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export.pruning.plan import PlanFacts
 
-# Schedules are sought in steps of a millionth: finer than one token of any image.
+# Schedules are searched in steps of a millionth, finer than one token of any image.
 _STEPS = 1_000_000
 
 
 class UnreachableMean(BudgetError):
-    """The method cannot run on as few visual tokens a layer as the budget asks for."""
+    """The method cannot keep as few visual tokens per layer as the budget."""
 
 
 def mean_tokens(counts: Counts, cuts: Sequence[int], num_layers: int) -> Fraction:
-    """Visual tokens a layer, on average, where `counts` are realised and the stages follow the layers `cuts`."""
+    """Return the mean visual tokens per layer of `counts`, with stages after the layers `cuts`."""
     return PictureSchedule.of(counts, 1, cuts).mean(num_layers)
 
 
 def budget_mean(facts: PlanFacts, budget: Budget) -> Fraction:
-    """The mean that `budget` has under SinkPruner on this model."""
+    """Return the mean of `budget` under SinkPruner on this model."""
     layers = facts.language_model.num_layers
     return mean_tokens(budget.resolve(facts.nominal_tokens), prune_layers(layers), layers)
 
 
 def shares_of(facts: PlanFacts, budget: Budget, counts: Counts) -> Budget:
-    """`budget` with the shares that `counts` are of the model's nominal tokens, all else as it is."""
+    """Return `budget` with the shares that `counts` are of the model's nominal tokens."""
     n = facts.nominal_tokens
     return replace(
         budget,
@@ -50,20 +50,18 @@ def shares_of(facts: PlanFacts, budget: Budget, counts: Counts) -> Budget:
 
 
 def kept_before(facts: PlanFacts, budget: Budget, *, reserve: int = 0, diverse: int = 0) -> Budget:
-    """The shares of a method that keeps so many of the nominal tokens before the LLM, and drops none in it."""
+    """Return the shares of a method that keeps these nominal tokens before the LLM, and drops none in it."""
     before = replace(budget, sanitizer=True, remove_outliers=False)
     return shares_of(facts, before, Counts(outliers=0, sink=0, reserve=reserve, diverse=diverse, stages=()))
 
 
 def tokens_into_llm(facts: PlanFacts, budget: Budget) -> int:
-    """The nominal tokens a method keeps of each group that drops tokens before the LLM only: the mean, rounded half
-    up.
-    """
+    """Return the nominal tokens of each group that a method keeps before the LLM: the mean, rounded half up."""
     return min(facts.nominal_tokens, max(1, _round(budget_mean(facts, budget))))
 
 
 def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages: Sequence[int]) -> Budget:
-    """All N tokens into the LLM, then `stages` after the layers `cuts`, scaled down alike until the mean is met."""
+    """Return all N tokens into the LLM, then `stages` after the layers `cuts`, scaled alike to meet the mean."""
 
     def scaled(step: int) -> tuple[int, ...]:
         return tuple(_round(Fraction(stage * step, _STEPS)) for stage in stages)
@@ -72,7 +70,7 @@ def scaled_stages(facts: PlanFacts, budget: Budget, cuts: Sequence[int], stages:
 
 
 def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Budget:
-    """All N tokens into the LLM, then after each of the layers `cuts` the same share of what is left."""
+    """Return all N tokens into the LLM, then after each of the layers `cuts` the same share of the rest."""
 
     def shrunk(step: int) -> tuple[int, ...]:
         ratio = Fraction(step, _STEPS)
@@ -84,10 +82,10 @@ def constant_ratio(facts: PlanFacts, budget: Budget, cuts: Sequence[int]) -> Bud
 def _nearest(
     facts: PlanFacts, budget: Budget, cuts: Sequence[int], schedule: Callable[[int], tuple[int, ...]]
 ) -> Budget:
-    """The shares of the schedule of nearest mean.
+    """Return the shares of the schedule whose mean is nearest to the budget's.
 
-    `schedule`, of nominal tokens, grows with its argument, from 0 to `_STEPS`; none keeps less than 1. Raises
-    `UnreachableMean` where even its smallest mean rounds to another count than the budget's.
+    `schedule` grows with its argument, from 0 to `_STEPS`, and counts nominal tokens; a stage keeps at least 1.
+    Raises `UnreachableMean` if even the smallest mean rounds to a larger count than the budget's.
     """
     layers, wanted = facts.language_model.num_layers, budget_mean(facts, budget)
 
@@ -102,20 +100,20 @@ def _nearest(
         everything = f"all {facts.tokens}" if isinstance(facts.tokens, int) else "all"
         raise UnreachableMean(
             f"layers 0 to {cuts[0]} run on {everything} visual tokens, so that the mean over {layers} layers is "
-            f"{_told(facts, mean(0))} at least; the budget's is {_told(facts, wanted)}"
+            f"{_format_mean(facts, mean(0))} at least; the budget's is {_format_mean(facts, wanted)}"
         )
     above = min(_STEPS, bisect_left(range(_STEPS + 1), wanted, key=mean))
     nearest = counts(min(max(0, above - 1), above, key=lambda step: abs(mean(step) - wanted)))
     return shares_of(facts, replace(budget, sanitizer=False), nearest)
 
 
-def _told(facts: PlanFacts, mean: Fraction) -> str:
-    """A mean of the nominal tokens in words: tokens, or where images differ in theirs per cent of them."""
+def _format_mean(facts: PlanFacts, mean: Fraction) -> str:
+    """Return a mean as tokens, or as per cent of the nominal tokens if images differ."""
     if isinstance(facts.tokens, int):
         return f"{float(mean):.1f}"
     return f"{float(100 * mean / facts.nominal_tokens):.1f} %"
 
 
 def _round(value: Fraction) -> int:
-    """To the nearest integer, half up."""
+    """Round to the nearest integer, half up."""
     return floor(value + Fraction(1, 2))

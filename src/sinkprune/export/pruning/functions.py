@@ -1,8 +1,8 @@
 """The custom operations of domain `sinkprune`: `TopRho` and `DiversitySelect`, as ONNX function bodies.
 
-Each is one node in a sanitizer graph. Its body below is standard operators, so a runtime without our plugin still
-computes it; it is also the oracle that plugin kernels are tested against. Ties go to the lower index, as ONNX TopK
-breaks them. Arithmetic is fp32, whatever the type of the tokens.
+Each is one node in a sanitizer graph. Its body has standard operators, so that a runtime without our plugin computes
+it too. Plugin kernels are tested against it. Ties go to the lower index, as in ONNX TopK. Arithmetic is fp32 for
+tokens of every type.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FLOAT = ir.DataType.FLOAT
 _INT64 = ir.DataType.INT64
 _BOOL = ir.DataType.BOOL
 _LOWEST = float("-inf")
-# Rounding leaves the cosine of equal tokens on either side of 1. All above this are equal, so that they tie.
+# Rounding moves the cosine of equal tokens to either side of 1. Larger cosines count as equal, so that they tie.
 _SAME = 1.0 - 2.0**-18
 
 
 def top_rho(opset: int) -> ir.Function:
-    """`TopRho`: the mean of each group's tokens of largest norm, and which those are (method.md section 1, 1-2).
+    """Return `TopRho`: the mean of each group's tokens of largest norm, and their mask (method.md section 1, 1-2).
 
     Inputs: norms [G,N] fp32, tokens [G,N,D] float. Attribute `per_mille`: rho; the count is its share of N rounded
     up, at least 1. Outputs: sink [G,1,D] in the type of `tokens`, outlier [G,N] bool.
@@ -43,17 +43,17 @@ def top_rho(opset: int) -> ir.Function:
 
 
 def diversity_select(rounds: int, opset: int) -> ir.Function:
-    """`DiversitySelect`: the candidates least similar to what is kept, `batch` a round (method.md section 1, 4).
+    """Return `DiversitySelect`: the candidates least similar to the kept tokens (method.md section 1, 4).
 
-    Each round takes the candidates whose largest cosine similarity to the kept set is smallest; members of one
-    round are not compared with each other. With nothing reserved every similarity starts at -inf; the cosine with
-    a zero row is 0; cosines above 1 - 2**-18 are equal.
+    Each round takes the `batch` candidates whose largest cosine similarity to the kept set is smallest. Members of a
+    round are not compared with each other. With nothing reserved, every similarity starts at -inf. The cosine with a
+    zero row is 0. Cosines above 1 - 2**-18 are equal.
 
     Inputs: tokens [G,N,D] float, candidate [G,N] bool (at least `count` in each group), reserved [G,R] int64,
     count [1] int64. Attribute `batch`. Output: chosen [G,count] int64, ascending.
 
-    The body holds `rounds` rounds, enough for count <= rounds * batch. They are written out, not looped: no
-    TensorRT we could try compiles a Loop inside a function.
+    The body has `rounds` rounds, enough for count <= rounds * batch. It has no Loop, because the TensorRT versions
+    that we tried compile no Loop in a function.
     """
 
     def body(op: Any, tokens: ir.Value, candidate: ir.Value, reserved: ir.Value, count: ir.Value) -> ir.Value:
@@ -90,7 +90,7 @@ def diversity_select(rounds: int, opset: int) -> ir.Function:
 
 
 def unit_rows(op: Any, x: ir.Value) -> ir.Value:
-    """Rows of length 1; zero rows stay zero. Scaled by its largest element first, no row can overflow or vanish."""
+    """Return rows of length 1; zero rows stay zero. Division by the largest element first prevents overflow."""
     largest = op.ReduceMax(op.Abs(x), [-1], keepdims=1)
     scaled = op.Div(x, op.Where(op.Greater(largest, 0.0), largest, 1.0))
     length = op.ReduceL2(scaled, [-1], keepdims=1)
@@ -98,13 +98,13 @@ def unit_rows(op: Any, x: ir.Value) -> ir.Value:
 
 
 def cosines(op: Any, unit: ir.Value, index: ir.Value) -> ir.Value:
-    """[G,N,K]: cosine of every row of `unit` [G,N,D] with the rows `index` [G,K] names, at most `_SAME`."""
+    """Return [G,N,K]: the cosine of every row of `unit` [G,N,D] with its rows `index` [G,K], at most `_SAME`."""
     rows = op.GatherND(unit, op.Unsqueeze(index, [-1]), batch_dims=1)
     return op.Min(op.MatMul(unit, op.Transpose(rows, perm=[0, 2, 1])), _SAME)
 
 
 def _attribute(op: Any, name: str) -> ir.Value:
-    """The function's integer attribute `name`, as a [1] tensor."""
+    """Return the function's integer attribute `name`, as a [1] tensor."""
     return op.Unsqueeze(op.Constant(value_int=ir.RefAttr("value_int", name, ir.AttributeType.INT)), [0])
 
 

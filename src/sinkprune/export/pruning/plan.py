@@ -1,4 +1,4 @@
-"""What a method is told of a model, and the plan it makes of a budget: a `PlanGraphs`."""
+"""The facts of a model that methods use, and the plan that a method builds for a budget: a `PlanGraphs`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class UpTo:
     most: int
     """No group has more."""
     pixels_each: int
-    """How many pixels of the resized image make a token."""
+    """The pixels of the resized image in a token."""
     in_all: int
     """No image or clip has more in all its groups."""
 
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What a method may know of the model it prunes."""
+    """The facts of a model that methods use."""
 
     language_model: LanguageModel
     tokens: int | UpTo
@@ -44,19 +44,19 @@ class PlanFacts:
     images: int = 1
     """The most images a prompt has."""
     joined: bool = False
-    """Whether groups are the frames of a clip, sanitised as one unless a budget says otherwise."""
+    """Whether groups are the frames of a clip, which are sanitised as one unless a budget has `per-frame`."""
     deepstack: int = 0
-    """How many sets of features, each as wide as a token, go with each token to the decoder's first layers."""
+    """The number of sets of features, as wide as tokens, that each token takes to the decoder's first layers."""
 
     @property
     def deepstack_width(self) -> int:
-        """How wide all those sets are, side by side."""
+        """The width of all sets together."""
         return self.deepstack * self.visual_width
 
     @property
     def nominal_tokens(self) -> int:
-        """N, or ten thousand where images differ in theirs: counts of so many are shares of any image's."""
-        # Times the tokens of the longest clip it must fit into 32 bits, in which OpenVINO computes shapes.
+        """N, or ten thousand if N differs from image to image: counts of these are shares of any image's tokens."""
+        # OpenVINO computes shapes in 32 bits, so this times the tokens of the longest clip must fit.
         return _NOMINAL if isinstance(self.tokens, UpTo) else self.tokens
 
     @property
@@ -71,26 +71,23 @@ class PlanFacts:
 
     @property
     def visual_dim(self) -> Dim:
-        """N as the shape of a graph's tensor gives it."""
+        """N in the shape of a graph's tensor."""
         return "N" if isinstance(self.tokens, UpTo) else self.tokens
 
     def as_one(self, kept: Budget) -> bool:
-        """Whether the groups are sanitised as one."""
+        """Return whether the groups are sanitised as one."""
         return self.joined and kept.frames == "together"
 
     def most_at_once(self, kept: Budget) -> int:
-        """The most tokens that are sanitised at once."""
+        """Return the most tokens that are sanitised at once."""
         return self.most_visual_tokens if self.as_one(kept) else self.most_in_group
 
     def most_counts(self, kept: Budget) -> Counts:
-        """What the shares `kept` are of the most tokens that are sanitised at once."""
+        """Return the counts of the shares `kept`, of the most tokens that are sanitised at once."""
         return kept.resolve(self.most_at_once(kept))
 
     def check_ranked(self, count: int) -> None:
-        """Refuse to keep `count` tokens of a picture in one step, if no TopK of TensorRT's gives as many.
-
-        Raises `BudgetError` with what to lower: now, not when engines are built.
-        """
+        """Raise `BudgetError` if a step keeps more tokens than TensorRT's TopK returns."""
         if count <= MAX_TOP_K:
             return
         in_all, remedy = self.most_visual_tokens, "Choose a smaller budget."
@@ -109,17 +106,21 @@ class PlanFacts:
 
 @dataclass(frozen=True)
 class PlanGraphs:
-    """The graphs of one method at one budget."""
+    """The graphs of a method at a budget."""
 
     kept: Budget
-    """The shares of an image's visual tokens that the graphs keep, and the options that they were built with: the
-    budget itself, or what meets its mean (`sinkprune.export.pruning.equal_mean`)."""
+    """The shares of an image's visual tokens that the graphs keep, and their options.
+
+    These are the budget's own, or shares that meet its mean (`sinkprune.export.pruning.equal_mean`).
+    """
     sanitizer: Graph | None = None
-    """The graph before the LLM, for methods that drop tokens there."""
+    """The graph before the LLM; None for methods that drop no tokens there."""
     select_after: dict[int, Graph] = field(default_factory=dict)
-    """The graph behind each decoder layer (0-based) that the method drops tokens after."""
+    """The graph after each decoder layer (0-based) where the method drops tokens."""
 
 
 Method = Callable[[PlanFacts, Budget], PlanGraphs]
-"""Builds the plan of a budget. Raises `UnreachableMean` where the method cannot keep as few tokens as the budget
-asks for, and `BudgetError` where the model is too shallow for it."""
+"""Builds the plan of a budget.
+
+Raises `UnreachableMean` if the method cannot keep as few tokens, and `BudgetError` if the model is too shallow.
+"""

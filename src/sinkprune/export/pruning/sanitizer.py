@@ -1,6 +1,6 @@
-"""`sanitizer` of the graph contract: its inputs, its outputs, and what choosing tokens before the LLM is made of.
+"""`sanitizer` of the graph contract: its inputs, its outputs, and the operations that choose tokens before the LLM.
 
-An index is int64 [G,K], a mask bool [G,N]. Ties go to the lower index, as ONNX TopK breaks them.
+An index is int64 [G,K], a mask bool [G,N]. Ties go to the lower index, as in ONNX TopK.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BOOL = ir.DataType.BOOL
 
 
 class Features(NamedTuple):
-    """What the vision tower tells of its tokens."""
+    """The vision tower's outputs."""
 
     tokens: ir.Value
     """[G,N,D] float."""
@@ -29,30 +29,30 @@ class Features(NamedTuple):
     salience: ir.Value
     """[G,N] fp32."""
     rows: ir.Value
-    """[G,N,D'] float: `tokens`, and beside each what goes with it and nothing is chosen by."""
+    """[G,N,D'] float: `tokens`, each followed by its DeepStack features, which play no part in the choice."""
 
 
 def new_sanitizer(facts: PlanFacts, kept: Budget) -> tuple[Graph, Features]:
-    """An empty `sanitizer` that keeps the shares `kept`, and its inputs: of all groups as one where they are."""
+    """Return an empty `sanitizer` for the shares `kept`, and its inputs, joined if groups are sanitised as one."""
     graph, n = Graph("sanitizer", facts.precision, facts.dialect), facts.visual_dim
     rows = tokens = graph.input("tokens", ["G", n, facts.visual_width])
     norms = graph.input("norms", ["G", n], _FLOAT)
     salience = graph.input("salience", ["G", n], _FLOAT)
     if facts.deepstack:
-        # Gathered and averaged as one row, so that they cannot come apart.
+        # Joined to one row, so that tokens and features are gathered and averaged together.
         rows = graph.op.Concat(tokens, graph.input("deepstack", ["G", n, facts.deepstack_width]), axis=-1)
     features = Features(tokens, norms, salience, rows)
     return graph, _joined(graph, facts, features) if facts.as_one(kept) else features
 
 
 def give_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: Features, index: ir.Value) -> None:
-    """Output the tokens that `index` [G,n0], or [1,n0] for all groups alike, names, in its order."""
+    """Output the tokens `index` [G,n0], or [1,n0] for all groups alike, in this order."""
     index = in_every_group(graph, features, index)
     give_rows(graph, facts, kept, gather_rows(graph, features.rows, index), index)
 
 
 def give_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value) -> None:
-    """Output `rows` [G,n0,D'], of `Features.rows`, and the token each stands for, `index` [G,n0]."""
+    """Output `rows` [G,n0,D'], as in `Features.rows`, and the token of each, `index` [G,n0]."""
     count, width, beside = rows_kept(facts, kept), facts.visual_width, None
     groups: Dim = 1 if facts.as_one(kept) else "G"
     if facts.deepstack:
@@ -64,44 +64,44 @@ def give_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, inde
 
 
 def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
-    """`index` [1,K] or [G,K] as [G,K]."""
+    """Return `index` [1,K] or [G,K] as [G,K]."""
     op = graph.op
     return op.Expand(index, op.Concat(op.Slice(_sizes(graph, features), [0], [1]), [1], axis=0))
 
 
 def gather_rows(graph: Graph, rows: ir.Value, index: ir.Value) -> ir.Value:
-    """[G,K,D]: the rows of `rows` [G,N,D] that `index` names."""
+    """Return [G,K,D]: the rows `index` of `rows` [G,N,D]."""
     return graph.op.GatherND(rows, graph.op.Unsqueeze(index, [-1]), batch_dims=1)
 
 
 def largest(graph: Graph, values: ir.Value, count: Count) -> ir.Value:
-    """The index of the `count` largest of each row of `values` [G,N], largest first."""
+    """Return the index of the `count` largest of each row of `values` [G,N], largest first."""
     _, index = graph.op.TopK(values, vector(count), axis=-1, largest=1, sorted=1, _outputs=2)
     return index
 
 
 def smallest(graph: Graph, values: ir.Value, count: Count) -> ir.Value:
-    """The index of the `count` smallest of each row of `values` [G,N], smallest first."""
+    """Return the index of the `count` smallest of each row of `values` [G,N], smallest first."""
     _, index = graph.op.TopK(values, vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return index
 
 
 def ascending(graph: Graph, index: ir.Value, count: Count) -> ir.Value:
-    """The `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
+    """Return the `count` indices of each row in ascending order. fp32 holds every index up to 2**24 exactly."""
     op = graph.op
     ordered, _ = op.TopK(op.Cast(index, to=_FLOAT), vector(count), axis=-1, largest=0, sorted=1, _outputs=2)
     return op.Cast(ordered, to=_INT64)
 
 
 def mask_of(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
-    """Which tokens `index` names."""
+    """Return the mask of the tokens `index`."""
     op = graph.op
     nowhere = op.Expand(0, op.Shape(features.norms))
     return op.Cast(op.ScatterElements(nowhere, index, op.Expand(1, op.Shape(index)), axis=1), to=_BOOL)
 
 
 def _joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
-    """All groups as one: [1,G*N,D] and [1,G*N]."""
+    """Return the features of all groups as one: [1,G*N,D] and [1,G*N]."""
     op = graph.op
     tokens = op.ReduceProd(_sizes(graph, features), [0], keepdims=1)
     flat = op.Concat([1], tokens, axis=0)
@@ -117,6 +117,6 @@ def _joined(graph: Graph, facts: PlanFacts, features: Features) -> Features:
 
 
 def _sizes(graph: Graph, features: Features) -> ir.Value:
-    """[2] int64: G and N, read off every input, because TensorRT drops inputs that nobody reads."""
+    """Return [2] int64: G and N, from the shapes of all inputs, because TensorRT drops unused inputs."""
     op = graph.op
     return op.Max(*(op.Shape(feature, start=0, end=2) for feature in dict.fromkeys(features)))

@@ -1,4 +1,4 @@
-"""Which visual rows survive a text-guided stage: those of largest score, of one image or of each of several."""
+"""The visual rows that survive a text-guided stage: those of largest score, of one image or of each image."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _INT64 = ir.DataType.INT64
 
 
 class Survivors(NamedTuple):
-    """What a stage leaves of its V visual rows."""
+    """The survivors of a stage's V visual rows."""
 
     alive: ir.Value
-    """[V] int64: 1 where a row survives, 0 where it does not."""
+    """[V] int64: 1 for a row that survives, else 0."""
     left: ir.Value
-    """[1] int64: how many survive, told by shapes alone."""
+    """[1] int64: the number of survivors, which depends on shapes only."""
 
 
 Choice = Callable[[Graph, ir.Value], Survivors]
-"""Chooses by the rows' scores [V] fp32, and declares the inputs it needs for that. Ties go to the earlier row."""
+"""Chooses by the rows' scores [V] fp32, and declares the inputs that it needs. Ties go to the earlier row."""
 
 
 def best(kept: int | Share, tokens: Dim = "N") -> Choice:
-    """The `kept` best of one image. A share is of the tokens the image had, told by its `norms` [G,`tokens`]."""
+    """Return a choice of the `kept` best of one image. A share is of the tokens of `norms` [G,`tokens`]."""
 
     def choose(graph: Graph, scores: ir.Value) -> Survivors:
         op = graph.op
@@ -43,11 +43,11 @@ def best(kept: int | Share, tokens: Dim = "N") -> Choice:
 
 
 def best_of_each_image(images: int) -> Choice:
-    """The best of each of up to `images` images, as many as `quota` [V2] has rows of it.
+    """Return a choice of the best of each of up to `images` images.
 
-    It and `visual_group` [V] hold image numbers. How many survive depends on every image's own tokens. It comes as
-    the length of an input, because a shape that depends on values would stop every compiler. Images are ranked side
-    by side, in a table of `images` x V: row against row would take V x V.
+    The inputs `quota` [V2] and `visual_group` [V] hold image numbers; an image keeps as many rows as `quota` has of
+    it. The number of survivors is the length of an input, because no compiler takes a shape that depends on values.
+    Images are ranked in a table of `images` x V; to compare rows pairwise would take V x V.
     """
 
     def choose(graph: Graph, scores: ir.Value) -> Survivors:
@@ -59,7 +59,7 @@ def best_of_each_image(images: int) -> Choice:
             return op.Equal(op.Unsqueeze(numbers, [0]), op.Unsqueeze(every, [1]))
 
         own = whose(group)
-        # No image keeps more than TopK gives: its plan would have been refused.
+        # No image keeps more than TopK returns: the export rejects such a plan.
         count = op.Min(op.Shape(quota), op.Shape(scores), [MAX_TOP_K])
         ranked = op.Where(own, op.Unsqueeze(scores, [0]), float("-inf"))
         _, index = op.TopK(ranked, count, axis=-1, largest=1, sorted=1, _outputs=2)

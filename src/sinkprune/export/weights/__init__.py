@@ -1,1 +1,1 @@
-"""The forms of weights: float, rounded, and as a checkpoint quantised them."""
+"""The forms of weights: floats, rounded at export, and quantised by the checkpoint."""

@@ -1,9 +1,8 @@
-"""Weights rounded so that what a layer gives changes least on inputs that were seen, in codes and scales like those
-to the nearest.
+"""Weights rounded for the inputs of a layer, so that its outputs change least, in the codes and scales of `rounding`.
 
-Of a layer's inputs X only their products X^T X matter: an output whose weights are off by e has the square error
-e^T (X^T X) e. Scales are searched first. Then each code is chosen to make up for the errors of those before it (GPTQ,
-arXiv:2210.17323, in the form of arXiv:2307.13304), and then again for those of all others (arXiv:2309.01885).
+Only the products X^T X of a layer's inputs X matter: an output whose weights have the error e has the squared error
+e^T (X^T X) e. The scales are searched first. Then each code is chosen to compensate the errors of earlier codes
+(GPTQ, arXiv:2210.17323, in the form of arXiv:2307.13304), and then again the errors of all others (arXiv:2309.01885).
 """
 
 from __future__ import annotations
@@ -18,42 +17,42 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.weights.rounding import Rounded, rounded, stored_scales
 
 _SCALES = np.linspace(1.0, 0.4, 25, dtype=np.float32)
-"""Scales that are tried, of the one that meets the largest value."""
+"""The scales to try, as shares of the scale that represents the largest value."""
 _DAMPING = 0.01
-"""What is added to every input's product with itself, of their mean: inputs that were not seen have a price too."""
+"""The share of the mean product of an input with itself that is added to each, so that unseen inputs count too."""
 _SWEEPS = 4
-"""How often all codes are chosen again; later ones gain next to nothing."""
+"""The sweeps that choose all codes again. More sweeps gain almost nothing."""
 _INPUTS, _OUTPUTS = 128, 2048
-"""How many inputs share a product with the errors of all, and how many outputs are rounded at a time."""
+"""The inputs that share a product with all errors, and the outputs that are rounded at a time."""
 
 
 class Inputs:
-    """What layers are given, as rounding their matrices needs it. Layers that are given the same share one."""
+    """The products of the inputs of a layer, or of several layers with the same inputs."""
 
     def __init__(self, products: Array) -> None:
-        """`products` [inputs,inputs] fp32 is X^T X of the inputs X."""
+        """Take `products` [inputs,inputs] fp32, X^T X of the inputs X."""
         self.products = products
         """X^T X."""
         added = _DAMPING * float(np.diag(products).mean())
-        # Where nothing was seen at all, all inputs count alike.
+        # Without any inputs, all count alike.
         self._added = np.float32(added if added > 0 else 1)
         self.squares: Array = np.diag(products) + self._added
-        """[inputs]: what each input's error costs by itself."""
+        """[inputs]: the cost of an error at each input alone."""
 
-    def of_all_others(self, rows: slice) -> Array:
-        """[rows,inputs], what these inputs must make up for of the errors of all others as they are."""
+    def feedback_of_others(self, rows: slice) -> Array:
+        """Return [rows,inputs]: by how much these inputs compensate the present errors of all others."""
         feedback: Array = self.products[rows] / self.squares[rows, None]
         feedback[:, rows][np.diag_indices(len(feedback))] = 0
         return feedback
 
-    def of_those_before(self, rows: slice) -> Array:
-        """[rows,rows.stop], what these inputs must make up for of the errors of those before, if those behind make up
-        for theirs."""
+    def feedback_of_earlier(self, rows: slice) -> Array:
+        """Return [rows,rows.stop]: by how much these inputs compensate the errors of earlier ones, if later inputs
+        compensate theirs."""
         return self._before[rows, : rows.stop]
 
     @cached_property
     def _before(self) -> Array:
-        """[inputs,inputs] U^T - 1 of U D U^T, with U upper and unit triangular."""
+        """[inputs,inputs]: U^T - 1 of U D U^T, with U upper and unit triangular."""
         flipped = self.products[::-1, ::-1].astype(np.float64)
         flipped[np.diag_indices_from(flipped)] = self.squares[::-1]
         lower = np.linalg.cholesky(flipped)
@@ -65,29 +64,29 @@ class Inputs:
 
 
 class Off(NamedTuple):
-    """How far each of a rounded layer's outputs is off on the inputs that were seen, as sums over those."""
+    """The errors of a rounded layer's outputs, as sums over the inputs."""
 
     square: Array
-    """[outputs] fp32: of the squares of their errors."""
+    """[outputs] fp32: the sums of the squared errors."""
     along: Array
-    """[outputs] fp32: of the products of the errors with the outputs themselves."""
+    """[outputs] fp32: the sums of the products of errors and outputs."""
 
 
 class Calibrated(NamedTuple):
-    """A matrix, rounded for inputs that were seen."""
+    """A matrix that was rounded for inputs."""
 
     rounded: Rounded
     length: Array
-    """[outputs] fp32: the sum of the squares of each output on those inputs, without a bias."""
+    """[outputs] fp32: the sum of the squares of each output on the inputs, without a bias."""
     off: Off
     nearest_off: Off
-    """If every weight had been rounded to the nearest."""
+    """The errors of rounding every weight to the nearest."""
 
 
 def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.dtype[Any]) -> Calibrated:
-    """`weight` [outputs,inputs] in the codes and scales of `rounded`, chosen for what its layer is given.
+    """Return `weight` [outputs,inputs] in codes and scales as of `rounded`, chosen for the `inputs` of its layer.
 
-    On those no output is further off than to the nearest.
+    On these inputs, no output has a larger error than with rounding to the nearest.
     """
     best = rounded(weight, most, block, dtype)
     sums = np.empty((5, len(weight)), np.float32)
@@ -97,7 +96,7 @@ def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.d
         nearest = Rounded(best.codes[rows], best.scales[rows]).values().T - exact
         scales = _searched_scales(exact, inputs.squares, most, block, dtype)
         steps, errors = np.repeat(scales.astype(np.float32), block, axis=0), np.zeros_like(exact)
-        for feedback in (inputs.of_those_before, *[inputs.of_all_others] * _SWEEPS):
+        for feedback in (inputs.feedback_of_earlier, *[inputs.feedback_of_others] * _SWEEPS):
             codes = _sweep(exact, steps, errors, feedback, most)
         off, along = _off(exact, errors, inputs)
         nearest_off, along_nearest = _off(exact, nearest, inputs)
@@ -111,8 +110,8 @@ def calibrated(weight: Array, inputs: Inputs, most: int, block: int, dtype: np.d
 
 
 def _off(exact: Array, errors: Array, inputs: Inputs) -> tuple[Array, Array]:
-    """[outputs] each, where weights [inputs,outputs] are off by `errors`: the square of each output's error, and its
-    product with the output."""
+    """Return [outputs] each: the square of an output's error if weights [inputs,outputs] have `errors`, and the
+    product of error and output."""
     seen = inputs.products @ errors
     return np.maximum(_along(errors, seen), 0), _along(exact, seen)
 
@@ -123,8 +122,8 @@ def _along(left: Array, right: Array) -> Array:
 
 
 def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype: np.dtype[Any]) -> Array:
-    """[blocks,outputs]: the scale with which each block of `exact` [inputs,outputs], rounded to the nearest, is least
-    off, in squares weighted by the inputs' `weights` [inputs]. Smaller scales clip the largest values."""
+    """Return [blocks,outputs]: the scale of least squared error of each block of `exact` [inputs,outputs], rounded to
+    the nearest. `weights` [inputs] weight the squares. Smaller scales clip the largest values."""
     inputs, outputs = exact.shape
     blocks, weights = exact.reshape(-1, block, outputs), weights.reshape(-1, block, 1)
     largest = np.abs(blocks).max(axis=1) / np.float32(most)
@@ -140,9 +139,9 @@ def _searched_scales(exact: Array, weights: Array, most: int, block: int, dtype:
 
 
 def _sweep(exact: Array, steps: Array, errors: Array, feedback: Callable[[slice], Array], most: int) -> Array:
-    """Choose each input's codes in turn, to make up for the `feedback` of the `errors`, which are kept up to date.
+    """Choose each input's codes in turn to compensate the `feedback` of the `errors`, which are updated.
 
-    All arrays are [inputs,outputs], and so are the codes that are returned.
+    All arrays are [inputs,outputs], and so are the returned codes.
     """
     codes = np.empty(exact.shape, np.int8)
     for start in range(0, len(exact), _INPUTS):
@@ -156,13 +155,13 @@ def _sweep(exact: Array, steps: Array, errors: Array, feedback: Callable[[slice]
 def _choose(
     exact: Array, steps: Array, errors: Array, codes: Array, owed: Array, feedback: Array, most: int
 ) -> Array:
-    """Choose the codes of some inputs in turn, all arrays of theirs; returns by how much their errors change.
+    """Choose the codes of some inputs in turn, and return the changes of their errors.
 
-    `owed` is what they must make up for before any of them is chosen anew, `feedback` [inputs,inputs] theirs of each
-    other. In halves, because a product with many changes takes less time than many with one.
+    `owed` is the feedback before any of these codes changes; `feedback` [inputs,inputs] is that among them. They are
+    chosen in halves, because one product with many changes is faster than many products with one.
     """
     if len(exact) == 1:
-        # A block of zeros has the smallest scale there is: infinitely many of it make up for anything.
+        # A block of zeros has the smallest possible scale, so that a division may overflow.
         with np.errstate(over="ignore"):
             wanted = (exact - owed) / steps
         np.clip(np.rint(wanted, out=wanted), -most, most, out=wanted)

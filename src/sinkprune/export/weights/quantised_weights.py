@@ -1,8 +1,8 @@
 """The tensors of a checkpoint whose matrices GPTQ or AWQ has quantised.
 
-A matrix [outputs,inputs] is stored as `qweight`, codes packed into 32-bit words; `scales` and `qzeros`, of each group
-of inputs and each output, zero points packed as well; and with GPTQ `g_idx`, each input's group. Value (o,i) is
-(code - zero) * scale. As in AutoGPTQ's and GPTQModel's QuantLinear and in AutoAWQ's WQLinear_GEMM.
+A matrix [outputs,inputs] has `qweight`, codes packed into 32-bit words. `scales` and `qzeros`, packed zero points,
+hold for a group of inputs and an output. GPTQ adds `g_idx`, the group of each input. Value (o,i) is (code - zero) *
+scale, as in AutoGPTQ's and GPTQModel's QuantLinear and in AutoAWQ's WQLinear_GEMM.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from sinkprune.export.checkpoint.folder import SafetensorsWeights
 from sinkprune.export.checkpoint.quantisation_config import Quantisation
 
 _WORD = 32
-# Which of a word's eight columns each of its fields holds, from the lowest bits up.
+# The column, of a word's eight, of each of its fields, from the lowest bits up.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class QuantisedWeights:
-    """A checkpoint's tensors, read one at a time: quantised matrices as floats, or layer by layer as they are."""
+    """A checkpoint's tensors, read one at a time: quantised matrices as floats, or as codes of a layer."""
 
     def __init__(self, weights: SafetensorsWeights, quantisation: Quantisation) -> None:
         self.quantisation = quantisation
@@ -36,9 +36,9 @@ class QuantisedWeights:
         self._weights.close()
 
     def quantised(self, name: str) -> bool:
-        """Whether the matrix `name`, which ends in `.weight`, is stored as codes.
+        """Return whether the matrix `name`, which ends in `.weight`, is stored as codes.
 
-        Raises `CheckpointError` where it is stored as floats too.
+        Raises `CheckpointError` if it is also stored as floats.
         """
         found = name.endswith(".weight") and f"{name.removesuffix('weight')}qweight" in self._weights
         if found and name in self._weights:
@@ -49,21 +49,21 @@ class QuantisedWeights:
         return found
 
     def tensor(self, name: str, shape: Sequence[int]) -> Array:
-        """The tensor `name` of `shape`, dequantised where it is stored as codes; raises `CheckpointError`."""
+        """Return the tensor `name` of `shape`, dequantised if it is stored as codes; raises `CheckpointError`."""
         if not self.quantised(name):
             return self._weights.tensor(name, shape)
         outputs, inputs = shape
         return self.layer(name, inputs, outputs).dequantised()
 
     def layer(self, name: str, inputs: int, outputs: int) -> QuantisedLayer:
-        """The quantised matrix `name` [outputs,inputs]; raises `CheckpointError`."""
+        """Return the quantised matrix `name` [outputs,inputs]; raises `CheckpointError`."""
         return QuantisedLayer(self._weights, self.quantisation, name, inputs, outputs)
 
 
 class QuantisedLayer:
-    """A matrix [outputs,inputs] as codes, scales and zero points, each read when it is asked for.
+    """A matrix [outputs,inputs] as codes, scales and zero points. Each call reads them again.
 
-    Its inputs are taken in such an order that the inputs of a group stand together. All raise `CheckpointError`.
+    The inputs are in an order that puts the inputs of a group together. All methods raise `CheckpointError`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class QuantisedLayer:
         self._weights, self._quantisation = weights, quantisation
         self._name, self._inputs, self._outputs = name.removesuffix(".weight"), inputs, outputs
         self.group: int = quantisation.group_size or inputs
-        """How many inputs share a scale."""
+        """The number of inputs that share a scale."""
         self._fields = _WORD // quantisation.bits
         if inputs % self.group:
             raise self._wrong(f"has {inputs} inputs", f"a multiple of {self.group}, which share a scale")
@@ -80,10 +80,10 @@ class QuantisedLayer:
             if count % self._fields:
                 raise self._wrong(f"has {count} {what}", f"a multiple of {self._fields}, which share a word")
         self.order: Array | None = self._order()
-        """The inputs [inputs] int64 in the order that codes have them; None where it is their own."""
+        """The inputs [inputs] int64 in the order of the codes; None if it is the layer's own order."""
 
     def codes(self) -> Array:
-        """[inputs,outputs] uint8, from 0 on, inputs in their `order`."""
+        """Return [inputs,outputs] uint8, from 0 on, inputs in their `order`."""
         name, fields = f"{self._name}.qweight", self._fields
         if self._quantisation.method == "awq":
             words = self._weights.integers(name, [self._inputs, self._outputs // fields])
@@ -96,16 +96,16 @@ class QuantisedLayer:
         return codes if self.order is None else codes[self.order]
 
     def scales(self) -> Array:
-        """[groups,outputs] floats, as they are stored."""
+        """Return [groups,outputs] floats, as stored."""
         return self._weights.tensor(f"{self._name}.scales", [self._inputs // self.group, self._outputs])
 
     def zeros(self) -> Array:
-        """[groups,outputs] uint8: the codes that stand for zero."""
+        """Return [groups,outputs] uint8: the codes of zero."""
         shape = [self._inputs // self.group, self._outputs // self._fields]
         zeros = self._unpacked_columns(self._weights.integers(f"{self._name}.qzeros", shape))
         most = (1 << self._quantisation.bits) - 1
         if self._quantisation.zeros_less_one:
-            # Some engines read zero there, some the code above the last.
+            # Engines differ in reading it: as zero, or as the code after the last.
             if zeros.max() == most:
                 raise self._wrong(
                     f"stores the zero point {most}, less one", f"at most {most - 1}, which all engines read alike"
@@ -115,12 +115,12 @@ class QuantisedLayer:
         if self._quantisation.symmetric and (zeros != middle).any():
             odd = int(zeros[zeros != middle][0])
             raise self._wrong(
-                f"has the zero point {odd}", f"{middle} alone, for config.json says that it is symmetric"
+                f"has the zero point {odd}", f"{middle} alone, because config.json declares symmetric codes"
             )
         return zeros
 
     def dequantised(self) -> Array:
-        """[outputs,inputs] fp32, inputs in their own order; not finite where scales are infinite or too large."""
+        """Return [outputs,inputs] fp32, inputs in their own order; not finite if scales are infinite or too large."""
         values = self.codes().astype(np.float32).reshape(-1, self.group, self._outputs)
         values -= self.zeros()[:, None]
         # `Precision.converted` rejects what is not finite.
@@ -132,7 +132,7 @@ class QuantisedLayer:
         return np.ascontiguousarray(matrix.T)
 
     def _order(self) -> Array | None:
-        """By `g_idx`, which may be left out where groups are in order."""
+        """Return the order of `g_idx`, which a checkpoint may leave out if groups are in order."""
         name = f"{self._name}.g_idx"
         if self._quantisation.method == "awq" or not (name in self._weights or self._quantisation.reordered):
             return None
@@ -156,7 +156,7 @@ class QuantisedLayer:
         return values
 
     def _field(self, words: Array, place: int) -> Array:
-        """The values that lie in the same bits of all `words`."""
+        """Return the values in the same bits of all `words`."""
         bits = self._quantisation.bits
         field: Array = (words.view(np.uint32) >> np.uint32(bits * place)) & np.uint32((1 << bits) - 1)
         return field

@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint has quantised, in its own codes and scales: nothing is rounded a second time."""
+"""Matrices that the checkpoint has quantised, stored with its own codes and scales: nothing is rounded again."""
 
 from __future__ import annotations
 
@@ -22,85 +22,64 @@ class CheckpointForm(WeightForm):
     def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
         return self._form(matrix).matrix(graph, matrix)
 
+    def input_order(self, matrix: Matrix) -> Array | None:
+        return self._form(matrix).input_order(matrix)
+
     def joins(self, matrix: Matrix) -> bool:
-        """Where the checkpoint has quantised all parts, or none."""
+        """Return whether the checkpoint has quantised all parts, or none, and their form joins them."""
         same = len({self._weights.quantised(name) for name in matrix.parts}) == 1
         return same and self._form(matrix).joins(matrix)
 
-    def product(self, graph: Matrices, x: ir.Value, matrix: Matrix) -> ir.Value:
-        return self._form(matrix).product(graph, x, matrix)
-
     def _form(self, matrix: Matrix) -> WeightForm:
-        """That of its parts, which is the same for all."""
+        """Return the form of the first part, which all parts of a joined matrix have."""
         return self._quantised if self._weights.quantised(next(iter(matrix.parts))) else self._floats
 
 
 class RepackedForm(WeightForm):
-    """Codes, scales and zero points as the checkpoint has them.
+    """Codes, scales and zero points of the checkpoint.
 
-    A scale stands for each block of at most `most_in_block` inputs: a group's scale is repeated for each of its
-    blocks, because engines have fast kernels for few sizes. With 8 bits and one group there is one scale an output.
+    A scale holds for a block of at most `most_in_block` inputs. A group's scale is repeated for each of its blocks,
+    because engines have fast kernels for few block sizes. With 8 bits and one group, each output has one scale.
     """
 
     def __init__(self, weights: QuantisedWeights, most_in_block: int | None, on_read: Callable[[int], None]) -> None:
-        """`on_read` is told how many weights have been read."""
+        """`on_read` receives the number of weights of each matrix that is read."""
         self._weights, self._most_in_block, self._on_read = weights, most_in_block, on_read
         self.least_opset = 19 if most_in_block is None else 21
 
+    def input_order(self, matrix: Matrix) -> Array | None:
+        return self._layers(matrix)[0].order
+
     def joins(self, matrix: Matrix) -> bool:
-        """Where all parts take their inputs in the same order."""
+        """Return whether all parts take their inputs in the same order."""
         orders = {None if layer.order is None else layer.order.tobytes() for layer in self._layers(matrix)}
         return len(orders) == 1
 
-    def product(self, graph: Matrices, x: ir.Value, matrix: Matrix) -> ir.Value:
-        """`x` [...,inputs] times the matrix, its inputs in the order of the matrix's groups."""
-        layers = self._layers(matrix)
-        order = layers[0].order
-        if order is not None:
-            stored = graph.stored(
-                f"{matrix.name}.order", ir.DataType.INT64, [matrix.inputs], lambda: ir.Tensor(order)
-            )
-            x = graph.op.Gather(x, stored, axis=-1)
-        product: ir.Value = graph.op.MatMul(x, self._matrix(graph, layers, matrix))
-        return product
-
     def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
-        """Of a matrix whose groups are in order; raises `ValueError` for others."""
-        layers = self._layers(matrix)
-        if layers[0].order is not None:
-            raise ValueError(f"'{matrix.name}' takes its inputs in an order of its own: ask for the product")
-        return self._matrix(graph, layers, matrix)
-
-    def _layers(self, matrix: Matrix) -> Sequence[QuantisedLayer]:
-        return [self._weights.layer(name, matrix.inputs, outputs) for name, outputs in matrix.parts.items()]
-
-    def _matrix(self, graph: Matrices, layers: Sequence[QuantisedLayer], matrix: Matrix) -> ir.Value:
-        quantisation, group = self._weights.quantisation, layers[0].group
-        form = quantisation.form
+        layers, quantisation = self._layers(matrix), self._weights.quantisation
+        form, group = quantisation.form, layers[0].group
         block = None if self._most_in_block is None else block_of(matrix.name, group, self._most_in_block)
 
         def by_block(by_group: Sequence[Array]) -> Array:
             return np.repeat(_beside(by_group), group // (block or group), axis=0)
 
-        def codes() -> Array:
-            found = _beside([layer.codes() for layer in layers])
-            self._on_read(found.size)
-            return found if form == "uint4" else (found - np.uint8(1 << (quantisation.bits - 1))).view(np.int8)
+        def read() -> list[Array]:
+            codes = _beside([layer.codes() for layer in layers])
+            self._on_read(codes.size)
+            # Reading the zero points checks that a symmetric matrix has the middle code alone.
+            zeros = by_block([layer.zeros() for layer in layers])
+            parts = zip(matrix.parts, layers, strict=True)
+            scales = by_block([graph.precision.converted(f"{part}.scale", layer.scales()) for part, layer in parts])
+            if form == "uint4":
+                return [codes, scales, zeros]
+            return [(codes - np.uint8(1 << (quantisation.bits - 1))).view(np.int8), scales]
 
-        def scales() -> Array:
-            scales = []
-            for part, layer in zip(matrix.parts, layers, strict=True):
-                # Whether it is symmetric is known by its zero points alone.
-                layer.zeros()
-                scales.append(graph.precision.converted(f"{part}.scale", layer.scales()))
-            return by_block(scales)
+        return dequantised(graph, matrix, form, block, read)
 
-        def zeros() -> Array:
-            return by_block([layer.zeros() for layer in layers])
-
-        return dequantised(graph, matrix, form, block, codes, scales, zeros if form == "uint4" else None)
+    def _layers(self, matrix: Matrix) -> Sequence[QuantisedLayer]:
+        return [self._weights.layer(name, matrix.inputs, outputs) for name, outputs in matrix.parts.items()]
 
 
 def _beside(parts: Sequence[Array]) -> Array:
-    """`parts` [n,outputs], one beside the other."""
+    """Return `parts` [n,outputs], one next to the other."""
     return np.concatenate(parts, axis=1)

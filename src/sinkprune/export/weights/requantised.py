@@ -1,4 +1,4 @@
-"""What is told of matrices that a checkpoint had quantised, and that were rounded a second time."""
+"""The errors of matrices that a checkpoint had quantised and an export rounded a second time."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Requantised:
     norm: float
     """The root of the sum of its squares."""
     error: float
-    """The same of its difference to what the checkpoint has."""
+    """The root of the sum of the squares of its difference from the checkpoint."""
 
     @classmethod
     def between(cls, layer: str, weight: Array, found: Array) -> Requantised:
-        """The matrix `layer` of values `weight`, which became those `found`."""
+        """Compare the matrix `layer` of values `weight` with its rounded values `found`."""
         return cls(layer, float(np.linalg.norm(weight)), float(np.linalg.norm(found - weight)))
 
     @property
     def relative_error(self) -> float:
-        """The error by the norm; 0 for a matrix of zeros."""
+        """The error divided by the norm; 0 for a matrix of zeros."""
         return self.error / self.norm if self.norm else 0.0
 
 
 def summary(layers: Sequence[Requantised]) -> dict[str, Any]:
-    """How many layers there are, their relative L2 error together, and the layer with the largest."""
+    """Return the number of layers, their relative L2 error together, and the layer with the largest error."""
     together = Requantised("", hypot(*(layer.norm for layer in layers)), hypot(*(layer.error for layer in layers)))
     largest = max(layers, key=lambda layer: layer.relative_error)
     return {

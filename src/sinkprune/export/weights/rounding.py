@@ -1,4 +1,4 @@
-"""Weights rounded to whole numbers with scales, to the nearest: symmetric, or with zero points."""
+"""Weights rounded to the nearest of whole numbers times scales: symmetric, or with zero points."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 
-# As many values fit a core's second cache.
+# This many values fit into a core's second cache.
 _CHUNK = 1 << 17
 
 
@@ -22,7 +22,7 @@ class Rounded(NamedTuple):
     """[outputs,blocks] floats above 0."""
 
     def values(self) -> Array:
-        """The matrix [outputs,inputs] fp32 that is meant."""
+        """Return the matrix [outputs,inputs] fp32."""
         return _scaled(self.codes.astype(np.float32), self.scales)
 
 
@@ -35,32 +35,32 @@ class RoundedFromZero(NamedTuple):
     scales: Array
     """[outputs,blocks] floats above 0."""
     zeros: Array
-    """[outputs,blocks] uint8: the codes that stand for zero."""
+    """[outputs,blocks] uint8: the codes of zero."""
 
     def values(self) -> Array:
-        """The matrix [outputs,inputs] fp32 that is meant."""
+        """Return the matrix [outputs,inputs] fp32."""
         codes, block = self.codes.astype(np.float32), self.codes.shape[1] // self.zeros.shape[1]
         codes.reshape(*self.zeros.shape, block)[...] -= self.zeros[..., None]
         return _scaled(codes, self.scales)
 
 
 class Rounding(Protocol):
-    """A rule by which matrices are rounded."""
+    """A rule that rounds matrices."""
 
     def __call__(self, name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
-        """The matrix `name` as `rounded` gives it, or nearer by another measure."""
+        """Return the matrix `name`, rounded as by `rounded` or nearer by another measure."""
 
 
 def to_nearest(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
-    """The rule that is the same for all matrices: `rounded`."""
+    """Return `rounded` of the matrix, whatever its name."""
     return rounded(weight, most, block, dtype)
 
 
 def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
-    """`weight` [outputs,inputs] in codes up to `most` (127 for int8, 7 for int4), `block` inputs to a scale.
+    """Return `weight` [outputs,inputs] in codes up to `most` (127 for int8, 7 for int4), with a scale per `block`.
 
-    Scales are of `dtype`, and codes are rounded by the scales as they are stored. The largest value of each block is
-    met exactly, up to its scale's rounding. `block` divides the inputs.
+    Scales have `dtype`, and codes are rounded with the stored scales. The largest value of each block is exact, up to
+    the rounding of its scale. `block` divides the inputs.
     """
     outputs, inputs = weight.shape
     codes, scales = np.empty((outputs, inputs), np.int8), np.empty((outputs, inputs // block), dtype)
@@ -76,17 +76,18 @@ def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Round
 
 
 def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedFromZero:
-    """`weight` [outputs,inputs] in codes from 0 to `most` (15 for uint4), `block` inputs to a scale and a zero point.
+    """Return `weight` [outputs,inputs] in codes from 0 to `most` (15 for uint4), with a scale and zero point per
+    `block`.
 
-    Scales are of `dtype`, and codes are rounded by the scales as they are stored. A block's range is made to reach
-    zero, which is met exactly. `block` divides the inputs.
+    Scales have `dtype`, and codes are rounded with the stored scales. A block's range is extended to zero, which is
+    exact. `block` divides the inputs.
     """
     outputs, inputs = weight.shape
     codes, scales = np.empty((outputs, inputs), np.uint8), np.empty((outputs, inputs // block), dtype)
     zeros = np.empty(scales.shape, np.uint8)
     for rows, blocks in _in_chunks(weight, block):
         low, high = np.minimum(blocks.min(axis=-1), 0), np.maximum(blocks.max(axis=-1), 0)
-        # Each divided before they are added up: the sum of two large ones may be none.
+        # Divided before the sum, because the sum of two large values may overflow.
         scale = stored_scales(high / np.float32(most) - low / np.float32(most), dtype)
         scales[rows] = scale
         wide = scale.astype(np.float32)
@@ -101,7 +102,7 @@ def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]
 
 
 def _in_chunks(weight: Array, block: int) -> Iterator[tuple[slice, Array]]:
-    """Some rows of `weight` [outputs,inputs] after the other: which, and a copy of them [rows,blocks,block] fp32."""
+    """Yield slices of rows of `weight` [outputs,inputs], and copies of these rows [rows,blocks,block] fp32."""
     outputs, inputs = weight.shape
     step = max(1, _CHUNK // inputs)
     for start in range(0, outputs, step):
@@ -110,23 +111,23 @@ def _in_chunks(weight: Array, block: int) -> Iterator[tuple[slice, Array]]:
 
 
 def _scaled(values: Array, scales: Array) -> Array:
-    """`values` [outputs,inputs] fp32 times the scales [outputs,blocks] of their blocks, in place."""
+    """Multiply `values` [outputs,inputs] fp32 in place by the scales [outputs,blocks] of their blocks."""
     outputs, blocks = scales.shape
     values.reshape(outputs, blocks, -1)[...] *= scales.astype(np.float32)[..., None]
     return values
 
 
 def stored_scales(scales: Array, dtype: np.dtype[Any]) -> Array:
-    """`scales` as they can be stored: finite, and never 0, which no engine divides by."""
+    """Return `scales` in the range of `dtype`: finite, and never 0, because engines divide by them."""
     limits = np.finfo(dtype)
     stored: Array = np.clip(scales, limits.tiny, limits.max).astype(dtype)
     return stored
 
 
 def packed(codes: Array) -> Array:
-    """Two 4-bit `codes`, of any integers from -8 to 15, in each byte [n] uint8, the first in the low half.
+    """Return bytes [n] uint8 that each hold two 4-bit `codes` from -8 to 15, the first in the low half.
 
-    Codes are taken line by line; an odd last one has zeros beside it (onnx.proto3, `TensorProto.INT4`).
+    Codes are in row-major order. An odd last code is followed by zeros (onnx.proto3, `TensorProto.INT4`).
     """
     flat = np.ascontiguousarray(codes).view(np.uint8).ravel()
     if flat.size % 2:

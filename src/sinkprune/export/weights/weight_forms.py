@@ -1,7 +1,7 @@
-"""The forms that matrices of linear layers are stored in. Adding one is a class here and its line in `form_of`.
+"""The forms that matrices of linear layers are stored in. A new form is a class here and a line in `form_of`.
 
-Quantised matrices stand in front of their MatMul as DequantizeLinear: TensorRT takes that, ONNX Runtime and OpenVINO
-fuse it.
+A DequantizeLinear in front of the MatMul turns codes into floats. TensorRT takes it, ONNX Runtime and
+OpenVINO fuse it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -30,7 +31,7 @@ from sinkprune.export.weights.rounding import (
 )
 
 DEFAULT_BLOCK_SIZE = max(BLOCK_SIZES)
-"""Engines round states in groups no larger than a block, and larger groups are faster."""
+"""Engines round states in groups of at most a block, and larger groups are faster."""
 _FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "fp32": DTYPES["fp32"],
     "fp16": DTYPES["fp16"],
@@ -38,7 +39,7 @@ _FLOAT_TYPES: dict[str, np.dtype[Any]] = {
 }
 
 OnRounded = Callable[[str, Array, Rounded | RoundedFromZero], None]
-"""Told of a matrix that was rounded: the tensor's name, its values [outputs,inputs], and what became of them."""
+"""Receives each rounded matrix: the tensor's name, its values [outputs,inputs], and the rounded matrix."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +47,18 @@ class Matrix:
     """The matrix [outputs,inputs] of a linear layer, or of several layers on the same inputs, one below the other."""
 
     name: str
-    """The weight's, in the graph."""
+    """The name of the weight in the graph."""
     parts: Mapping[str, int]
-    """The checkpoint's tensors, and how many outputs each has."""
+    """The checkpoint's tensors, and the number of outputs of each."""
     inputs: int
 
     @property
     def outputs(self) -> int:
-        """Of all parts."""
+        """The outputs of all parts."""
         return sum(self.parts.values())
 
-    @classmethod
-    def of_one(cls, name: str, inputs: int, outputs: int) -> Matrix:
-        """A tensor of the checkpoint, under its own name."""
-        return cls(name, {name: outputs}, inputs)
-
     def read(self, graph: Matrices) -> Iterator[tuple[str, Array]]:
-        """Each part's name and values [outputs,inputs], one after the other."""
+        """Yield the name and the values [outputs,inputs] of each part."""
         for name, outputs in self.parts.items():
             yield name, graph.read(name, [outputs, self.inputs])
 
@@ -74,36 +70,35 @@ class Matrices(Protocol):
     precision: Precision
 
     def read(self, name: str, shape: Sequence[int]) -> Array:
-        """The checkpoint's tensor `name` of `shape`."""
+        """Return the checkpoint's tensor `name` of `shape`."""
 
     def stored(
         self, name: str, dtype: ir.DataType, shape: Sequence[int], read: Callable[[], ir.TensorProtocol]
     ) -> ir.Value:
-        """A weight of its own, which `read` gives when the graph is saved."""
+        """Return a new weight. `save` calls `read` for its values."""
 
 
 class WeightForm(Protocol):
-    """How a linear layer's matrix is stored."""
+    """How the matrix of a linear layer is stored."""
 
     least_opset: int
-    """The first opset in which the nodes of this form are what they are meant to be."""
+    """The first opset that has the nodes of this form."""
 
     @abstractmethod
     def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
-        """[inputs,outputs] in the graph's float type."""
+        """Return [inputs,outputs] in the graph's float type, its inputs in `input_order`."""
+
+    def input_order(self, matrix: Matrix) -> Array | None:
+        """Return [inputs] int64: the layer's inputs in the order of the stored rows; None if the orders are equal."""
+        return None
 
     def joins(self, matrix: Matrix) -> bool:
-        """Whether the parts of `matrix` can be stored as one, with the values that each has alone."""
+        """Return whether one stored matrix can hold the parts of `matrix`, with the values that each has alone."""
         return True
-
-    def product(self, graph: Matrices, x: ir.Value, matrix: Matrix) -> ir.Value:
-        """`x` [...,inputs] times that matrix."""
-        product: ir.Value = graph.op.MatMul(x, self.matrix(graph, matrix))
-        return product
 
 
 class FloatForm(WeightForm):
-    """Floats of the type `name`, cast to the graph's where that is another."""
+    """Floats of the type `name`, cast to the graph's type if that differs."""
 
     least_opset = 1
 
@@ -114,7 +109,7 @@ class FloatForm(WeightForm):
     def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
         def part(name: str, values: Array) -> Array:
             array = graph.precision.converted(name, values)
-            # bf16 holds whatever the graph's type does.
+            # bf16 has the range of fp32.
             own = PRECISIONS.get(self._name)
             return own.converted(name, array) if own else array.astype(self._dtype)
 
@@ -127,7 +122,7 @@ class FloatForm(WeightForm):
 
 
 class RoundedForm(WeightForm):
-    """Rounded as it is written: int8 with a scale an output, int4 and uint4 with one for each block of inputs."""
+    """Rounded at export: int8 with a scale for each output, int4 and uint4 with a scale for each block of inputs."""
 
     def __init__(
         self, name: WeightsName, most_in_block: int | None, rounding: Rounding, on_rounded: OnRounded
@@ -138,23 +133,15 @@ class RoundedForm(WeightForm):
 
     def matrix(self, graph: Matrices, matrix: Matrix) -> ir.Value:
         block = None if self._most_in_block is None else block_of(matrix.name, matrix.inputs, self._most_in_block)
-        others: list[Array] = []
 
-        def codes() -> Array:
-            """Read and round the matrix, part by part; scales and zero points are written after its codes."""
+        def read() -> list[Array]:
             parts = [self._rounded(graph, name, weight, block) for name, weight in matrix.read(graph)]
-            codes, *rest = (below(same) for same in zip(*parts, strict=True))
-            others.extend(rest)
-            return codes.T
+            return [below(same).T for same in zip(*parts, strict=True)]
 
-        def following() -> Array:
-            return others.pop(0).T
-
-        zeros = following if self._name == "uint4" else None
-        return dequantised(graph, matrix, self._name, block, codes, following, zeros)
+        return dequantised(graph, matrix, self._name, block, read)
 
     def _rounded(self, graph: Matrices, name: str, weight: Array, block: int | None) -> Rounded | RoundedFromZero:
-        # Refused where the graph's type cannot hold it, rounded from what was read.
+        # Reject what the graph's type cannot hold, but round the values as read.
         graph.precision.converted(name, weight)
         block, dtype = block or weight.shape[1], graph.precision.numpy
         if self._name == "uint4":
@@ -166,50 +153,63 @@ class RoundedForm(WeightForm):
 
 
 def dequantised(
-    graph: Matrices,
-    matrix: Matrix,
-    form: WeightsName,
-    block: int | None,
-    codes: Callable[[], Array],
-    scales: Callable[[], Array],
-    zeros: Callable[[], Array] | None,
+    graph: Matrices, matrix: Matrix, form: WeightsName, block: int | None, read: Callable[[], Sequence[Array]]
 ) -> ir.Value:
-    """The matrix of `codes` [inputs,outputs], with `scales` and `zeros` [inputs/block,outputs] or, without a block,
-    [outputs]; they are read in this order when the graph is saved."""
-    dtype, shape = ir.DataType[form.upper()], [matrix.inputs, matrix.outputs]
-    place: dict[str, int] = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
+    """Return `matrix` [inputs,outputs] as floats, stored as codes and scales, and for uint4 also as zero points.
+
+    `read` returns them in this order: codes [inputs,outputs], the others [inputs/block,outputs]. Without a `block`,
+    each output has one scale.
+    """
+    dtype, codes = ir.DataType[form.upper()], [matrix.inputs, matrix.outputs]
     each = [matrix.outputs] if block is None else [matrix.inputs // block, matrix.outputs]
-
-    def stored(name: str, shape: Sequence[int], read: Callable[[], Array]) -> ir.Value:
-        if form == "int8":
-            return graph.stored(name, dtype, shape, lambda: ir.Tensor(read()))
-        # Two codes in a byte
-        return graph.stored(name, dtype, shape, lambda: ir.PackedTensor(packed(read()), dtype, shape=ir.Shape(shape)))
-
-    operands = [stored(matrix.name, shape, codes)]
-    operands.append(
-        graph.stored(f"{matrix.name}.scale", graph.precision.onnx, each, lambda: ir.Tensor(scales().reshape(each)))
-    )
-    if zeros is not None:
-        operands.append(stored(f"{matrix.name}.zero", each, zeros))
-    floats: ir.Value = graph.op.DequantizeLinear(*operands, **place)
-    # Not every opset's inference tells them, and dialects ask for shapes.
+    shapes = {matrix.name: (dtype, codes), f"{matrix.name}.scale": (graph.precision.onnx, each)}
+    if form == "uint4":
+        shapes[f"{matrix.name}.zero"] = (dtype, each)
+    arrays = _ReadTogether(read)
+    operands = [
+        graph.stored(name, of_type, shape, partial(arrays.tensor, place, of_type, shape))
+        for place, (name, (of_type, shape)) in enumerate(shapes.items())
+    ]
+    axes: dict[str, int] = {"axis": 1} if block is None else {"axis": 0, "block_size": block}
+    floats: ir.Value = graph.op.DequantizeLinear(*operands, **axes)
+    # Not every opset infers them, and dialects need shapes.
     floats.shape, floats.type = operands[0].shape, ir.TensorType(graph.precision.onnx)
     return floats
 
 
+class _ReadTogether:
+    """Weights that one call reads. Each array is released when it is written, and the order of writing is free."""
+
+    def __init__(self, read: Callable[[], Sequence[Array]]) -> None:
+        self._read = read
+        self._waiting: dict[int, Array] = {}
+
+    def tensor(self, place: int, dtype: ir.DataType, shape: Sequence[int]) -> ir.TensorProtocol:
+        """Return the array `place` of those that the call returns, as a tensor of `dtype` and `shape`."""
+        if place not in self._waiting:
+            self._waiting = dict(enumerate(self._read()))
+        array = self._waiting.pop(place)
+        if dtype in (ir.DataType.INT4, ir.DataType.UINT4):
+            # Two codes in a byte
+            return ir.PackedTensor(packed(array), dtype, shape=ir.Shape(shape))
+        return ir.Tensor(array.reshape(shape))
+
+
 def below(parts: Sequence[Array]) -> Array:
-    """`parts` [n,...], one below the other; one alone is not copied."""
+    """Return `parts` [n,...], one below the other. A single part is not copied."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def largest_block(inputs: int, most: int) -> int | None:
-    """The largest block of at most `most` that divides so many inputs, if there is one."""
+    """Return the largest block of at most `most` inputs that divides `inputs`, or None."""
     return next((block for block in sorted(BLOCK_SIZES, reverse=True) if block <= most and inputs % block == 0), None)
 
 
 def block_of(name: str, inputs: int, most: int) -> int:
-    """The largest block of at most `most` that divides the inputs of the matrix `name`; raises `UsageError`."""
+    """Return the largest block of at most `most` that divides the inputs of the matrix `name`.
+
+    Raises `UsageError`.
+    """
     block = largest_block(inputs, most)
     if block is None:
         raise UsageError(
@@ -225,8 +225,7 @@ def form_of(
     on_rounded: OnRounded = lambda name, weight, found: None,
     rounding: Rounding = to_nearest,
 ) -> WeightForm:
-    """The form of that name; `block_size` is that of forms in blocks, `rounding` the rule of those without zero
-    points."""
+    """Return the form `name`. Only forms in blocks use `block_size`, only int8 and int4 use `rounding`."""
     if name in _FLOAT_TYPES:
         return FloatForm(name)
     return RoundedForm(name, None if name == "int8" else block_size or DEFAULT_BLOCK_SIZE, rounding, on_rounded)
@@ -239,15 +238,15 @@ def chosen_forms(
     block_size: int | None,
     quantisation: Quantisation | None = None,
 ) -> WeightForms:
-    """What was asked for, and for what was not: `weights` as the checkpoint was quantised or `precision` has it,
-    `vision` int8 beside quantised `weights` that were asked for, else as they are.
+    """Return the requested forms, with defaults for those that are None. Raises `UsageError` for forms that conflict.
 
-    Raises `UsageError` for forms that do not go together.
+    `weights` defaults to the checkpoint's own quantisation, else to `precision`. `vision` defaults to int8 if
+    `weights` requests quantised weights, else to the form of `weights`.
     """
     repacked = quantisation is not None and quantisation.repacks(weights)
     decoder = weights or (quantisation.form if quantisation else precision.name)
-    # What a checkpoint leaves in floats stays there unless asked.
-    tower = vision or (precision.name if quantisation and not weights else _beside(decoder))
+    # A tower that the checkpoint leaves in floats stays in floats, unless requested otherwise.
+    tower = vision or (precision.name if quantisation and not weights else _vision_form(decoder))
     for option, form in (("--weights", decoder), ("--vision-weights", tower)):
         if form == "fp32" and precision.name == "fp16":
             raise UsageError(f"{option} is fp32, but states are fp16. Export with --precision fp32, or leave it out.")
@@ -264,9 +263,9 @@ def chosen_forms(
 
 
 def check_dialect(forms: WeightForms, dialect: DialectName, repacked: Quantisation | None) -> None:
-    """Refuse weights that TensorRT 10.3, for which opset20 is, does not take; raises `UsageError`.
+    """Reject weights that opset20's TensorRT 10.3 does not take; raises `UsageError`.
 
-    `repacked` is how the checkpoint had quantised what is repacked.
+    `repacked` is the quantisation of matrices whose codes are kept, or None.
     """
     if dialect != "opset20":
         return
@@ -274,15 +273,15 @@ def check_dialect(forms: WeightForms, dialect: DialectName, repacked: Quantisati
         if form == "uint4":
             raise UsageError(
                 f"weights are uint4, and TensorRT takes no zero points. Export with {option} int4, which rounds them "
-                "again and says by how much they differ, or for other engines with --dialect opset24."
+                "again and reports the error, or for other engines with --dialect opset24."
             )
     if repacked and repacked.form == "int8" and repacked.group_size is not None:
         raise UsageError(
             "the checkpoint's int8 has a scale for each group of inputs; opset20 is for TensorRT 10.3, which takes "
-            "one an output. Export with --weights int8, which rounds again and says by how much they differ."
+            "one an output. Export with --weights int8, which rounds again and reports the error."
         )
 
 
-def _beside(weights: WeightsName) -> WeightsName:
-    """The tower's form beside others in `weights`."""
+def _vision_form(weights: WeightsName) -> WeightsName:
+    """Return the tower's form if the other matrices have the form `weights`."""
     return "int8" if weights in ("int8", "int4", "uint4") else weights

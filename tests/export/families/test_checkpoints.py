@@ -1,0 +1,195 @@
+"""Checkpoints as they are found: sharded, in bfloat16, named by several transformers versions, of each family."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from sinkprune import Pipeline
+from sinkprune.contract.precision import WeightsName
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from support.programs.commands import assert_refused, run
+
+Checkpoints = Callable[[str], Path]
+BUDGETS = {"mha-336": "retain-64", "next": "retain-320", "qwen": "prune-77.8", "qwen3-vl": "prune-77.8"}
+LLAVA = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.vision_model.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "model.image_newline": "image_newline",
+    "lm_head.": "language_model.lm_head.",
+}
+QWEN = {"model.visual.": "visual.", "model.language_model.": "model."}
+NAMINGS: dict[str, tuple[str, dict[str, str], set[str]]] = {
+    "llava in memory": ("mha-336", {}, {"model.language_model.norm.weight"}),
+    "llava before 4.52": (
+        "mha-336",
+        LLAVA,
+        {"language_model.model.layers.0.mlp.up_proj.weight", "vision_tower.vision_model.pre_layrnorm.weight"},
+    ),
+    "llava-next in memory": ("next", {}, {"model.image_newline"}),
+    "llava-next published": ("next", LLAVA, {"image_newline", "language_model.lm_head.weight"}),
+    "qwen published": (
+        "qwen",
+        QWEN,
+        {"visual.patch_embed.proj.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.weight"},
+    ),
+}
+"""A checkpoint, how it renames what transformers 5 keeps in memory, and some names that result."""
+
+
+def without_weights(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to, ignore=shutil.ignore_patterns("*.safetensors")))
+
+
+def tokens(pipeline: Pipeline, name: str, photo: Image.Image) -> list[int]:
+    """The token ids of an answer about a small picture."""
+    image = photo.resize((300, 200))
+    return pipeline.generate(image, "What is this?", budget=BUDGETS[name], max_new_tokens=12).token_ids
+
+
+def tokens_of(folder: Path, output: Path, name: str, photo: Image.Image) -> list[int]:
+    """The same of a checkpoint that has yet to be exported."""
+    export_bundle(ExportRequest(str(folder), budgets=(BUDGETS[name],)), output)
+    return tokens(Pipeline.load(output), name, photo)
+
+
+@pytest.mark.parametrize("naming", NAMINGS)
+def test_names_of_other_versions(
+    naming: str, checkpoint: Checkpoints, pipeline: Callable[..., Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    name, renamed, some = NAMINGS[naming]
+    tensors = AutoModelForImageTextToText.from_pretrained(checkpoint(name)).state_dict()
+    for new, old in renamed.items():
+        tensors = {old + key.removeprefix(new) if key.startswith(new) else key: x for key, x in tensors.items()}
+    assert some <= tensors.keys()
+    folder = without_weights(checkpoint(name), tmp_path / "checkpoint")
+    held = {key: tensor.contiguous() for key, tensor in tensors.items()}
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    assert tokens_of(folder, tmp_path / "bundle", name, photo) == tokens(pipeline(name), name, photo)
+
+
+def test_names_that_published_checkpoints_of_qwen3_have(checkpoint: Checkpoints) -> None:
+    """Names that transformers writes too. Other tests export such a checkpoint."""
+    assert {
+        "model.visual.patch_embed.proj.bias",
+        "model.visual.pos_embed.weight",
+        "model.visual.blocks.0.mlp.linear_fc1.weight",
+        "model.visual.merger.norm.weight",
+        "model.visual.deepstack_merger_list.2.linear_fc2.bias",
+        "model.language_model.layers.0.self_attn.q_norm.weight",
+        "model.language_model.norm.weight",
+    } <= load_file(checkpoint("qwen3-vl") / "model.safetensors").keys()
+
+
+def test_sharded(
+    checkpoint: Checkpoints, pipeline: Callable[..., Pipeline], photo: Image.Image, tmp_path: Path
+) -> None:
+    folder = without_weights(checkpoint("mha-336"), tmp_path / "checkpoint")
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint("mha-336"))
+    model.save_pretrained(folder, max_shard_size="300KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    found = tokens_of(folder, tmp_path / "bundle", "mha-336", photo)
+    assert found == tokens(pipeline("mha-336"), "mha-336", photo)
+
+
+def test_bfloat16_becomes_fp32_exactly(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = without_weights(checkpoint("mha-336"), tmp_path / "checkpoint")
+    stored = load_file(checkpoint("mha-336") / "model.safetensors")
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in stored.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    manifest = export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    assert manifest.precision == "fp32"
+    held = np.fromfile(tmp_path / "bundle/graphs/weights/head.bin", np.float32)
+    name = next(name for name in tensors if name.endswith("lm_head.weight"))
+    head = tensors[name].float().numpy().T.ravel()
+    np.testing.assert_array_equal(held[-head.size :], head)
+
+
+def test_processor_and_stop_tokens_come_from_the_checkpoint(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
+    for path, change in (
+        (next(folder.glob("*processor_config.json")), {"image_mean": [0.1, 0.2, 0.3]}),
+        (folder / "generation_config.json", {"eos_token_id": [2, 7]}),
+    ):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    manifest = export_bundle(ExportRequest(str(folder), budgets=("retain-64",)), tmp_path / "bundle")
+    assert manifest.processor["image_mean"] == [0.1, 0.2, 0.3]
+    assert manifest.tokens.stop == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "visual_tokens"), [("qwen", None, 21 * 14), ("qwen3-vl", "int4", 19 * 12)]
+)
+def test_random_weights_answer(
+    name: str,
+    weights: WeightsName | None,
+    visual_tokens: int,
+    checkpoint: Checkpoints,
+    photo: Image.Image,
+    tmp_path: Path,
+) -> None:
+    shutil.copy(checkpoint(name) / "config.json", tmp_path)
+    request = ExportRequest(str(tmp_path), budgets=("prune-77.8",), random_weights=True, weights=weights)
+    export_bundle(request, tmp_path / "bundle")
+    answer = Pipeline.load(tmp_path / "bundle").generate(photo, "Hm?", budget="prune-77.8", max_new_tokens=3)
+    assert answer.visual_tokens == visual_tokens
+
+
+@pytest.mark.parametrize("option", [("--max-pixels", 376320), ("--salience", "last")])
+def test_options_of_other_families_are_rejected(
+    option: tuple[object, ...], checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *option)
+    assert_refused(outcome, "'llava'", option[0], "CLS" if option[0] == "--salience" else "one size")
+
+
+def test_a_limit_that_is_too_large_for_topk_is_rejected_with_what_fits(
+    checkpoint: Checkpoints, tmp_path: Path
+) -> None:
+    export = ("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out")
+    assert_refused(run(*export, "--max-pixels", 12845056), "16384", "3840", "--max-pixels 6690656")
+    assert_refused(run(*export, "--max-pixels", 700), "784 to 700 pixels", "--max-pixels")
+    assert list(tmp_path.iterdir()) == []
+    assert run(*export, "--max-pixels", 12845056, "--budgets", "prune-88.9").code == 0
+
+
+def test_limits_given_at_export_are_the_bundles(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    limits = ("--min-pixels", 50176, "--max-pixels", 100352)
+    outcome = run("sinkprune-export", checkpoint("qwen"), "-o", tmp_path / "out", *limits, "--budgets", "prune-88.9")
+    assert outcome.code == 0, outcome.stderr
+    family = Pipeline.load(tmp_path / "out").family
+    assert [family.layout(Image.new("RGB", size)).tokens for size in ((28, 28), (2000, 2000))] == [64, 121]
+
+
+def test_the_commands_run_a_checkpoint_of_llava_next(
+    checkpoint: Checkpoints, photo_file: Path, tmp_path: Path
+) -> None:
+    bundle = tmp_path / "bundle"
+    assert run("sinkprune-export", checkpoint("next"), "-o", bundle).code == 0
+    ask = ("--image", photo_file, "--prompt", "What?")
+    picture = tmp_path / "kept.png"
+    outcome = run("sinkprune-run", bundle, *ask, "--budget", "retain-160", "--json", "--overlay", picture)
+    assert outcome.code == 0, outcome.stderr
+    answer = json.loads(outcome.stdout)
+    # 600x400 shows on two tiles by two.
+    assert (answer["visual_tokens"], answer["kept_after_sanitizer"]) == (5 * 64, 5 * 7)
+    with Image.open(picture) as drawn:
+        assert drawn.width == 2 * 1100 + 12
+    outcome = run("sinkprune-profile", bundle, *ask, "--repeat", 1, "--new-tokens", 2, "--json", tmp_path / "p.json")
+    assert outcome.code == 0, outcome.stderr
+    unpruned = json.loads((tmp_path / "p.json").read_text())["budgets"]["none"]
+    # 8x8 of the whole photo; on the canvas it keeps 10 of 16 lines, each of 16 tokens and a newline.
+    assert unpruned["kept_after_sanitizer"] == 64 + 10 * 17
+    assert unpruned["tokens_per_layer"] == [64 + 10 * 17] * 6
+    assert_refused(run("sinkprune-run", bundle, *ask, "--budget", "retain-64"), "retain-320, retain-160")

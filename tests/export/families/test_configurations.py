@@ -1,0 +1,267 @@
+"""Published configurations: what is read of each, and which variants are rejected by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from operator import attrgetter
+from typing import Any
+
+import jinja2
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3VLConfig, Qwen3VLMoeConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
+
+from sinkprune.contract.errors import CheckpointError
+from sinkprune.contract.families import FAMILIES
+from sinkprune.contract.manifest import decoder_segments
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.families import read_family
+from sinkprune.export.methods import load_method
+from sinkprune.export.precision import PRECISIONS
+from sinkprune.export.presets import PRESETS
+from sinkprune.export.pruning.plan import PlanFacts
+from sinkprune.runtime.families.rotary import Rotary
+from support.models.graphs import parameters_of
+from support.models.published_configs import PINPOINTS, PROCESSORS, PUBLISHED, with_value
+
+FACTS: dict[str, dict[str, Any]] = {
+    "llava-1.5-7b": {
+        "language_model.num_layers": 32,
+        "language_model.hidden_size": 4096,
+        "language_model.num_heads": 32,
+        "language_model.rope_theta": 10_000,
+        "vision.tokens": 576,
+        "image_token": 32000,
+    },
+    "llava-next-7b": {"language_model.rope_theta": 1e4, "language_model.num_kv_heads": 32, "most_groups": 5},
+    "llava-next-mistral-7b": {"language_model.rope_theta": 1e6, "language_model.num_kv_heads": 8, "most_groups": 5},
+    "qwen2-vl-7b": {
+        "language_model.rope_sections": (16, 24, 24),
+        "vision.intermediate_size": 5120,
+        "vision.salience_block": 30,
+    },
+    "qwen2.5-vl-7b": {
+        "language_model.rope_sections": (16, 24, 24),
+        "vision.full_attention_blocks": (7, 15, 23, 31),
+        "vision.window_side": 4,
+        "vision.rope_theta": 10_000,
+    },
+    "qwen3-vl-2b": {
+        "language_model.head_dim": 128,
+        "language_model.rope_theta": 5e6,
+        "vision.position_side": 48,
+        "vision.deepstack_blocks": (5, 11, 17),
+        "vision.salience_block": 22,
+    },
+}
+COUNTED = {"qwen3-vl-2b": 2_127_532_032, "qwen3-vl-4b": 4_437_815_808, "qwen3-vl-8b": 8_767_123_696}
+"""Parameters of published checkpoints, as the hub counts them."""
+TEXT, VISION = "text_config", "vision_config"
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_published_configuration_is_its_preset(name: str) -> None:
+    found, preset = read_family("hub", PUBLISHED[name]), read_family("preset", PRESETS[name])
+    assert found.language_model == preset.language_model
+    assert found.vision == preset.vision
+    assert parameters_of(found) == parameters_of(preset)
+    assert {fact: attrgetter(fact)(found) for fact in FACTS[name]} == FACTS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "settings"),
+    [
+        ("llava-next-mistral-7b", 576, {"image_grid_pinpoints": PINPOINTS}),
+        ("qwen2.5-vl-7b", 16384, {"min_pixels": 56 * 56}),
+        ("qwen3-vl-2b", 16384, {"min_pixels": 256**2, "max_pixels": 4096**2, "image_mean": [0.5] * 3}),
+    ],
+)
+def test_a_published_processor_is_read(name: str, tokens: int, settings: dict[str, Any]) -> None:
+    family = read_family("hub", PUBLISHED[name])
+    known = family.processor(PROCESSORS[name])
+    assert known.items() >= settings.items()
+    most = family.tokens_of(known)
+    assert (most if isinstance(most, int) else most.most) == tokens
+    if name.startswith("llava"):
+        assert known == read_family("preset", PRESETS[name]).processor({})
+
+
+def test_qwens_have_the_same_budgets() -> None:
+    assert FAMILIES["qwen2-vl"].budgets == FAMILIES["qwen2.5-vl"].budgets == FAMILIES["qwen3-vl"].budgets
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in (*PRESETS, "qwen2.5-vl-72b") if name not in ("llava-1.1b", "llava-1.5-13b")]
+)
+def test_parameters_are_those_of_transformers(name: str) -> None:
+    config = PRESETS.get(name) or PUBLISHED[name]
+    with torch.device("meta"):
+        own = AutoConfig.for_model(**copy.deepcopy(config))
+        model = AutoModelForImageTextToText.from_config(own)
+    # The graphs of CLIP towers leave out what comes after the feature layer.
+    unused = ("vision_tower.encoder.layers.23.", "vision_tower.post_layernorm.")
+    used = [p.numel() for n, p in model.named_parameters() if not any(part in n for part in unused)]
+    family = read_family(name, config)
+    lm = family.language_model
+    # A bundle stores the table and the head apart, where they share weights.
+    twice = lm.vocab_size * lm.hidden_size if own.tie_word_embeddings else 0
+    assert parameters_of(family) - twice == sum(used)
+    assert COUNTED.get(name, sum(used)) == sum(used)
+    assert name not in COUNTED or bool(twice) == (name != "qwen3-vl-8b")
+
+
+def test_the_72b_is_read_and_planned() -> None:
+    family = read_family("hub", PUBLISHED["qwen2.5-vl-72b"])
+    model = family.language_model
+    assert parameters_of(family) == 73_410_777_344
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (80, 64, 8, 128)
+    assert (model.hidden_size, family.visual_width, family.vision.intermediate_size) == (8192, 8192, 3456)
+    tokens = family.tokens_of(family.processor({**PROCESSORS["qwen2.5-vl-72b"], "max_pixels": 376320}))
+    facts = PlanFacts(model, tokens, family.visual_width, PRECISIONS["fp16"], DIALECTS["opset20"])
+    for name, budget in FAMILIES[family.name].budgets.items():
+        plan = load_method("sinkpruner")(facts, budget)
+        assert tuple(plan.select_after) == (2, 6, 15), name
+        assert plan.sanitizer is not None
+    decoder = [f"decoder_{segment}" for segment in range(4)]
+    assert list(family.graphs(decoder_segments((2, 6, 15), 80), ())) == ["vision", *decoder, "head"]
+
+
+@pytest.mark.parametrize(("name", "turn"), [("llava-next-7b", "USER: <image>"), ("llava-next-mistral-7b", "[INST] ")])
+def test_a_preset_has_its_decoders_template(name: str, turn: str) -> None:
+    content = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    template = jinja2.Template(read_family(name, PRESETS[name]).chat_template)
+    text = template.render(messages=[{"role": "user", "content": content}], add_generation_prompt=True)
+    assert text.startswith(turn)
+    assert text.count("<image>") == 1
+
+
+def test_positions_of_qwen3_turn_with_each_axis_in_turn() -> None:
+    """Three positions that differ on every axis, as Qwen3VLTextRotaryEmbedding turns them."""
+    sections = read_family("hub", PUBLISHED["qwen3-vl-2b"]).language_model.rope_sections
+    config = Qwen3VLConfig.from_dict(copy.deepcopy(PUBLISHED["qwen3-vl-2b"]))
+    places = torch.tensor([[3, 40, 500], [7, 11, 13], [1, 200, 30]])
+    cos, sin = Qwen3VLTextRotaryEmbedding(config.text_config)(torch.zeros(1), places[:, None])
+    found = Rotary(5e6, 128, torch.zeros(0).numpy().dtype, sections).tables(places.numpy())
+    for ours, theirs in zip(found, (cos, sin), strict=True):
+        assert abs(ours[0] - theirs[0, :, :64].numpy()).max() < 1e-4
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+YARN = {"type": "yarn", "factor": 4.0, "mrope_section": [16, 24, 24]}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("llava-1.5-7b", (TEXT, "model_type"), "qwen2", "model_type is 'qwen2', expected llama"),
+        ("llava-1.5-7b", (TEXT, "rope_parameters"), LINEAR, "rope_type is 'linear', expected default"),
+        ("llava-1.5-7b", (TEXT, "num_key_value_heads"), 3, "expected .*; found .* 32 heads, 3 key-value heads"),
+        ("llava-1.5-7b", (VISION, "model_type"), "siglip_vision_model", "model_type is 'siglip_vision_model'"),
+        ("llava-1.5-7b", ("vision_feature_select_strategy",), "full", "select_strategy is 'full', expected default"),
+        ("llava-1.5-7b", ("vision_feature_layer",), [-2, -1], r"vision_feature_layer: found \[-2, -1\], expected"),
+        ("llava-1.5-7b", ("vision_feature_layer",), 0, "vision_feature_layer 0 is none of the tower's 24 blocks"),
+        ("llava-1.5-7b", ("vision_feature_layer",), 25, "vision_feature_layer 25 is none of the tower's 24 blocks"),
+        ("llava-1.5-7b", ("vision_feature_layer",), -25, "vision_feature_layer -25 is none"),
+        ("llava-1.5-7b", ("vision_feature_layer",), -29, "vision_feature_layer -29 is none"),
+        ("llava-1.5-7b", ("image_token_index",), 32064, "expected .*; found .* image token 32064"),
+        ("llava-next-7b", ("image_grid_pinpoints",), [[336, 500]], r"\[\[336, 500\]\], expected pairs .* of .* 336"),
+        ("llava-next-7b", ("image_grid_pinpoints",), [], "expected pairs"),
+        ("llava-next-7b", ("vision_feature_select_strategy",), "full", "vision_feature_select_strategy is 'full'"),
+        ("llava-next-mistral-7b", (TEXT, "sliding_window"), 4096, "sliding_window is 4096"),
+        (
+            "llava-next-mistral-7b",
+            (TEXT,),
+            {"model_type": "qwen2"},
+            "model_type is 'qwen2', expected llama or mistral",
+        ),
+        ("qwen2-vl-7b", (VISION, "hidden_act"), "gelu", "vision_config.hidden_act is 'gelu', expected quick_gelu"),
+        ("qwen2-vl-7b", (VISION, "hidden_size"), 100, "vision_config.hidden_size is 100, expected 3584"),
+        ("qwen2-vl-7b", (VISION, "embed_dim"), 1281, "a vision head's size is a multiple of 4"),
+        ("qwen2-vl-7b", (VISION, "depth"), 1, "two blocks at least"),
+        ("qwen2.5-vl-7b", ("use_sliding_window",), True, "use_sliding_window"),
+        ("qwen2.5-vl-7b", ("rope_scaling", "mrope_section"), [16, 24, 23], "mrope_section adds up to 64"),
+        ("qwen2.5-vl-7b", ("rope_scaling",), YARN, "rope_type"),
+        ("qwen2.5-vl-7b", (VISION, "out_hidden_size"), 2048, "out_hidden_size"),
+        ("qwen2.5-vl-7b", (VISION, "window_size"), 100, "window_size is a multiple of 28"),
+        ("qwen2.5-vl-7b", (VISION, "hidden_act"), "gelu", "hidden_act"),
+        ("qwen2.5-vl-7b", ("num_key_value_heads",), 5, "num_key_value_heads"),
+        ("qwen3-vl-2b", (VISION, "deepstack_visual_indexes"), [5, 11], r"indexes is \[5, 11\], expected 3"),
+        ("qwen3-vl-2b", (VISION, "deepstack_visual_indexes"), [5, 11, 17, 20], "only its first segment"),
+        ("qwen3-vl-2b", (VISION, "deepstack_visual_indexes"), [11, 5, 17], "ascending"),
+        ("qwen3-vl-2b", (VISION, "deepstack_visual_indexes"), [5, 11, 24], "deepstack_visual_indexes"),
+        ("qwen3-vl-2b", (VISION, "num_position_embeddings"), 2300, "num_position_embeddings is a square"),
+        ("qwen3-vl-2b", (VISION, "rope_parameters"), LINEAR, "rope_type.*linear"),
+        ("qwen3-vl-2b", (VISION, "hidden_act"), "gelu", "vision_config.hidden_act"),
+        ("qwen3-vl-2b", (VISION, "out_hidden_size"), 1024, "out_hidden_size"),
+        ("qwen3-vl-2b", (TEXT, "rope_scaling", "rope_type"), "yarn", "rope_type"),
+        ("qwen3-vl-2b", (TEXT, "rope_scaling", "mrope_interleaved"), False, "mrope_interleaved is False"),
+        ("qwen3-vl-2b", (TEXT, "rope_scaling", "mrope_section"), [24, 22, 18], "same number for height and width"),
+        ("qwen3-vl-2b", (TEXT, "rope_scaling", "mrope_section"), [24, 24, 24], "mrope_section adds up to 64"),
+        ("qwen3-vl-2b", (TEXT, "model_type"), "qwen3_vl_moe_text", "qwen3_vl_moe_text"),
+    ],
+)
+def test_what_the_graphs_do_not_compute_is_rejected(name: str, place: Any, value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_family("hub", with_value(PUBLISHED[name], place, value))
+
+
+def test_a_mixture_of_experts_is_rejected_by_name() -> None:
+    config = json.loads(Qwen3VLMoeConfig(architectures=["Qwen3VLMoeForConditionalGeneration"]).to_json_string())
+    with pytest.raises(CheckpointError, match="is a Qwen3VLMoeForConditionalGeneration, which is not supported"):
+        read_family("hub", config)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llava-next-mistral-7b", {"image_processor_type": "CLIPImageProcessor"}, "expected LlavaNextImageProcessor"),
+        ("llava-next-mistral-7b", {"size": {"shortest_edge": 224}}, "shows the whole image at .*224.*, expected 336"),
+        ("llava-next-mistral-7b", {"image_grid_pinpoints": PINPOINTS[:2]}, "pinpoints .* do not belong together"),
+        ("llava-next-mistral-7b", {"crop_size": 224}, "224.* expected 336x336"),
+        ("qwen2.5-vl-7b", {"patch_size": 16}, "patch_size is 16, expected 14"),
+        ("qwen2.5-vl-7b", {"do_resize": False}, "do_resize"),
+        ("qwen2.5-vl-7b", {"image_processor_type": "CLIPImageProcessor"}, "CLIPImageProcessor"),
+        ("qwen2.5-vl-7b", {"max_pixels": 1000}, "3136 to 1000 pixels"),
+        ("qwen2.5-vl-7b", {"min_pixels": 1, "max_pixels": 783}, "784 pixels of a token"),
+        ("qwen2.5-vl-7b", {"min_pixels": 0}, "0 to 12845056 pixels"),
+    ],
+)
+def test_a_processor_that_does_not_fit_is_rejected(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_family("hub", PUBLISHED[name]).processor({**PROCESSORS[name], **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("qwen2.5-vl-7b", {"resample": 2}, "resample of videos is 2, expected 3"),
+        ("qwen2.5-vl-7b", {"video_processor": {"resample": 0}}, "resample of videos is 0"),
+        ("qwen2.5-vl-7b", {"video_processor": {"image_mean": [0.5, 0.5, 0.5]}}, "image_mean of videos"),
+        ("qwen2.5-vl-7b", {"video_processor": {"cap_pixels_per_frame": True}}, "cap_pixels_per_frame of videos"),
+        ("qwen3-vl-2b", {"video_processor": {"cap_pixels_per_frame": True}}, "cap_pixels_per_frame of videos"),
+    ],
+)
+def test_other_processing_of_frames_is_rejected(name: str, settings: dict[str, Any], message: str) -> None:
+    family = read_family("hub", PUBLISHED[name])
+    family.processor({**PROCESSORS[name], **settings})
+    with pytest.raises(CheckpointError, match=message):
+        family.processor({**PROCESSORS[name], **settings, "max_frames": 8})
+
+
+def test_clips_have_the_limits_of_their_own_processor() -> None:
+    family, own = read_family("hub", PUBLISHED["qwen3-vl-2b"]), PROCESSORS["qwen3-vl-2b"]
+    video = {**own, "size": {"longest_edge": 25165824, "shortest_edge": 4096}}
+    known = family.processor({**own, "video_processor": video, "max_frames": 8})["video"]
+    assert (known["min_pixels"], known["max_pixels"], known["max_frames"]) == (4096, 25165824 // 8, 8)
+    small = family.processor({**own, "video_processor": video, "max_frames": 8, "max_pixels": 491520})
+    assert small["video"]["max_pixels"] == 491520
+
+
+def test_the_processor_may_name_its_limits_in_either_way() -> None:
+    family = read_family("hub", PUBLISHED["qwen2.5-vl-7b"])
+    named = family.processor({"size": {"shortest_edge": 3136, "longest_edge": 376320}})
+    nested = family.processor({"image_processor": {"min_pixels": 3136, "max_pixels": 376320}})
+    assert named == nested
+    assert (named["min_pixels"], named["max_pixels"]) == (3136, 376320)
