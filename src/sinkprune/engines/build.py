@@ -30,7 +30,7 @@ from sinkprune.contract.files.staging import named
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
 from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
-from sinkprune.engines.gate.checking import OPEN, Gate
+from sinkprune.engines.gate.checking import Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
@@ -56,7 +56,7 @@ def build_engines(
     force: bool = False,
     move: bool = False,
     sign: Sign | None = None,
-    gate: Gate = OPEN,
+    gate: Gate | None = None,
     progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`, which then runs without the bundle.
@@ -83,7 +83,7 @@ def build_engines(
         bundle_sha256=bundle.sha256,
         checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
         plugins={},
-        flags={**builder.flags, **asked, **gate.flags(bundle)},
+        flags={**builder.flags, **asked, **(gate.flags(bundle) if gate else {})},
         limits=limits,
         engines={},
         files={},
@@ -94,7 +94,8 @@ def build_engines(
         models = {graph: _model(bundle, graph, work) for graph in left}
         work.start_anew()
         _check_room(bundle, left, builder, work.place, move=move, progress=progress)
-        gate.prepare(bundle, builder.target, work.place / _RECORDING, progress)
+        if gate:
+            gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
         try:
             _build(bundle, models, left, work, builder, gate, move=move, progress=progress)
         except (SinkpruneError, KeyboardInterrupt) as error:
@@ -114,7 +115,8 @@ def build_engines(
             files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
             manifest = replace(work.manifest, files=files)
             ENGINES.write(root, manifest, sign)
-            gate.whole(root)
+            if gate:
+                gate.check_answers(root)
         if move and (strangers := remove_listed(bundle.path, BUNDLE)):
             progress.tell(f"'{bundle.path}' holds what is not of the bundle, and stays: {named(strangers)}.")
     return manifest
@@ -159,7 +161,7 @@ def _build(
     profiles: Mapping[str, OptimisationProfiles],
     work: Unfinished,
     builder: Builder,
-    gate: Gate,
+    gate: Gate | None,
     *,
     move: bool,
     progress: BuildProgress,
@@ -170,7 +172,8 @@ def _build(
     for number, (graph, model) in enumerate(models.items(), start=done):
         progress.graph(graph, number, done + len(models))
         engine = _engine(bundle, model, profiles[graph], work.root, builder, progress)
-        gate.engine(graph, BuiltEngines(work.held(graph, engine, builder.plugins), bundle))
+        if gate:
+            gate.check_engine(graph, BuiltEngines(work.held(graph, engine, builder.plugins), bundle))
         work.add(graph, engine, builder.plugins)
         users.subtract(model.names)
         # The graph's own file first: without it everybody knows that the graph is gone.

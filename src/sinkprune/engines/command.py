@@ -56,7 +56,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     from sinkprune.contract.files.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.gate import PROMPT
-    from sinkprune.engines.gate.checking import OPEN, PictureGate
+    from sinkprune.engines.gate.checking import Gate
     from sinkprune.engines.gate.question import read_question
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
@@ -84,10 +84,10 @@ def _build(arguments: Sequence[str] | None) -> None:
     builder.check_bundle(bundle)
     question = PROMPT if options.check_prompt is None else options.check_prompt
     given = [name for name, value in asked.items() if value is not None]
-    gate = OPEN
+    gate = None
     if options.check is not None:
         taken = enforced(limits, options.target, given)
-        gate = PictureGate(read_question([options.check], question, bundle, taken))
+        gate = Gate(read_question([options.check], question, bundle, taken))
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
