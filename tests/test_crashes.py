@@ -1,4 +1,4 @@
-"""Tests that crash or hang fail by name, and the run that holds them goes on to its end."""
+"""Tests that crash or hang fail by name, and all other tests run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
-# How each test ends the process of its worker, or never returns.
-# `hangs_in_c` keeps the interpreter's lock; `hangs_in_system` waits in the kernel and blocks all signals.
+from support.programs.repository import ROOT
+
+# The code by which each test ends the process of its worker, or never returns.
+# `hangs_in_c` holds the interpreter's lock. `hangs_in_system` waits in the kernel and blocks all signals.
 ENDINGS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",
     "bus_error": "os.kill(os.getpid(), signal.SIGBUS)",
@@ -35,7 +36,7 @@ def run_session(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the tests in `folder` with the options of `make pytest`, but a time limit of 5 seconds a test."""
     places = ("-c", ROOT / "pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider", "-p", "xdist")
     options = map(str, (*places, "-o", "faulthandler_timeout=5", *parallel(), "-n", "2"))
-    # The variables of this worker are not the other session's, which starts sooner without other plugins.
+    # The other session must not have the variables of this worker. It starts faster without plugins.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     command = [sys.executable, "-m", "pytest", *options, str(folder)]
@@ -45,14 +46,14 @@ def run_session(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def limit_cpu_time() -> None:
-    """End a process after so much processor time: once, on a busy core, the thread of the time limit never ran."""
+    """Limit the processor time of a process. On a busy core the thread of the time limit may never run."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
 
 
 def test_a_test_that_crashes_or_hangs_fails_and_all_others_run(tmp_path: Path) -> None:
     names = list(ENDINGS)
     for number in range(FILES):
-        # Some files are done before the first crash, some come after the last.
+        # Some files run before the first crash, some after the last.
         crashing = names[number - 2 : number - 1] if number >= 2 else []
         lines = ["import os, re, signal, threading", "import pytest"]
         lines += [f"@pytest.mark.parametrize('n', range({PASSING}))", "def test_passes(n): pass"]
@@ -65,7 +66,7 @@ def test_a_test_that_crashes_or_hangs_fails_and_all_others_run(tmp_path: Path) -
         assert f"crashed while running 'test_{number}.py::test_{name}'" in done.stdout
     summary = done.stdout.splitlines()[-1]
     assert f"{len(names)} failed, {FILES * (PASSING + 1)} passed" in summary
-    # Those that hang leave the place where they did, unless the limit of CPU time came first.
+    # Hanging tests print their place, unless the limit of CPU time came first.
     assert "Timeout (0:00:05)!" in done.stderr
     assert "in test_hangs_in_system" in done.stderr
 

@@ -1,4 +1,4 @@
-"""What imports load, and where the package lies. `make lint` checks which folder may import which."""
+"""The modules that imports load, and the place of the package. `make lint` checks imports between folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ for folder in sys.argv[1:]:
             importlib.import_module(module.name)
 print(*{name.split(".")[0] for name in sys.modules} - before)
 """
-"""Imports all modules of some folders, but those for Triton and for lmms-eval, and prints what is loaded then."""
+"""Imports all modules of some folders, except those for Triton and lmms-eval, and prints the loaded packages."""
 
 
 def test_the_folders_at_the_top_are_links_to_the_package() -> None:
@@ -55,8 +55,8 @@ def test_modules_import_large_libraries_when_they_are_called(folders: tuple[str,
         assert set(loaded) <= {*sys.stdlib_module_names, "numpy", "sinkprune"}
 
 
-def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
-    # Until they are under way, Ctrl-C would end in a traceback.
+def test_commands_start_with_few_modules(tmp_path: Path) -> None:
+    # Ctrl-C during these imports ends in a traceback.
     program = (
         "import sys; before = set(sys.modules); import sinkprune.entry_points; print(*set(sys.modules) - before)"
     )
@@ -74,7 +74,7 @@ def test_commands_start_with_next_to_nothing_loaded(tmp_path: Path) -> None:
     assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "sinkprune"}
 
 
-def test_every_command_starts_there() -> None:
+def test_every_command_has_an_entry_point() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     assert set(scripts) == {"sinkprune", *(f"sinkprune-{verb}" for verb in VERBS)}
     for name, place in scripts.items():
@@ -82,13 +82,13 @@ def test_every_command_starts_there() -> None:
         assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))
 
 
-def test_the_public_names_are_loaded_when_they_are_used(tmp_path: Path) -> None:
+def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:
     program = "import sys, sinkprune; before = set(sys.modules); sinkprune.Pipeline; print(*before)"
     result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert not {name.split(".")[0] for name in result.stdout.split()} & (HEAVY | ENGINE_LIBRARIES | {"numpy", "PIL"})
 
 
-def test_every_exception_and_every_name_of_the_face_can_be_imported() -> None:
+def test_every_exception_and_every_public_name_can_be_imported() -> None:
     kinds = {
         name
         for name, kind in vars(errors).items()

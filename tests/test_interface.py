@@ -1,4 +1,4 @@
-"""What all commands have in common: their names, `--help`, `--version`, `--json`, `--data` and `--limit`."""
+"""The common interface of all commands: names, `--help`, `--version`, `--json`, `--data` and `--limit`."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "calibrate quantize": (("BUNDLE",), ("--data", "x.jsonl", "-o", "small", "--weights", "int4")),
     "calibrate schedule": (("BUNDLE",), ("--target-ms", "250")),
 }
-"""By its verbs, the positionals of every command, and the options that it cannot do without."""
+"""The positionals and the required options of every command, by its verbs."""
 MEASURING = ("evaluate", "calibrate norms", "calibrate attention")
-"""Commands whose `--data` may be a test set."""
+"""The commands whose `--data` may be a test set."""
 
 
 class Parsed(Exception):
-    """A command's options were accepted; the first argument holds them."""
+    """A command accepted its options; the first argument holds them."""
 
 
 @pytest.fixture
 def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
-    """Parses the words of a command, given as in `sinkprune run ...`, without running it."""
+    """Return a function that parses the words of a command, without running the command."""
     plain = argparse.ArgumentParser.parse_args
 
     def parsed(self: argparse.ArgumentParser, *given: Any, **named: Any) -> argparse.Namespace:
         options = plain(self, *given, **named)
-        # Readings of `--json` are tried on copies, whose `error` raises.
+        # The parser tries readings of `--json` on copies, whose `error` raises.
         if "error" in vars(self):
             return options
         raise Parsed(options)
@@ -71,7 +71,7 @@ def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
 
 
 def given(options: argparse.Namespace) -> tuple[list[str], Path | None]:
-    """The words that stand for positionals, and the value of `--json`."""
+    """Return the positionals, and the value of `--json`."""
     if "models" in options:
         return options.models, options.json
     places = (getattr(options, name, None) for name in ("source", "bundle", "engines"))
@@ -100,7 +100,7 @@ def test_json_means_the_same_in_every_command(command: str, parse: Parse) -> Non
 
 
 def test_a_json_file_may_be_a_positional(parse: Parse, tmp_path: Path) -> None:
-    # As it could be when --json took no value.
+    # In former versions --json had no value.
     random = ("-o", "bundle", "--random-weights")
     assert given(parse("export", "--json", "config.json", *random)) == (["config.json"], Path("-"))
     assert given(parse("export", "--json", "config.json", "x", *random)) == (["x"], Path("config.json"))
@@ -144,8 +144,8 @@ def test_json_is_a_file_or_all_that_is_printed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sinkprune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Runs an entry point, by default that of `sinkprune`, with words of the command line."""
-    # At its end `start` makes its process ignore signals.
+    """Return a function that runs an entry point, by default that of `sinkprune`."""
+    # At the end an entry point makes its process ignore signals.
     monkeypatch.setattr(signal, "signal", lambda number, handler: signal.SIG_DFL)
 
     def called(*words: str, script: Callable[[], int] = entry_points.sinkprune) -> Outcome:
@@ -168,35 +168,35 @@ def test_help_and_version_of_every_command(command: str, sinkprune: Callable[...
     assert sinkprune(*command.split(), "--version") == version
     assert sinkprune(*rest, "--version", script=getattr(entry_points, verb)) == version
     assert sinkprune(*command.split(), *COMMANDS[command][0], "--version") == version
-    told = sinkprune(*command.split(), "--help")
-    assert told.stdout.startswith(f"usage: sinkprune {command} [-h]")
-    assert "--json [FILE.json]" in told.stdout
+    printed = sinkprune(*command.split(), "--help")
+    assert printed.stdout.startswith(f"usage: sinkprune {command} [-h]")
+    assert "--json [FILE.json]" in printed.stdout
     for former in ("--task", "--questions", "--pictures", "--images"):
-        assert former not in told.stdout
-    assert (command in MEASURING) == ("--data DATA" in told.stdout)
+        assert former not in printed.stdout
+    assert (command in MEASURING) == ("--data DATA" in printed.stdout)
 
 
 @pytest.mark.parametrize(("words", "verbs"), [((), VERBS), (("calibrate",), CALIBRATE)])
 def test_verbs_are_listed(
     words: tuple[str, ...], verbs: Mapping[str, Verb], sinkprune: Callable[..., Outcome]
 ) -> None:
-    told = sinkprune(*words, "--help")
-    assert (told.code, told.stderr) == (0, "")
-    assert told.stdout.startswith(f"usage: {' '.join(('sinkprune', *words))} [-h] [--version] VERB\n")
+    printed = sinkprune(*words, "--help")
+    assert (printed.code, printed.stderr) == (0, "")
+    assert printed.stdout.startswith(f"usage: {' '.join(('sinkprune', *words))} [-h] [--version] VERB\n")
     for name, verb in verbs.items():
-        assert f"  {name} " in told.stdout
-        assert f" {verb.summary}\n" in told.stdout
+        assert f"  {name} " in printed.stdout
+        assert f" {verb.summary}\n" in printed.stdout
         assert find_spec(verb.module) is not None
-    assert sinkprune(*words) == Outcome(2, "", told.stdout)
-    assert words or sinkprune("help") == told
+    assert sinkprune(*words) == Outcome(2, "", printed.stdout)
+    assert words or sinkprune("help") == printed
     assert sinkprune(*words, "--version") == Outcome(0, f"sinkprune {__version__}\n", "")
 
 
-def test_help_of_a_verb_may_be_asked_for_by_its_name(sinkprune: Callable[..., Outcome]) -> None:
+def test_help_takes_the_name_of_a_verb(sinkprune: Callable[..., Outcome]) -> None:
     assert sinkprune("help", "run") == sinkprune("run", "--help")
 
 
-def test_an_unknown_verb_is_refused_with_those_there_are(sinkprune: Callable[..., Outcome]) -> None:
+def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[..., Outcome]) -> None:
     assert_refused(sinkprune("ewaluate", "x"), "no verb 'ewaluate'", "profile, export", "Did you mean 'evaluate'?")
     assert_refused(sinkprune("norm", "x", script=entry_points.calibrate), "attention, quantize", "mean 'norms'?")
     assert "Did you mean" not in sinkprune("42").stderr
@@ -218,8 +218,8 @@ def test_the_version_loads_no_library() -> None:
 
 
 def test_the_package_is_a_program(sinkprune: Callable[..., Outcome]) -> None:
-    told = sinkprune("--help")
-    assert sinkprune("--help", script=lambda: runpy.run_module("sinkprune", run_name="__main__")) == told
+    printed = sinkprune("--help")
+    assert sinkprune("--help", script=lambda: runpy.run_module("sinkprune", run_name="__main__")) == printed
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""A whole run leaves nothing in the home directory and opens no socket to a network, in native code neither.
+"""No command writes to the home directory or opens a network socket, in Python or in native code.
 
-Each command is a process with an empty home and no other settings, which the kernel ends at the first such socket
-(`without_network.py`). What this does not see: files that are written and removed again, and files elsewhere.
+Each command is a process with an empty home and no other settings. The kernel kills it at the first network socket
+(`without_network.py`). These tests do not find files that are removed again, or files elsewhere.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _PROBES = {
 }
 
 
-def alone(words: list[str], home: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command without network, with an empty home of its own."""
+def run_offline(words: list[str], home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command without network, with the home directory `home`."""
     kept = {
         name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ
     }
@@ -43,13 +43,13 @@ def alone(words: list[str], home: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_NETLINK"])
 @pytest.mark.parametrize("where", _PROBES)
-def test_sockets_are_noticed(where: str, family: str, tmp_path: Path) -> None:
+def test_network_sockets_end_a_process(where: str, family: str, tmp_path: Path) -> None:
     probe = [sys.executable, "-c", _PROBES[where].format(family=family)]
-    assert alone(probe, tmp_path).returncode < 0
-    assert alone([sys.executable, "-c", _PROBES[where].format(family="AF_UNIX")], tmp_path).returncode == 0
+    assert run_offline(probe, tmp_path).returncode < 0
+    assert run_offline([sys.executable, "-c", _PROBES[where].format(family="AF_UNIX")], tmp_path).returncode == 0
 
 
-def test_a_whole_run_touches_neither_home_nor_network(
+def test_commands_use_neither_home_nor_network(
     checkpoint: Callable[[str], Path], photo_file: Path, tmp_path: Path
 ) -> None:
     home, bundle = tmp_path / "home", tmp_path / "bundle"
@@ -68,57 +68,49 @@ def test_a_whole_run_touches_neither_home_nor_network(
         ("sinkprune-doctor", bundle),
     ]
     for command, *arguments in commands:
-        done = alone(own_process(str(command), *arguments), home)
-        # Lines of progress come on a busy machine.
+        done = run_offline(own_process(str(command), *arguments), home)
+        # A busy machine prints lines of progress.
         others = [line for line in done.stderr.splitlines() if not re.search(r": \d+ s$| in \d+ s, ", line)]
         assert (done.returncode, others) == (0, []), command
         assert list(home.rglob("*")) == [], command
 
 
 def test_openvino_is_imported_without_its_reports(tmp_path: Path) -> None:
-    """By itself it writes an identifier and tells its vendor, if not in the first second."""
+    """By default openvino writes an identifier and contacts its vendor, after the first second."""
     program = (
         "import sys; from sinkprune.runtime.backends.openvino.library import import_openvino; "
         "library = import_openvino('x'); "
         "sys.exit(any('telemetry' in name for name in sys.modules) or not library.Core().available_devices)"
     )
-    done = alone([sys.executable, "-c", program], tmp_path)
+    done = run_offline([sys.executable, "-c", program], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(tmp_path.rglob("*")) == []
 
 
-def test_a_home_that_cannot_be_written_is_none_of_our_business(
+def test_a_home_that_cannot_be_written_is_no_error(
     bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
-    # There not even root can make a folder.
-    arguments = (
-        bundle("gqa-112"),
-        "--image",
-        photo_file,
-        "--fit",
-        "pad",
-        "--prompt",
-        "What?",
-        "--budgets",
-        "retain-64",
-    )
+    question = ("--image", photo_file, "--fit", "pad", "--prompt", "What?", "--budgets", "retain-64")
     options = ("--repeat", 1, "--new-tokens", 2, "--plot", tmp_path / "profile.png")
-    done = alone(own_process("sinkprune-profile", *arguments, *options), Path("/proc/nowhere"))
+    # Not even root can make a folder in /proc.
+    done = run_offline(
+        own_process("sinkprune-profile", bundle("gqa-112"), *question, *options), Path("/proc/nowhere")
+    )
     assert done.returncode == 0 and "Matplotlib" not in done.stderr
     assert (tmp_path / "profile.png").stat().st_size
 
 
-def test_what_the_environment_says_of_telemetry_counts_for_nothing(tmp_path: Path) -> None:
+def test_the_environment_cannot_enable_telemetry(tmp_path: Path) -> None:
     program = (
         "import os; os.environ['ORT_DISABLE_TELEMETRY'] = '0'; "
         "from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime; import_onnxruntime('ort-cpu')"
     )
-    assert alone([sys.executable, "-c", program], tmp_path).returncode == 0
+    assert run_offline([sys.executable, "-c", program], tmp_path).returncode == 0
     assert list(tmp_path.rglob("*")) == []
 
 
 def test_onnxruntime_is_imported_in_one_place() -> None:
-    # There its telemetry is switched off first.
+    # This module disables telemetry before the import.
     files = [*(ROOT / "src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     found = [path for path in files if re.search(r"(import|from) onnxruntime\b", path.read_text(encoding="utf-8"))]
     assert [path.relative_to(ROOT / "src/sinkprune") for path in found] == [

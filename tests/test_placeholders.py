@@ -1,4 +1,4 @@
-"""No page holds a word in capitals where a figure was meant, e.g. SUITE or FLAT16 in a sentence about times."""
+"""No page has a word in capitals in place of a figure, e.g. SUITE or FLAT16 in a sentence about times."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from support.programs.repository import ROOT
+
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")] + sorted(ROOT.glob("docs/**/*.md"))
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`|\]\([^)\n]*\)", re.DOTALL | re.MULTILINE)
 CAPITALS = re.compile(r"(?<![\w-])[A-Z][A-Z0-9_]{2,}(?!\w|\.\w)")
-# In commands and examples too: what stands for something that is still to be written.
+# Placeholders for text that is still missing, also in commands and examples.
 NOTES = re.compile(r"\b(?:TODO|TBD|TBA|FIXME|X{2,}|N{2,})\b|\?{3,}")
 # Names that pages also write in lower case, as an extra, a marker or an ordinary word.
 NAMES = {"CLIP", "CPU", "CUDA", "FILE", "GPU", "JSON", "LOW", "ONNX", "PATH"}
-# Three letters or more with a number, e.g. FLAT16, are a placeholder too, but for these.
+# Three letters or more with a number, e.g. FLAT16, are a placeholder, except for these.
 NUMBERED = {"AVX2", "AVX512", "SSE41", "SSE42", "UTF8"}
 
 
 def placeholders(text: str, words: set[str]) -> Iterator[str]:
-    """Yield each placeholder of a page; `words` are those that the pages write in lower case.
+    """Yield each placeholder of a page. `words` are those that pages write in lower case.
 
-    An abbreviation is never written in lower case, so a word that is was put in capitals to be replaced.
+    Abbreviations are never in lower case, so a word in both cases is a placeholder.
     """
     yield from (found.group() for found in NOTES.finditer(text))
     for found in CAPITALS.finditer(CODE.sub(" ", text)):

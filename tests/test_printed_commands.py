@@ -1,8 +1,7 @@
-"""Every command and every Python snippet of the README and the docs, run as printed by a reader without a GPU.
+"""Every command and every Python snippet of the README and the docs runs as printed, on a machine without a GPU.
 
-Commands run in a folder that holds what the demo leaves there, and small checkpoints and bundles under the names that
-the pages use. A command that cannot run here has a row in `NOT_RUN`, with the reason, and its options are parsed at
-least.
+Commands run in a folder with the files of the demo, and with small checkpoints and bundles under the names of the
+pages. A command that cannot run here has a row in `NOT_RUN` with the reason. Its options are parsed.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ CHECKPOINTS = {
     "./my-checkpoint": "gqa-112",
     "Qwen/Qwen2.5-VL-7B-Instruct": "qwen",
 }
-"""The small checkpoint that has the place of a published one."""
+"""The small checkpoint in place of a published one."""
 BUNDLES = ("llava-7b", "llava-7b-int4", "llava-int4", "llava-methods", "engines", "qwen-7b")
-"""The names of bundles and engines that commands read. They are made for as many images as their export says."""
+"""The names of bundles and engines that commands read. Each accepts as many images as its printed export."""
 GPU, MINUTES, SYSTEM = "needs a GPU", "takes minutes or gigabytes", "changes the system or needs the network"
 PARTS = "needs files, keys or programs that only its reader has"
 LOAD = "its answer depends on the machine's load: see tests/runtime/deadline/test_deadline_requests.py"
@@ -59,9 +58,9 @@ NOT_RUN: dict[str, str] = {
     r"sinkprune-calibrate norms \./clip": PARTS,
     r"sinkprune-run .*--deadline-ms": LOAD,
 }
-"""By a pattern that begins a command: why it is not run here."""
+"""By a pattern at the start of a command: the reason why it does not run here."""
 FP16 = {"-o llava-fp16 ": "for TensorRT", "-o llava-7b-int4 --precision": "for a Jetson", "-o orin ": "for a Jetson"}
-"""Exports whose states may be in fp16, which on a CPU take twice the memory: they are for GPUs."""
+"""Exports for GPUs, whose states may be in fp16. On a CPU fp16 takes twice the memory."""
 
 
 ONCE = list({text: (place, text) for place, text in ALL}.values())
@@ -85,7 +84,7 @@ def readers_folder(
     checkpoint: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """What a reader has before the first command: the files of `make demo`, and bundles named as on the pages."""
+    """Return a folder with the files of `make demo`, and bundles named as on the pages."""
     folder = tmp_path_factory.mktemp("reader")
     write_example_files(folder)
     for name, kind in CHECKPOINTS.items():
@@ -103,7 +102,7 @@ def readers_folder(
 
 @pytest.fixture
 def here(readers_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder of one command, which may write there."""
+    """Return the current folder of one command, which may write there."""
     for path in readers_folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
@@ -169,5 +168,5 @@ def test_files_and_targets_that_commands_name_exist() -> None:
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda block: f"{block.page}:{block.line}")
 def test_a_python_snippet_runs_by_itself(snippet: Block, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # As pasted into a new file: it imports and loads all that it uses.
+    # As in a new file: the snippet imports and loads all that it uses.
     exec(compile(snippet.text, f"{snippet.page}:{snippet.line}", "exec"), {})

@@ -1,9 +1,7 @@
-"""Files and bundles that printed commands name are there when a reader pastes them, in the order of the pages.
+"""Files and bundles that printed commands read exist when a reader runs the commands in the order of the pages.
 
-Modules that pages name are in the repository.
-
-A reader has what `make demo` leaves in `demo-output`, what the README's commands made, and then what the page's own
-commands made before.
+A reader has the files of `make demo` in `demo-output`, and the files that the commands of the README and earlier
+commands of the page have made. Modules that pages name are in the repository.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ MADE = ("-o", "-out")
 TEST_SETS = ("scenes", "wide-scenes")
 READERS_OWN = ("./my-checkpoint", "my-gptq-or-awq-checkpoint", "./clip-vit-large-patch14-336", "key.pem")
 ELSEWHERE = ("doctor.md", "jetson.md", "savings.md")
-"""Pages whose commands run on another machine or in another folder, so that the README's have made nothing there."""
+"""Pages whose commands run on another machine or in another folder, without the files of the README's commands."""
 LINK = "README.md#a-worked-example"
 
 
 @pytest.fixture(scope="module")
 def demo_output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pictures, questions and clip that `demo/demo.sh` writes."""
+    """Return a folder with the pictures, questions and clip of `demo/demo.sh`."""
     folder = tmp_path_factory.mktemp("demo-output")
     write_scenes(folder, 12)
     write_example_files(folder)
@@ -41,12 +39,12 @@ def demo_output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def named(page: str) -> list[str]:
-    """The commands of a page, in order."""
+    """Return the commands of a page, in order."""
     return [text for place, text in ALL if place.startswith(f"{page}:")]
 
 
 def values(text: str, options: tuple[str, ...]) -> Iterator[str]:
-    """What stands after each of the options."""
+    """Yield the value of each of the options."""
     words = shlex.split(text)
     for option, value in pairwise(words):
         if option in options:
@@ -54,7 +52,7 @@ def values(text: str, options: tuple[str, ...]) -> Iterator[str]:
 
 
 def made_by(text: str) -> set[str]:
-    """The names of files and folders that a command makes."""
+    """Return the names of files and folders that a command makes."""
     photo = re.match(r"python demo/photo\.py (\S+)", text)
     scenes = re.match(r"python -m sinkprune\.demo\.write_scenes (\S+)", text)
     return {
@@ -66,7 +64,7 @@ def made_by(text: str) -> set[str]:
 
 
 def read_by(text: str) -> set[str]:
-    """The bundles and engines that a command reads, without presets, placeholders and what is the reader's own."""
+    """Return the bundles and engines that a command reads, without presets, placeholders and a reader's own."""
     command, *words = shlex.split(text)
     if command not in COMMANDS:
         return {*words[:2]} if command == "sinkprune-check" else set()

@@ -29,6 +29,7 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from support.models.heads_of_64 import export_random
 from support.programs.commands import assert_refused, run
+from support.references.same_answers import assert_equal_at_both_ends
 
 Bundles = Callable[..., Path]
 
@@ -71,12 +72,7 @@ def test_optimised_models_answer_as_the_bundle_does(
 ) -> None:
     path, engines = bundle("gqa-112", precision), optimised(precision)
     engines.verify()
-    plain, built = Pipeline.load(path), Pipeline.load(path, engines=engines.path)
-    for budget in ("none", "retain-64", "retain-32"):
-        answers = [each.generate(photo, "What is this?", budget=budget, max_new_tokens=6) for each in (plain, built)]
-        assert answers[0].token_ids == answers[1].token_ids
-        assert answers[0].tokens_per_layer == answers[1].tokens_per_layer
-        assert (answers[0].kept.index == answers[1].kept.index).all()
+    assert_equal_at_both_ends(Pipeline.load(path, engines=engines.path), Pipeline.load(path), photo)
 
 
 def test_optimised_models_are_optimised(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:

@@ -40,13 +40,13 @@ class Counting(OnnxRuntimeBuilder):
         return super().build(job, output, progress)
 
 
-class Told(BuildProgress):
-    """Keeps the lines it is told."""
+class Lines(BuildProgress):
+    """Keeps the reported lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         self.lines.append(line)
 
 
@@ -157,11 +157,11 @@ def test_a_moved_bundle_goes_away_graph_by_graph(source: Path, tmp_path: Path) -
 
 
 def test_moving_leaves_what_is_not_of_the_bundle(source: Path, tmp_path: Path) -> None:
-    told, read = Told(), read_bundle(source)
+    lines, read = Lines(), read_bundle(source)
     (source / "notes.txt").write_text("mine")
-    build_engines(read, tmp_path / "out", Counting(), LIMITS, move=True, progress=told)
+    build_engines(read, tmp_path / "out", Counting(), LIMITS, move=True, progress=lines)
     assert [path.name for path in source.iterdir() if path.name != "bundle.json"] == ["notes.txt"]
-    assert told.lines == [f"'{source}' holds what is not of the bundle, and stays: 'notes.txt'."]
+    assert lines.lines == [f"'{source}' holds what is not of the bundle, and stays: 'notes.txt'."]
 
 
 def test_the_same_engines_come_of_it(source: Path, tmp_path: Path) -> None:

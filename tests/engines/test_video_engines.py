@@ -1,4 +1,4 @@
-"""Graphs for clips pass TensorRT's compiler; every clip and every image has an optimisation profile."""
+"""Images larger than the frames of a clip have an optimisation profile of their own."""
 
 from __future__ import annotations
 
@@ -13,50 +13,23 @@ from PIL import Image
 
 from sinkprune import Clip, Pipeline
 from sinkprune.contract.bundle import Bundle, read_bundle
-from sinkprune.contract.engines_manifest import Range, read_engines
+from sinkprune.contract.engines_manifest import Range
 from sinkprune.engines.limits import resolve_limits
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
-from sinkprune.export.dialects import DIALECTS
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 from support.models.heads_of_64 import QWEN_CONFIG, export_random
-from support.programs.commands import run
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
-@pytest.mark.slow
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_tensorrt_rtx_builds_every_graph(dialect: str, tmp_path: Path) -> None:
-    options = {"precision": "fp16", "dialect": dialect, "max_frames": 8, "max_pixels": 376320}
-    bundle = export_random(tmp_path, QWEN_CONFIG, budgets=BUDGETS, **options)
-    outcome = run(
-        "sinkprune-build", bundle.path, "-o", tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86,89,120"
-    )
-    assert outcome.code == 0, outcome.stderr
-    built = read_engines(tmp_path / "engines").manifest.engines
-    assert set(built) == set(bundle.manifest.graphs)
-    vision = built["vision"].optimisation_profiles["prefill"]
-    assert vision["pixel_values"] == Range((1, 4, 1176), (4, 1920, 1176), (4, 1920, 1176))
-    assert vision["window_index"] == Range((1, 64), (4 * 30, 64), (4 * 120, 64))
-    norms = built["sinkpruner/prune-80/sanitizer"].optimisation_profiles["prefill"]["norms"]
-    assert norms == Range((1, 1), (4, 480), (4, 480))
-    # 40 and 5 % of 1920 and the sink, or of 480 and a sink for each of four frames
-    assert built["sinkpruner/prune-80/select_after_0"].optimisation_profiles["prefill"]["visual_index"].max == (865,)
-    assert built["sinkpruner/prune-80+per-frame/select_after_0"].optimisation_profiles["prefill"][
-        "visual_index"
-    ].max == (868,)
-    assert built["decoder_0"].optimisation_profiles["prefill"]["hidden"].max[1] == 1920 + 512
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
@@ -82,17 +55,6 @@ def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> No
             "clip",
             "image",
         ]
-
-
-def test_every_shape_of_every_clip_lies_in_an_optimisation_profile(bundle: Callable[..., Path]) -> None:
-    opened = read_bundle(bundle("qwen", "fp32", BUDGETS, max_frames=8))
-    # The longest, the shortest, one frame left over, and the longest picture that a frame's pixels have room for
-    clips = [
-        Clip([Image.new("RGB", size, (90, 60, 30))] * count, fps=2)
-        for size, count in (((336, 280), 8), ((56, 28), 2), ((170, 140), 7), ((5600, 28), 8), ((28, 5600), 8))
-    ]
-    images = [(56, 28), (672, 560), (5600, 28)]
-    assert not shapes_outside_optimisation_profiles(opened, [[picture] for picture in (*clips, *images)])
 
 
 @pytest.fixture(scope="module")

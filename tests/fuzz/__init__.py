@@ -1,1 +1,1 @@
-"""Wrong inputs in great number, against the commands as users run them: `make fuzz`."""
+"""Runs the commands on many wrong inputs: `make fuzz`."""

@@ -1,4 +1,4 @@
-"""`make fuzz`: wrong inputs until Ctrl-C, or for as many seconds as SECONDS says."""
+"""`make fuzz`: tries wrong inputs until Ctrl-C, or for SECONDS."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fuzz.workers import Worker
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     add = parser.add_argument
-    add("--seconds", type=float, default=float("inf"), help="end after as many (default: at Ctrl-C)")
+    add("--seconds", type=float, default=float("inf"), help="end after this time (default: at Ctrl-C)")
     add("--seed", type=int, default=random.SystemRandom().randrange(2**32), help="repeat the cases of a run")
     add(
         "--workers",
@@ -44,12 +44,12 @@ def main() -> int:
         cases = chain((("corpus", case) for _, case in known), endless(subjects, options.seed, options.kinds))
         campaign = run_campaign(cases, subjects, workers, options.seconds, options.failures)
     sys.stdout.write("\n")
-    for kind, tried in campaign.tried_by_kind.items():
-        sys.stdout.write(f"  {kind}: {tried}, {campaign.seconds_by_kind[kind] / tried * 1e3:.0f} ms each\n")
-    for failure in campaign.failures.values():
-        sys.stdout.write(f"{failure.count} x {failure.fault.kind}: {failure.fault.detail[:200]}\n")
+    for kind, tried in campaign.tried.items():
+        sys.stdout.write(f"  {kind}: {tried}, {campaign.seconds[kind] / tried * 1e3:.0f} ms each\n")
+    for cause, fault in campaign.faults.items():
+        sys.stdout.write(f"{campaign.counts[cause]} x {fault.kind}: {fault.detail[:200]}\n")
     sys.stdout.write(f"seed {options.seed}: {campaign.line()}\n")
-    return 1 if campaign.failures else 0
+    return 1 if campaign.faults else 0
 
 
 if __name__ == "__main__":

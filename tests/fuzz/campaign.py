@@ -1,4 +1,4 @@
-"""Trying cases on several workers at once, with a line of progress; what fails is saved, once for each cause."""
+"""Tries cases on several workers at once, with a line of progress. Saves the first failing case of each cause."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -25,45 +26,32 @@ _QUOTED, _NUMBER = re.compile(r"'[^']*'"), re.compile(r"0x[0-9a-f]+|-?[0-9]+(\.[
 
 
 @dataclass
-class Failure:
-    """Cases that fail in the same way: the first of them, and how many there were."""
-
-    kind: str
-    case: Case
-    fault: Fault
-    count: int = 1
-
-
-@dataclass
 class Campaign:
-    """What was tried so far, and what came of it."""
+    """The cases that were tried, and their faults."""
 
     started: float = field(default_factory=time.monotonic)
-    tried: int = 0
-    failures: dict[str, Failure] = field(default_factory=dict)
-    """By what the fault looks like, names and numbers aside."""
-    seconds_by_kind: dict[str, float] = field(default_factory=dict)
-    tried_by_kind: dict[str, int] = field(default_factory=dict)
-
-    def count(self, kind: str, seconds: float) -> None:
-        """One more case of `kind` was tried, in so many seconds."""
-        self.tried += 1
-        self.tried_by_kind[kind] = self.tried_by_kind.get(kind, 0) + 1
-        self.seconds_by_kind[kind] = self.seconds_by_kind.get(kind, 0.0) + seconds
+    tried: Counter[str] = field(default_factory=Counter)
+    """The number of cases of each kind."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The time of all cases of each kind."""
+    faults: dict[str, Fault] = field(default_factory=dict)
+    """The first fault of each cause."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """The number of faults of each cause."""
 
     def line(self) -> str:
-        seconds = time.monotonic() - self.started
-        failed = sum(failure.count for failure in self.failures.values())
+        """Return the progress in one line."""
+        seconds, tried = time.monotonic() - self.started, self.tried.total()
         return (
-            f"{self.tried} cases in {seconds:.0f} s, {self.tried / max(seconds, 1e-9):.1f} a second; "
-            f"{failed} failed, of {len(self.failures)} causes"
+            f"{tried} cases in {seconds:.0f} s, {tried / max(seconds, 1e-9):.1f} a second; "
+            f"{self.counts.total()} failed, of {len(self.faults)} causes"
         )
 
 
 def run_campaign(
     cases: Iterator[tuple[str, Case]], subjects: Subjects, workers: list[Worker], seconds: float, save_to: Path | None
 ) -> Campaign:
-    """Try `cases` until there are no more, `seconds` are over or Ctrl-C is pressed; `save_to` gets what fails."""
+    """Try `cases` until their end, for `seconds` or until Ctrl-C, and save those that fail in `save_to`."""
     campaign, lock, end = Campaign(), threading.Lock(), threading.Event()
 
     def work(worker: Worker) -> None:
@@ -75,9 +63,10 @@ def run_campaign(
             began = time.monotonic()
             faults = try_case(case, subjects, worker)
             with lock:
-                campaign.count(kind, time.monotonic() - began)
+                campaign.tried[kind] += 1
+                campaign.seconds[kind] = campaign.seconds.get(kind, 0.0) + time.monotonic() - began
                 for fault in faults:
-                    _note(campaign, kind, case, fault, save_to)
+                    _add_fault(campaign, case, fault, save_to)
 
     with ThreadPoolExecutor(len(workers)) as pool:
         working = {pool.submit(work, worker) for worker in workers}
@@ -97,28 +86,24 @@ def run_campaign(
     return campaign
 
 
-def signature(fault: Fault) -> str:
-    """What faults of one cause have in common: names, numbers and values are left out."""
-    # Of what was raised or hung, the kind and the place; not the message.
-    words = _QUOTED.sub("_", _MESSAGE.sub(" [", fault.detail))
-    return f"{fault.kind}: {_NUMBER.sub('#', words)[:160]}"
+def _add_fault(campaign: Campaign, case: Case, fault: Fault, save_to: Path | None) -> None:
+    if fault.kind == "answer":
+        # Each field that changes an answer is a cause of its own.
+        cause = f"answer: {[change.path for change in case.changes if isinstance(change, JsonEdit)]}"
+    else:
+        # The kind and the place, without messages, names, numbers and values.
+        words = _QUOTED.sub("_", _MESSAGE.sub(" [", fault.detail))
+        cause = f"{fault.kind}: {_NUMBER.sub('#', words)[:160]}"
+    campaign.counts[cause] += 1
+    if cause not in campaign.faults:
+        campaign.faults[cause] = fault
+        if save_to is not None:
+            path = _save(case, fault, save_to)
+            sys.stdout.write(f"{_CLEAR}{fault.kind}: {fault.detail[:300]}\n    python -m fuzz.replay {path}\n")
 
 
-def _note(campaign: Campaign, kind: str, case: Case, fault: Fault, save_to: Path | None) -> None:
-    # Of what changed an answer, each field is a cause of its own.
-    fields = [change.path for change in case.changes if isinstance(change, JsonEdit)]
-    cause = f"answer: {fields}" if fault.kind == "answer" else signature(fault)
-    if cause in campaign.failures:
-        campaign.failures[cause].count += 1
-        return
-    campaign.failures[cause] = Failure(kind, case, fault)
-    if save_to is not None:
-        path = save_case(case, fault, save_to)
-        sys.stdout.write(f"{_CLEAR}{fault.kind}: {fault.detail[:300]}\n    python -m fuzz.replay {path}\n")
-
-
-def save_case(case: Case, fault: Fault, folder: Path) -> Path:
-    """Write a case as a line of the corpus into a file of its own, with what was wrong in another; its path."""
+def _save(case: Case, fault: Fault, folder: Path) -> Path:
+    """Write a case as a line of the corpus to a new file, and its fault to another. Return the path of the case."""
     line = json.dumps(case.json()) + "\n"
     name = f"{fault.kind.replace(' ', '-')}-{hashlib.sha256(line.encode()).hexdigest()[:10]}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a forked process does with one call: bounds itself, watches itself, calls, and ends."""
+"""Makes one call in a forked process, within limits of time and memory, and reports forbidden actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FILE_BYTES = 2 << 30
-"""No file may grow larger: a fault must not fill the disk."""
+"""The largest file that a call may write: a fault must not fill the disk."""
 _NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.gethostbyname")
 _PROGRAMS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn")
 _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.rmtree")
@@ -23,23 +23,23 @@ _CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.sym
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function `module:name`, which takes a command's arguments and returns its exit code."""
+    """A call of the function `module:name`, which has a command's arguments and returns its exit code."""
 
     function: str
     arguments: Sequence[str]
     folder: str
-    """The only folder it may write in, and where it works."""
+    """The working folder, and the only one that the call may write in."""
     home: str
-    """Stands for the home folder."""
+    """The home folder of the call."""
     seconds: float
     address_space: int | None
-    """Bytes of address space it may have; None for any."""
+    """The limit of address space in bytes; None for no limit."""
 
 
 def run_here(call: Call, report: int) -> NoReturn:
-    """Make the call and end this process with its exit code; the descriptor `report` is told what was seen."""
+    """Make the call, write what was seen to the descriptor `report`, and end this process with the exit code."""
     faulthandler.enable()
-    # Shows where a hang is: a little before the process is ended.
+    # Prints the place of a hang shortly before the process is killed.
     faulthandler.dump_traceback_later(call.seconds * 0.95)
     os.chdir(call.folder)
     os.environ |= {"HOME": call.home, "XDG_CACHE_HOME": call.home, "TMPDIR": call.folder}
@@ -72,10 +72,10 @@ def _exit_code(function: Callable[[Sequence[str]], int], arguments: Sequence[str
 
 
 def _watch(folder: Path, report: int) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that reports what no input may bring about: writing elsewhere, network, programs, its code."""
+    """Return an audit hook that reports writing outside `folder`, network, programs and code of the input."""
     own, seen = str(folder), set()
 
-    def tell(what: str) -> None:
+    def note(what: str) -> None:
         if what not in seen:
             seen.add(what)
             os.write(report, f"saw {what}\n".encode(errors="replace"))
@@ -91,17 +91,17 @@ def _watch(folder: Path, report: int) -> Callable[[str, tuple[Any, ...]], None]:
             path, mode, flags = details
             writes = any(sign in mode for sign in "wax+") if mode else bool(flags & (os.O_WRONLY | os.O_RDWR))
             if writes and elsewhere(path):
-                tell(f"writing {path!s}")
+                note(f"writing {path!s}")
         elif event in _CHANGES:
-            # A relative path may go with a descriptor of its folder, which nothing tells here.
+            # A relative path may belong to the descriptor of a folder, which the event does not have.
             if str(details[0]).startswith("/") and elsewhere(details[0]):
-                tell(f"{event} {details[0]!s}")
+                note(f"{event} {details[0]!s}")
         elif event in _NETWORK:
-            tell(f"network {details[1:]!s}")
+            note(f"network {details[1:]!s}")
         elif event in _PROGRAMS:
-            tell(f"program {details[0]!s}")
+            note(f"program {details[0]!s}")
         elif event == "exec" and str(getattr(details[0], "co_filename", "")).startswith(own):
-            tell(f"code of the input {details[0].co_filename}")
+            note(f"code of the input {details[0].co_filename}")
 
     return hook
 

@@ -1,4 +1,4 @@
-"""ONNX graphs of the bundle's own interface that compute much, or say what is not so."""
+"""ONNX graphs with the inputs and outputs of the bundle's, but with endless loops or false declarations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KINDS = ("loop", "growing loop", "if", "other name", "other type", "other rank",
 
 
 def strange(data: bytes, kind: str, random: Random) -> bytes:
-    """The ONNX graph `data`, made strange in one of `KINDS`."""
+    """Return the ONNX graph `data` with a fault of one of `KINDS`."""
     model = onnx.load_model_from_string(data)
     graph = model.graph
     match kind:
@@ -56,12 +56,8 @@ def strange(data: bytes, kind: str, random: Random) -> bytes:
 
 
 def _append_loop(model: ModelProto, *, growing: bool) -> None:
-    """A Loop without end before the first output: all of it must be waited for."""
-    graph = model.graph
-    output = graph.output[0].name
-    for node in graph.node:
-        for place, name in enumerate(node.output):
-            node.output[place] = f"{output}_before" if name == output else name
+    """Insert an endless Loop before the first output, so that the output waits for the loop."""
+    graph, output = model.graph, _renamed_output(model)
     grow, turn = helper.make_node("Concat", ["x", "x"], ["y"], axis=0), helper.make_node("Neg", ["x"], ["y"])
     body = helper.make_graph(
         [helper.make_node("Identity", ["go"], ["go_on"]), grow if growing else turn],
@@ -82,12 +78,8 @@ def _append_loop(model: ModelProto, *, growing: bool) -> None:
 
 
 def _append_if(model: ModelProto) -> None:
-    """An If whose branches give other shapes than the output has."""
-    graph = model.graph
-    output = graph.output[0].name
-    for node in graph.node:
-        for place, name in enumerate(node.output):
-            node.output[place] = f"{output}_before" if name == output else name
+    """Compute the first output by an If whose branches have other shapes than the output."""
+    graph, output = model.graph, _renamed_output(model)
 
     def branch(name: str, shape: list[int]) -> onnx.GraphProto:
         value = helper.make_tensor("v", TensorProto.FLOAT, shape, [0.5])
@@ -97,3 +89,12 @@ def _append_if(model: ModelProto) -> None:
     graph.initializer.append(helper.make_tensor("which", TensorProto.BOOL, [], [False]))
     branches = {"then_branch": branch("a", [1]), "else_branch": branch("b", [1, 1])}
     graph.node.append(helper.make_node("If", ["which"], [output], **branches))
+
+
+def _renamed_output(model: ModelProto) -> str:
+    """Append "_before" to the name of the first output in the nodes that compute it, and return the name."""
+    output = model.graph.output[0].name
+    for node in model.graph.node:
+        for place, name in enumerate(node.output):
+            node.output[place] = f"{output}_before" if name == output else name
+    return output

@@ -1,4 +1,4 @@
-"""`python -m fuzz.replay FILE...`: try saved cases, or lines of the corpus, again."""
+"""`python -m fuzz.replay FILE...`: tries saved cases or lines of the corpus again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def main(paths: list[str]) -> int:
         for path, case in cases:
             faults = try_case(case, subjects, worker)
             failed += bool(faults)
-            told = "; ".join(f"{fault.kind}: {fault.detail}" for fault in faults) or "as it should be"
-            sys.stdout.write(f"{path} {json.dumps(case.json())[:120]}\n    {told}\n")
+            result = "; ".join(f"{fault.kind}: {fault.detail}" for fault in faults) or "as it should be"
+            sys.stdout.write(f"{path} {json.dumps(case.json())[:120]}\n    {result}\n")
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
-"""What is attacked: small bundles, engines, checkpoints, a photo and a clip, and the commands that read them.
+"""The subjects of the fuzzer: small bundles, engines, checkpoints, pictures, and the commands that read them.
 
-A subject's name is its task and its family, as in `run:llava`. Its files lie in `bundle/`, `engines/` and
-`checkpoint/`, `photo.jpg` and `clip.mp4` of the folder in which its commands work.
+A subject's name is its task and its family, for example `run:llava`. Its commands work in a folder with `bundle/`,
+`engines/`, `checkpoint/`, `photo.jpg` and `clip.mp4`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from support.programs.commands import run
 
 PHOTOS = Path(__file__).parents[2] / "demo" / "photos"
 SECONDS = 10.0
-"""No call may take longer."""
+"""The time limit of a call."""
 _ADDRESSES = MEMORY_BYTES + (1 << 29)
-"""Address space above the honest input's: reserved is more than used, and use is what is judged."""
+"""Address space in addition to the honest input's; more than `MEMORY_BYTES`, as libraries reserve unused space."""
 _RUN = "sinkprune.runtime.commands.run:main"
 _EXPORT = "sinkprune.export.command:main"
 _COMPILE = "sinkprune.engines.command:main"
@@ -55,24 +55,24 @@ class Step:
     function: str
     arguments: tuple[str, ...]
     output: str | None = None
-    """What it writes into the folder when it is done."""
+    """The file or folder that the command writes."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Files to change, and the commands that read them one after the other, as long as they are done."""
+    """Files to change, and the commands that read them, until one fails."""
 
     name: str
     parts: tuple[str, ...]
-    """The files and folders of the family's that its commands are given."""
+    """The files and folders of the family that the commands need."""
     steps: tuple[Step, ...]
 
 
 class Subjects:
-    """Every subject in a folder, and what its commands make of honest input."""
+    """All subjects in a folder, and the outcomes of their unchanged files."""
 
     def __init__(self, folder: Path, families: Sequence[str] = FAMILIES) -> None:
-        """From the folder that `make_families` wrote."""
+        """Read the folder that `make_families` wrote."""
         self._folder = folder
         made = [subject for family in families for subject in _subjects_of(family, folder / family)]
         self._subjects = {subject.name: subject for subject in made}
@@ -86,11 +86,11 @@ class Subjects:
         return self._subjects[name]
 
     def folder(self, name: str) -> Path:
-        """The unchanged files of the subject `name`; nobody may write there."""
+        """Return the folder with the unchanged files of the subject `name`. Do not write there."""
         return self._folder / name.partition(":")[2]
 
     def copy(self, name: str, target: Path) -> None:
-        """Lay the files of the subject `name` into the folder `target`."""
+        """Copy the files of the subject `name` into the folder `target`."""
         for part in self[name].parts:
             source = self.folder(name) / part
             if source.is_dir():
@@ -99,7 +99,7 @@ class Subjects:
                 shutil.copyfile(source, target / part)
 
     def honest(self, name: str, worker: Worker, place: Path) -> list[Outcome]:
-        """What each command of the subject `name` makes of its files as they are; found out in `place` once."""
+        """Return the outcome of each command on the unchanged files; the first call runs them in `place`."""
         if name not in self._honest:
             self.copy(name, place)
             outcomes = []
@@ -114,7 +114,7 @@ class Subjects:
 
 
 def call_of(step: Step, place: Path, honest: Outcome | None) -> Call:
-    """The call of `step` in the folder `place`, bounded by what `honest` took."""
+    """Return the call of `step` in the folder `place`, with a limit of memory from the outcome `honest`."""
     most = honest.address_space + _ADDRESSES if honest and honest.address_space else None
     return Call(step.function, step.arguments, str(place), str(place / "home"), SECONDS, most)
 
@@ -124,27 +124,25 @@ def _subjects_of(family: str, made: Path) -> list[Subject]:
     export = ("checkpoint", "-o", "out", "--budgets", _BUDGETS[family], "--json")
 
     def ask(bundle: str, *more: str) -> Step:
-        shown = () if "--video" in more else ("--image", "photo.jpg")
-        return Step(_RUN, (bundle, *shown, *more, *asked))
+        picture = () if "--video" in more else ("--image", "photo.jpg")
+        return Step(_RUN, (bundle, *picture, *more, *asked))
 
-    subjects = [
-        Subject(f"run:{family}", ("bundle", "photo.jpg"), (ask("bundle"),)),
-        Subject(f"export:{family}", ("checkpoint", "photo.jpg"), (Step(_EXPORT, export, "out"), ask("out"))),
-        Subject(f"engines:{family}", ("bundle", "engines", "photo.jpg"), (ask("bundle", "--engines", "engines"),)),
-    ]
-    # Of a board elsewhere: on this machine it starts processes, to see which libraries import.
+    sums = (_sha256(made / "bundle/bundle.json"), _sha256(made / "engines/engines.json"))
+    pinned = ("--engines", "engines", "--sha256", sums[0], "--engines-sha256", sums[1])
+    # With --board, because for this machine the doctor starts processes to import libraries.
     doctor = Step(_DOCTOR, ("bundle", "--board", "orin-nano-8gb", "--json"))
-    subjects.append(Subject(f"doctor:{family}", ("bundle", "photo.jpg"), (doctor, ask("bundle"))))
     build = Step(_COMPILE, ("bundle", "-o", "built", *_BUILD), "built")
-    built = ask("bundle", "--engines", "built")
-    bundle_sum, engines_sum = _sha256(made / "bundle/bundle.json"), _sha256(made / "engines/engines.json")
-    sums = ("--sha256", bundle_sum, "--engines-sha256", engines_sum)
-    pinned = ask("bundle", "--engines", "engines", *sums)
-    subjects.append(Subject(f"pinned:{family}", ("bundle", "engines", "photo.jpg"), (pinned,)))
-    subjects.append(Subject(f"build:{family}", ("bundle", "photo.jpg"), (build, built)))
+    tasks: dict[str, tuple[tuple[str, ...], tuple[Step, ...]]] = {
+        "run": (("bundle",), (ask("bundle"),)),
+        "export": (("checkpoint",), (Step(_EXPORT, export, "out"), ask("out"))),
+        "engines": (("bundle", "engines"), (ask("bundle", "--engines", "engines"),)),
+        "doctor": (("bundle",), (doctor, ask("bundle"))),
+        "pinned": (("bundle", "engines"), (ask("bundle", *pinned),)),
+        "build": (("bundle",), (build, ask("bundle", "--engines", "built"))),
+    }
+    subjects = [Subject(f"{task}:{family}", (*parts, "photo.jpg"), steps) for task, (parts, steps) in tasks.items()]
     if family in _VIDEO:
-        video = ask("bundle", "--video", "clip.mp4")
-        subjects.append(Subject(f"video:{family}", ("bundle", "clip.mp4"), (video,)))
+        subjects.append(Subject(f"video:{family}", ("bundle", "clip.mp4"), (ask("bundle", "--video", "clip.mp4"),)))
     return subjects
 
 
@@ -154,7 +152,7 @@ def _sha256(path: Path) -> str:
 
 @contextmanager
 def silent_libraries() -> Iterator[None]:
-    """What libraries write to stderr by themselves goes nowhere while the block runs."""
+    """Discard what libraries write to stderr in the block."""
     usual, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -166,7 +164,7 @@ def silent_libraries() -> Iterator[None]:
 
 
 def make_families(folder: Path, families: Sequence[str] = FAMILIES) -> Path:
-    """Write the files of all subjects of these families into `folder`, and return it."""
+    """Write the files of the subjects of these families into `folder`, and return it."""
     for family in families:
         _make_family(folder / family, family)
     return folder
@@ -189,13 +187,13 @@ def _make_family(folder: Path, family: str) -> None:
 
 
 def _make_checkpoint(checkpoint: Path, family: str) -> None:
-    """A checkpoint; of the files that its settings, template and weights may lie in, each family has other ones."""
+    """Write a checkpoint. Each family has other files for its settings, template and weights."""
     if family == "llava":
         make_checkpoint(checkpoint, Shape(image_size=112, num_kv_heads=2, num_layers=4))
     elif family == "llava_next":
         make_llava_next_checkpoint(checkpoint, NextShape(num_layers=4))
     else:
-        # The fewest layers that are cut behind the third, as DeepStack needs it.
+        # The fewest layers with a cut after the third layer, as DeepStack needs.
         layers = 24 if family == "qwen3_vl" else 4
         make_qwen_checkpoint(checkpoint, QwenShape(kind=family, num_layers=layers, most_tokens=64))
     if family == "qwen2_5_vl":

@@ -1,4 +1,4 @@
-"""Wrong inputs that were found before, and some new ones, always the same; `make fuzz` has no end."""
+"""Wrong inputs of the corpus, and some new ones of a fixed seed; `make fuzz` tries more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fuzz.workers import Worker
 
 SEED = 11
 TRIED = 29
-"""A turn of every kind."""
+"""One turn of every kind."""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,9 @@ def worker() -> Iterator[Worker]:
 
 
 def found_before() -> Iterator[object]:
-    """The corpus; of each kind the suite takes every so many, and `make test-slow` all.
+    """Yield the corpus. The suite runs a share of each kind, and `make test-slow` all.
 
-    test_text_bombs.py renders all templates, and all tokenizers are tried at `run`.
+    test_text_bombs.py renders all templates, and `run` loads all tokenizers.
     """
     one_of = {"templates/": 20, "manifests.jsonl": 3, "checkpoints.jsonl": 2}
     for number, (name, case) in enumerate(corpus()):

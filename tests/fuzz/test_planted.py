@@ -1,4 +1,4 @@
-"""The fuzzer finds a planted fault of each kind, and none where there is none."""
+"""The fuzzer finds a planted fault of each kind, and no fault in correct commands."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Trying one case: lay out, change, call, judge, clear away."""
+"""Tries one case: copies the files, changes them, runs the commands, and judges the outcome."""
 
 from __future__ import annotations
 
 import fnmatch
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,16 @@ MAY_CHANGE_ANSWERS = (
     *("language_model.rope_theta", "vision.rope_theta", "processor.rescale_factor", "processor.resample"),
     *("processor.image_mean.*", "processor.image_std.*", "processor.size.*", "processor.image_grid_pinpoints.*"),
 )
-"""Fields of manifests, as patterns, that may change answers where the bundle was not pinned with its sha256."""
+"""Patterns of fields of manifests that may change answers, unless the bundle is pinned by its sha256."""
 
 _MANIFESTS = ("bundle/bundle.json", "engines/engines.json")
 
 
 def try_case(case: Case, subjects: Subjects, worker: Worker) -> list[Fault]:
-    """The faults of `case`, none where it is taken or refused as it should be."""
-    with _place() as folder:
+    """Return the faults of `case`; none if the commands accept or reject it as they should."""
+    with _case_folder() as folder:
         honest = subjects.honest(case.subject, worker, folder)
-    with _place() as folder:
+    with _case_folder() as folder:
         subjects.copy(case.subject, folder)
         case.apply(folder)
         for step, usual in zip(subjects[case.subject].steps, honest, strict=True):
@@ -41,7 +43,7 @@ def try_case(case: Case, subjects: Subjects, worker: Worker) -> list[Fault]:
 
 
 def keeps_answers(case: Case, subjects: Subjects) -> bool:
-    """Whether the case must be refused or answered as if nothing had been changed."""
+    """Return whether the commands must reject the case or give the answer of the unchanged files."""
     if case.subject.startswith("pinned:"):
         return True
     edits = [change for change in case.changes if isinstance(change, JsonEdit)]
@@ -51,26 +53,24 @@ def keeps_answers(case: Case, subjects: Subjects) -> bool:
 
 
 def _may_change(edit: JsonEdit, document: Any) -> bool:
-    """Whether the field is one that may change answers, and the value of the kind that belongs there."""
+    """Return whether the field may change answers, and the new value is of the right type."""
     field = ".".join(map(str, edit.path))
     if not any(fnmatch.fnmatchcase(field, pattern) for pattern in MAY_CHANGE_ANSWERS):
         return False
     if edit.delete:
-        # A list may be shorter, an object lacks a field.
+        # A list may be shorter; an object would lack a field.
         return isinstance(edit.path[-1], int)
     usual = value_at(document, edit.path)
     number = type(usual) in (int, float) and type(edit.value) in (int, float)
     return number or type(usual) is type(edit.value)
 
 
-class _place(tempfile.TemporaryDirectory[str]):
-    """A folder for one case, with an empty home folder in it."""
-
-    def __enter__(self) -> Path:
-        folder = Path(super().__enter__()).resolve()
+@contextmanager
+def _case_folder() -> Iterator[Path]:
+    """Yield a folder for one case, with an empty home folder in it."""
+    folder = Path(tempfile.mkdtemp()).resolve()
+    try:
         (folder / "home").mkdir()
-        return folder
-
-    def __exit__(self, *error: object) -> None:
-        shutil.rmtree(self.name, ignore_errors=True)
-        super().__exit__(*error)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

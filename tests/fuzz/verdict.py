@@ -1,4 +1,4 @@
-"""What is wrong with an outcome: what any input whatever may bring about, and what none may."""
+"""Judges outcomes: what no input may cause."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from typing import Any
 from fuzz.workers import Outcome
 
 MEMORY_BYTES = 1 << 30
-"""As much more than the honest input may an input take."""
+"""How much more memory than the honest input an input may take."""
 _OUT_OF_MEMORY = re.compile(
     r"MemoryError|bad_alloc|(out of|not enough|allocate|too little) (\w+ )*(memory|address)", re.IGNORECASE
 )
 _OURS = re.compile(r"tests/fuzz/(child|worker)\.py|<frozen")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 _MESSAGE_CHARACTERS = 3000
-# What sinkprune-export says of budgets, and what libtiff writes by itself of a damaged TIFF: Pillow cannot keep it
-# from that.
+"""Longer messages repeat the input instead of naming the fault."""
 _KEPT = "engines are whole and wait in"
+# Messages of sinkprune-export about budgets, and of libtiff about damaged TIFFs, which Pillow cannot suppress.
 _ALLOWED = re.compile(
     r"left out: |(ZIPDecode|LZWDecode|JPEG\w*|Fax\w+|PackBitsDecode|TIFF\w*|tempfile\.tif): |"
     r".*: the model sees .* --fit pad shows it all( \(docs/pictures\.md\))?\.$"
 )
-"""Longer messages repeat the input instead of naming what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong, and in which words: `kind` is one of a few, `detail` is for people."""
+    """A fault of an outcome: its `kind`, one of a few, and a `detail` for people."""
 
     kind: str
     detail: str
@@ -42,11 +41,11 @@ Files = Mapping[str, tuple[int, int]]
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int]]:
-    """All that lies below `folder`, links not followed."""
+    """Return all files and folders below `folder`, without following links."""
     found = {}
     for path in folder.rglob("*"):
         status = path.lstat()
-        # The times of folders change with what lies in them.
+        # The time of a folder changes with its content.
         found[str(path.relative_to(folder))] = (-1, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns)
     return found
 
@@ -54,10 +53,10 @@ def files_of(folder: Path) -> dict[str, tuple[int, int]]:
 def faults_of(
     outcome: Outcome, honest: Outcome, before: Files, after: Files, output: str | None, *, same_answer: bool
 ) -> list[Fault]:
-    """Everything wrong with `outcome`; none for an input that was taken or refused as it should be.
+    """Return all faults of `outcome`; none if the command accepted or rejected the input as it should.
 
-    `honest` is what the command makes of the input without a change, `output` what it may write into its folder when
-    it is done, and `same_answer` says that the change must not change the answer.
+    `honest` is the outcome of the unchanged input. `output` is the file or folder that a completed command may write.
+    With `same_answer` the answer must be that of `honest`.
     """
     if outcome.timed_out:
         return [Fault("hang", f"not done after {outcome.seconds:.1f} s; {_last_line(outcome.stderr)}")]
@@ -69,7 +68,7 @@ def faults_of(
 
 
 def answer_of(outcome: Outcome) -> Any:
-    """What a command answered, times aside; None where it printed no JSON."""
+    """Return the answer of a command, without times; None if it printed no JSON."""
     try:
         answer = json.loads(outcome.stdout)
     except ValueError:
@@ -101,7 +100,7 @@ def _memory(outcome: Outcome, honest: Outcome) -> list[Fault]:
     more = outcome.peak_bytes - honest.peak_bytes
     if more > MEMORY_BYTES:
         return [Fault("memory", f"{more >> 20} MB more than the honest input")]
-    # More was asked for than the process was allowed.
+    # The process needed more than its limit.
     if _OUT_OF_MEMORY.search(outcome.stderr):
         return [Fault("memory", _last_line(outcome.stderr))]
     return []
@@ -109,7 +108,7 @@ def _memory(outcome: Outcome, honest: Outcome) -> list[Fault]:
 
 def _files(outcome: Outcome, before: Files, after: Files, output: str | None) -> list[Fault]:
     allowed = output if outcome.code == 0 else None
-    # What a build that ended early keeps for the next, and says that it does
+    # A build that fails keeps engines for the next build, and reports it.
     if _KEPT in outcome.stderr:
         allowed = f".{output}.building"
     changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
@@ -118,13 +117,13 @@ def _files(outcome: Outcome, before: Files, after: Files, output: str | None) ->
 
 
 def _last_line(text: str) -> str:
-    """What was said last, and of a traceback or a dump of the stack where that was."""
+    """Return the last line of `text`, and the places of a traceback or a dump of the stack."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
-        return "nothing said"
+        return "no output"
     places = [line for line in lines if line.startswith("File ") and not _OURS.search(line)]
-    # A dump of the stack names the innermost call first, a traceback last.
+    # The innermost call is the first of a dump of the stack, and the last of a traceback.
     dumped = "most recent call first" in text
     places = places[:3] if dumped else places[-1:]
-    said = [line for line in lines if not line.startswith(("File ", "Extension modules"))]
-    return " ".join([said[-1][:300] if said else "", *(f"[{place}]" for place in places)])
+    messages = [line for line in lines if not line.startswith(("File ", "Extension modules"))]
+    return " ".join([messages[-1][:300] if messages else "", *(f"[{place}]" for place in places)])

@@ -1,7 +1,7 @@
-"""A process that has imported everything and forks for each call it reads from stdin; it answers on stdout, in JSON.
+"""A process that imports everything, forks for each call that it reads from stdin, and prints the outcome as JSON.
 
-Forking is what makes tens of calls a second: importing takes longer than most calls. Nothing is computed here before
-forking, because the threads of engine libraries would not be there afterwards.
+Forks allow tens of calls a second, because imports take longer than most calls. This process computes nothing before
+a fork: the threads of engine libraries do not exist in the child.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fuzz.child import Call, run_here
 from sinkprune.contract.command_line import progress_lines
 
 _OUTPUT_BYTES = 1 << 20
-"""As much of each stream is read; more is not needed to judge it."""
+"""The bytes of each stream that are read; more are not needed to judge it."""
 
 
 def serve(modules: list[str]) -> None:
     """Import `modules`, then fork for each line of stdin until there are no more."""
-    # stdout is for answers alone: what libraries write belongs nowhere.
+    # stdout is for outcomes only. The output of libraries is discarded.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    # transformers would import it where it is installed: seconds, and half a gigabyte to fork.
+    # transformers imports an installed torch, which takes seconds and half a gigabyte.
     sys.modules["torch"] = None  # type: ignore[assignment]
     for module in modules:
         import_module(module)
@@ -43,14 +43,14 @@ def serve(modules: list[str]) -> None:
 
 
 def _import_onnxruntime() -> None:
-    """As the product imports it, so that its settings are the same."""
+    """Import ONNX Runtime as the package does, with the same settings."""
     from sinkprune.runtime.backends import load_backend
 
     load_backend("ort-cpu", 1)
 
 
 def outcome_of(call: Call) -> dict[str, Any]:
-    """Fork, wait no longer than the call may take, and tell what became of it, as the fields of an `Outcome`."""
+    """Fork, wait for the call until its time limit, and return the fields of an `Outcome`."""
     streams = [os.memfd_create(name) for name in ("stdin", "stdout", "stderr", "report")]
     start = time.monotonic()
     child = os.fork()
@@ -84,7 +84,7 @@ def outcome_of(call: Call) -> dict[str, Any]:
 
 
 def _ended(child: int, seconds: float) -> bool:
-    """Whether `child` ends within `seconds`."""
+    """Wait, and return whether `child` ended within `seconds`."""
     handle = os.pidfd_open(child)
     try:
         waiting = select.poll()
@@ -95,7 +95,7 @@ def _ended(child: int, seconds: float) -> bool:
 
 
 def _kill_group(child: int) -> None:
-    """End `child` and what it started; it leads a group of its own."""
+    """Kill `child` and its children. It leads a process group."""
     for end in (os.killpg, os.kill):
         try:
             end(child, signal.SIGKILL)

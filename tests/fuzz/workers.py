@@ -1,4 +1,4 @@
-"""The other end of a worker: starts it, sends calls, reads outcomes."""
+"""Starts worker processes, sends them calls and reads the outcomes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TESTS = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call."""
+    """The result of a call."""
 
     code: int
     """The exit code; negative for the signal that ended it."""
@@ -39,15 +39,15 @@ class Outcome:
     seconds: float
     timed_out: bool
     peak_bytes: int
-    """The most memory it had resident, the worker's own modules included."""
+    """The peak of resident memory, with the worker's own modules."""
     address_space: int | None
-    """The most address space it had, in bytes; None where it did not come to its end."""
+    """The peak of address space in bytes; None if the call did not return."""
     seen: tuple[str, ...]
-    """What no input may bring about."""
+    """Forbidden actions: writing elsewhere, network, programs, code of the input."""
 
 
 class Worker:
-    """A process that makes calls, one at a time, each in a fork of its own."""
+    """A process that makes one call at a time, each in a new fork; a context manager that ends it."""
 
     def __init__(self, modules: tuple[str, ...] = MODULES) -> None:
         search = os.pathsep.join([str(_TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -58,15 +58,15 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # As sinkprune-export sets it before its first import of transformers, which reads it once
+            # transformers reads it once. sinkprune-export sets it before the first import.
             env={**os.environ, **single, "PYTHONPATH": search, "TRANSFORMERS_VERBOSITY": "error"},
             text=True,
-            # Ctrl-C is for the one who started this.
+            # Ctrl-C is for this process alone.
             start_new_session=True,
         )
 
     def __call__(self, call: Call) -> Outcome:
-        """Make the call and wait for its outcome."""
+        """Make the call and return its outcome."""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(dataclasses.asdict(call)) + "\n")
         self._process.stdin.flush()
@@ -76,12 +76,9 @@ class Worker:
         fields: dict[str, Any] = json.loads(answer)
         return Outcome(**{**fields, "seen": tuple(fields["seen"])})
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
     def __enter__(self) -> Worker:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._process.kill()
+        self._process.communicate()

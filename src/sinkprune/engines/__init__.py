@@ -1,1 +1,1 @@
-"""ONNX graphs to engines: builds, TensorRT plugins and their kernels. May import `sinkprune` and its runtime."""
+"""Builds engines from ONNX graphs; TensorRT plugins and their kernels; the gate."""

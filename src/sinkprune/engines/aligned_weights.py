@@ -37,7 +37,7 @@ def takes_prepacked(version: str) -> bool:
 def align_weights(file: Path) -> None:
     """Move every weight of the ONNX model `file` that lies in a file of its own, prepacked or not, to a page.
 
-    Raises `EnginesError` where the model names prepacked matrices in another form than `PREPACKED_IN` writes.
+    Raises `EnginesError` if the model names prepacked matrices in another form than those of `PREPACKED_IN`.
     """
     model = onnx.load(file, load_external_data=False)
     external = [tensor for tensor in model.graph.initializer if tensor.external_data]
@@ -58,7 +58,7 @@ def align_weights(file: Path) -> None:
 
 
 def _check(external: list[onnx.TensorProto], file: Path, size: int) -> None:
-    """Refuse external data of another form than is known, or beyond the `size` of its file."""
+    """Raise `EnginesError` for external data of an unknown form, or beyond the `size` of its file."""
     for tensor in external:
         for entry in tensor.external_data:
             if entry.key in _PLAIN:
@@ -85,7 +85,7 @@ def _move(tensor: onnx.TensorProto, data: mmap.mmap, target: BinaryIO) -> None:
 
 
 def _copied(data: mmap.mmap, offset: int, length: int, target: BinaryIO) -> int:
-    """Where a copy of `length` bytes from `offset` on begins in `target`."""
+    """Append `length` bytes from `offset` on to `target`, at a page, and return their place."""
     target.write(bytes(-target.tell() % _PAGE))
     place = target.tell()
     with memoryview(data) as view:

@@ -1,4 +1,4 @@
-"""Bundle to engines, all or nothing: built beside their place one by one, and put there when all are whole."""
+"""Builds the engines of a bundle one by one in a temporary folder, and moves it into place when all are complete."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sinkprune.contract.engines_manifest import (
     EnginesManifest,
     EngineSpec,
     Limits,
-    OptimisationProfiles,
 )
 from sinkprune.contract.errors import EnginesError, SinkpruneError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, check_room, made_parents, replacing
@@ -30,18 +29,18 @@ from sinkprune.contract.files.staging import named
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
 from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
-from sinkprune.engines.gate.checking import OPEN, Gate
+from sinkprune.engines.gate.checking import Gate
 from sinkprune.engines.optimisation_profiles import optimisation_profiles
-from sinkprune.engines.preflight import OutOfMemoryError, check_memory, disk_bytes, need_and_free
+from sinkprune.engines.preflight import COPIES, OutOfMemoryError, check_memory, disk_bytes, need_and_free
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Builder, Job
-from sinkprune.engines.unfinished import Unfinished, unfinished
+from sinkprune.engines.unfinished import UnfinishedBuild, unfinished_build
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.models import Model
 
-# In the folder of an unfinished build: what the gate keeps.
+# The gate's folder in that of an unfinished build.
 _RECORDING = "recording"
-# Other programs write too, and file systems keep some for themselves.
+# A disk with less free space is full: other programs write too, and file systems reserve some.
 _FULL_BYTES = 4 << 20
 _WAY_OUT = "build a bundle with fewer methods and budgets"
 
@@ -56,19 +55,20 @@ def build_engines(
     force: bool = False,
     move: bool = False,
     sign: Sign | None = None,
-    gate: Gate = OPEN,
+    gate: Gate | None = None,
     progress: BuildProgress = SILENT,
 ) -> EnginesManifest:
     """Build every graph of `bundle` into the new folder `output`, which then runs without the bundle.
 
-    `asked_limits` are the fields of `limits` that the user gave. Engines that take any shape enforce these only.
-    With `force`, engines that are there are replaced. With `move`, a graph and its weights are removed from the
-    bundle as soon as the disk holds its engine, and in the end the bundle. `sign` signs the engines' manifest
-    (`sinkprune.contract.files.signature.read_private_key`). Each engine must pass `gate` before its graph may go, and
-    all together before they are put in their place.
-    What can be known to be wrong is found before anything is written; whatever goes wrong later, `output` is left
-    as it was, and engines that are whole are taken up by the next build of the same (`sinkprune.engines.unfinished`).
-    Raises `EnginesError`, and `BundleError` for a bundle whose graphs the shapes cannot be told of.
+    `asked_limits` are the fields of `limits` that the user gave; engines that take any shape enforce only these.
+    `force` replaces existing engines. `move` removes each graph and its weights from the bundle once the disk holds
+    its engine, and the bundle at the end. `sign` signs the engines' manifest
+    (`sinkprune.contract.files.signature.read_private_key`). Each engine must pass `gate` before its graph is removed,
+    and all engines together before the folder is in its place.
+
+    Errors that can be foreseen are raised before anything is written. After a later error `output` is unchanged, and
+    the next build with the same arguments reuses complete engines (`sinkprune.engines.unfinished`).
+    Raises `EnginesError`, and `BundleError` for a graph with an unknown dynamic dimension.
     """
     check_outside(output, bundle.path, ENGINES)
     builder.check_bundle(bundle)
@@ -83,20 +83,24 @@ def build_engines(
         bundle_sha256=bundle.sha256,
         checkpoint_sha256=bundle.manifest.checkpoint.config_sha256,
         plugins={},
-        flags={**builder.flags, **asked, **gate.flags(bundle)},
+        flags={**builder.flags, **asked, **(gate.flags(bundle) if gate else {})},
         limits=limits,
         engines={},
         files={},
     )
     check_replaceable(output, ENGINES, force=force)
-    with made_parents(output, ENGINES), unfinished(output, plan) as work:
-        left = {graph: own for graph, own in profiles.items() if graph not in work.manifest.engines}
-        models = {graph: _model(bundle, graph, work) for graph in left}
-        work.start_anew()
-        _check_room(bundle, left, builder, work.place, move=move, progress=progress)
-        gate.prepare(bundle, builder.target, work.place / _RECORDING, progress)
+    with made_parents(output, ENGINES), unfinished_build(output, plan) as work:
+        jobs = {
+            graph: Job(_model(bundle, graph, work), own)
+            for graph, own in profiles.items()
+            if graph not in work.manifest.engines
+        }
+        work.remove_unusable()
+        _check_room(bundle, jobs, builder, work.place, move=move, progress=progress)
+        if gate:
+            gate.record_graphs(bundle, builder.target, work.place / _RECORDING, progress)
         try:
-            _build(bundle, models, left, work, builder, gate, move=move, progress=progress)
+            _build(bundle, jobs, work, builder, gate, move=move, progress=progress)
         except (SinkpruneError, KeyboardInterrupt) as error:
             done = len(work.manifest.engines)
             kept = (
@@ -106,22 +110,23 @@ def build_engines(
             if done and isinstance(error, SinkpruneError):
                 raise EnginesError(f"{error} {kept}") from error
             if done:
-                progress.tell(kept)
+                progress.report(kept)
             raise
         with replacing(output, ENGINES, 0, _WAY_OUT, force=force) as root:
-            work.give(root)
-            _bring_along(bundle, root / BUNDLE_FOLDER)
+            work.copy_to(root)
+            _copy_bundle_files(bundle, root / BUNDLE_FOLDER)
             files = {**work.manifest.files, **file_specs(root, work.manifest.files)}
             manifest = replace(work.manifest, files=files)
             ENGINES.write(root, manifest, sign)
-            gate.whole(root)
+            if gate:
+                gate.check_answers(root)
         if move and (strangers := remove_listed(bundle.path, BUNDLE)):
-            progress.tell(f"'{bundle.path}' holds what is not of the bundle, and stays: {named(strangers)}.")
+            progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {named(strangers)}.")
     return manifest
 
 
-def _model(bundle: Bundle, graph: str, work: Unfinished) -> Model:
-    """The ONNX file of a graph that is to be built; raises `EnginesError` for one that is not there any more."""
+def _model(bundle: Bundle, graph: str, work: UnfinishedBuild) -> Model:
+    """Return the ONNX file of a graph; raises `EnginesError` if it is missing."""
     model = Model.of_bundle(bundle, graph)
     if model.name in bundle.files:
         return model
@@ -134,53 +139,70 @@ def _model(bundle: Bundle, graph: str, work: Unfinished) -> Model:
 
 
 def _check_room(
-    bundle: Bundle,
-    profiles: Mapping[str, OptimisationProfiles],
-    builder: Builder,
-    place: Path,
-    *,
-    move: bool,
-    progress: BuildProgress,
+    bundle: Bundle, jobs: Mapping[str, Job], builder: Builder, place: Path, *, move: bool, progress: BuildProgress
 ) -> None:
-    """Compare what building the graphs of `profiles` needs of memory and disk with what is free, and tell it."""
+    """Raise `EnginesError` if memory or disk are too small for `jobs`; otherwise report what the build needs."""
     memories = builder.memories()
-    check_memory(bundle, profiles, memories)
-    most = disk_bytes(bundle.manifest, profiles, builder.disk_copies, move=move)
+    check_memory(bundle, {graph: job.optimisation_profiles for graph, job in jobs.items()}, memories)
+    most = disk_bytes(bundle.manifest, jobs, COPIES[builder.target].disk, move=move)
     check_room(place, most, ENGINES, _WAY_OUT)
-    if most >= TOLD_BYTES and profiles:
-        largest = max(profiles, key=bundle.manifest.weight_bytes)
-        told = need_and_free(bundle, largest, profiles[largest], memories) if memories else "building needs"
-        progress.tell(f"{told}, and {gigabytes(most)} of disk")
+    if most >= TOLD_BYTES and jobs:
+        largest = max(jobs, key=bundle.manifest.weight_bytes)
+        memory = need_and_free(bundle, largest, jobs[largest].optimisation_profiles, memories)
+        progress.report(f"{memory if memories else 'building needs'}, and {gigabytes(most)} of disk")
 
 
 def _build(
     bundle: Bundle,
-    models: Mapping[str, Model],
-    profiles: Mapping[str, OptimisationProfiles],
-    work: Unfinished,
+    jobs: Mapping[str, Job],
+    work: UnfinishedBuild,
     builder: Builder,
-    gate: Gate,
+    gate: Gate | None,
     *,
     move: bool,
     progress: BuildProgress,
 ) -> None:
-    """Build the engines of `models` into `work`, one after the other: each may need most of the memory."""
+    """Build the engines of `jobs` into `work`, one after the other: each may need most of the memory."""
     done = len(work.manifest.engines)
-    users = Counter(name for model in models.values() for name in model.names)
-    for number, (graph, model) in enumerate(models.items(), start=done):
-        progress.graph(graph, number, done + len(models))
-        engine = _engine(bundle, model, profiles[graph], work.root, builder, progress)
-        gate.engine(graph, BuiltEngines(work.held(graph, engine, builder.plugins), bundle))
+    users = Counter(name for job in jobs.values() for name in job.model.names)
+    for number, (graph, job) in enumerate(jobs.items(), start=done):
+        progress.graph(graph, number, done + len(jobs))
+        engine = _build_engine(bundle, job, work.root, builder, progress)
+        if gate:
+            gate.check_engine(graph, BuiltEngines(work.with_engine(graph, engine, builder.plugins), bundle))
         work.add(graph, engine, builder.plugins)
-        users.subtract(model.names)
-        # The graph's own file first: without it everybody knows that the graph is gone.
-        for name in model.names if move else ():
+        users.subtract(job.model.names)
+        # The graph's own file first: a missing file means that the graph is gone.
+        for name in job.model.names if move else ():
             if not users[name]:
                 bundle.files[name].remove()
 
 
-def _bring_along(bundle: Bundle, folder: Path) -> None:
-    """Write into `folder` what the engines need of the bundle to run without it."""
+def _build_engine(bundle: Bundle, job: Job, root: Path, builder: Builder, progress: BuildProgress) -> EngineSpec:
+    """Write the engine of `job` below `root`."""
+    graph = job.model.graph
+    file = f"engines/{builder.file_name(graph)}"
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    try:
+        built = builder.build(job, root / file, progress)
+    except OutOfMemoryError as error:
+        need = need_and_free(bundle, graph, job.optimisation_profiles, builder.memories())
+        raise EnginesError(f"{error} By estimate, {need}. End other programs, or use a machine with more.") from error
+    except (SinkpruneError, OSError) as error:
+        # On a full disk, libraries only report that they could not write.
+        if shutil.disk_usage(root).free < _FULL_BYTES:
+            raise EnginesError(
+                f"the disk is full: the engine of graph '{graph}' could not be written in '{root}' ({error}) "
+                "Free space, then give the same command again."
+            ) from error
+        raise
+    seconds = round(time.perf_counter() - start, 3)
+    return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)
+
+
+def _copy_bundle_files(bundle: Bundle, folder: Path) -> None:
+    """Write the files of the bundle that engines need to run without it into `folder`."""
     folder.mkdir()
     (folder / MANIFEST).write_bytes(read_bytes(bundle.path / MANIFEST, MANIFEST_BYTES, follow_links=False))
     if sha256(folder / MANIFEST) != bundle.sha256:
@@ -188,32 +210,3 @@ def _bring_along(bundle: Bundle, folder: Path) -> None:
     for name in BESIDE_GRAPHS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         bundle.files[name].copy(folder / name)
-
-
-def _engine(
-    bundle: Bundle,
-    model: Model,
-    profiles: OptimisationProfiles,
-    root: Path,
-    builder: Builder,
-    progress: BuildProgress,
-) -> EngineSpec:
-    """Write the engine of `model` below `root`."""
-    file = f"engines/{builder.file_name(model.graph)}"
-    (root / file).parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    try:
-        built = builder.build(Job(model, profiles), root / file, progress)
-    except OutOfMemoryError as error:
-        told = need_and_free(bundle, model.graph, profiles, builder.memories())
-        raise EnginesError(f"{error} By estimate, {told}. End other programs, or use a machine with more.") from error
-    except (SinkpruneError, OSError) as error:
-        # Libraries say of a full disk that they could not write.
-        if shutil.disk_usage(root).free < _FULL_BYTES:
-            raise EnginesError(
-                f"the disk is full: the engine of graph '{model.graph}' could not be written in '{root}' ({error}) "
-                "Free space, then give the same command again."
-            ) from error
-        raise
-    seconds = round(time.perf_counter() - start, 3)
-    return EngineSpec(file, built.optimisation_profiles, built.nodes, built.device_memory, seconds)

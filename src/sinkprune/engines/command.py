@@ -1,4 +1,4 @@
-"""`sinkprune-build`: a bundle in, engines out."""
+"""`sinkprune-build`: builds engines from a bundle."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ examples:
   sinkprune-build pocket -o engines --target onnxruntime                    # optimised for this processor
   sinkprune-build pocket -o engines --target onnxruntime+openvino           # with OpenVINO's vision tower
   sinkprune-build pocket -o engines --target openvino
-  sinkprune-build pocket -o engines --target openvino --check photo.jpg     # refuses engines that compute otherwise
+  sinkprune-build pocket -o engines --target openvino --check photo.jpg     # refuses engines that differ from graphs
 
-ENGINES runs by itself, as in `sinkprune-run ENGINES --image ...`; copy it where you want. A build that was killed
-goes on with the same command. TensorRT wants fp16 bundles; before 10.15 (JetPack 6) they must be
-exported with --dialect opset20.
+ENGINES runs by itself, as in `sinkprune-run ENGINES --image ...`; copy it where you want. After a kill, the same
+command resumes the build. TensorRT needs fp16 bundles; before 10.15 (JetPack 6) export them with --dialect opset20.
 
 Engines of every target reject a request above --max-prompt, --max-new-tokens or --max-images. The defaults limit
 engines of TensorRT only; the other targets accept what the model accepts.
@@ -43,20 +42,20 @@ _SM = WholeNumber("--sm", 10, 999)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-build` with `arguments`, or the process's own if None; returns the exit code."""
+    """Run `sinkprune-build` with `arguments`, or the process's own if None, and return the exit code."""
     return run_command(_build, arguments)
 
 
 def _build(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
+    # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
     from sinkprune.contract.bundle import read_bundle
     from sinkprune.contract.engines_manifest import ENGINES, enforced
     from sinkprune.contract.files.folders import check_outside, check_replaceable
     from sinkprune.contract.files.signature import read_private_key
     from sinkprune.engines.build import build_engines
     from sinkprune.engines.gate import PROMPT
-    from sinkprune.engines.gate.checking import OPEN, PictureGate
+    from sinkprune.engines.gate.checking import Gate
     from sinkprune.engines.gate.question import read_question
     from sinkprune.engines.limits import resolve_limits
     from sinkprune.engines.progress import TerminalProgress
@@ -66,7 +65,7 @@ def _build(arguments: Sequence[str] | None) -> None:
     read = [path for path in (options.check, options.sign, options.signed_by) if path]
     check_outputs(json_outputs(options.json), read, [options.bundle, options.output])
     check_replaceable(options.output, ENGINES, force=options.force)
-    # A build with --move that was cut short has taken graphs away.
+    # An earlier build with --move may have removed graphs.
     bundle = read_bundle(options.bundle, Trust(options.sha256, options.signed_by), whole=not is_begun(options.output))
     check_outside(options.output, bundle.path, ENGINES)
     sign = read_private_key(options.sign) if options.sign else None
@@ -77,17 +76,17 @@ def _build(arguments: Sequence[str] | None) -> None:
     }
     limits = resolve_limits(bundle.manifest, **asked)
     if options.check is None and options.check_prompt is not None:
-        raise UsageError("--check-prompt is what --check asks about its picture. Add --check, or leave it out.")
+        raise UsageError("--check-prompt is the question of --check about its picture. Add --check, or leave it out.")
     place = options.output.absolute()
     timing_cache = place.with_name(f"{place.name}.timing-cache")
     builder = new_builder(options.target, options.sm, timing_cache)
     builder.check_bundle(bundle)
     question = PROMPT if options.check_prompt is None else options.check_prompt
     given = [name for name, value in asked.items() if value is not None]
-    gate = OPEN
+    gate = None
     if options.check is not None:
         taken = enforced(limits, options.target, given)
-        gate = PictureGate(read_question([options.check], question, bundle, taken))
+        gate = Gate(read_question([options.check], question, bundle, taken))
     with TerminalProgress() as progress:
         bundle.verify()
         manifest = build_engines(
@@ -127,7 +126,7 @@ def _summary(output: Path, manifest: EnginesManifest) -> dict[str, object]:
 
 
 def _text(output: Path, manifest: EnginesManifest) -> str:
-    """What was built, whether it passed --check, what became of the nodes a plugin may stand in for, and its sum."""
+    """Return the printed summary: engines, limits, the result of --check, what sanitizer nodes became, the sum."""
     from sinkprune.contract.engines_manifest import ENGINES
     from sinkprune.engines.gate.checking import CHECKED
 
@@ -146,7 +145,7 @@ def _text(output: Path, manifest: EnginesManifest) -> str:
 
 
 def _limits(manifest: EnginesManifest) -> str:
-    """The limits that the engines enforce, in words."""
+    """Return the limits that the engines enforce, in words."""
     words = {"prompt_tokens": "prompts of {} tokens", "new_tokens": "answers of {}", "images": "images: {}"}
     enforced = manifest.enforced_limits
     return (
@@ -163,7 +162,7 @@ def _compute_capabilities(text: str) -> tuple[int, ...]:
 
 
 def _parser() -> CommandParser:
-    # Brings numpy, like all that `_build` imports.
+    # Imports numpy, as the imports of `_build` do.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.engines.limits import MAX_IMAGES, MAX_NEW_TOKENS, MAX_PROMPT
     from sinkprune.engines.targets import TARGETS

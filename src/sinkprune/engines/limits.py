@@ -1,4 +1,4 @@
-"""What a request may be at most, where engines are built for it; `optimisation_profiles.py` has what follows."""
+"""The largest request that engines are built for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.runtime.families import load_family
 
-# No model has so many positions; what the bundle's has is checked besides.
+# More than any model has. The positions of the bundle's model are checked too.
 MAX_PROMPT = WholeNumber("--max-prompt", 1, 10**7)
 MAX_NEW_TOKENS = WholeNumber("--max-new-tokens", 1, 10**7)
 MAX_IMAGES = WholeNumber("--max-images", 1, 10**4)
@@ -19,10 +19,10 @@ _MOST_NEW_TOKENS = 512
 def resolve_limits(
     manifest: Manifest, *, prompt_tokens: int | None, new_tokens: int | None, images: int | None
 ) -> Limits:
-    """The limits asked for: text tokens of a prompt, new tokens, and images of a prompt.
+    """Return the limits: text tokens of a prompt, new tokens, and images of a prompt.
 
-    None means one image, and 512 tokens or what the model has room for beside unpruned pictures of the largest kind.
-    Raises `UsageError` for what is out of range, exceeds the model's positions, or needs another bundle.
+    None means one image, or 512 tokens, or fewer if the largest unpruned pictures leave fewer positions.
+    Raises `UsageError` for values out of range, beyond the model's positions, or beyond the bundle's images.
     """
     prompt_tokens = None if prompt_tokens is None else MAX_PROMPT.check(prompt_tokens)
     new_tokens = None if new_tokens is None else MAX_NEW_TOKENS.check(new_tokens)

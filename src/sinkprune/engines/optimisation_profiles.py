@@ -1,7 +1,7 @@
-"""The shapes that every input of every graph may have, as the optimisation profiles that TensorRT compiles for.
+"""The shapes of every input of every graph, as the optimisation profiles that TensorRT compiles for.
 
-An optimisation profile is a range of shapes, tuned for one usual shape within it. They follow from the bundle (its
-budgets, and the largest pictures its model takes) and from what a request may be at most (`limits.py`).
+An optimisation profile is a range of shapes, tuned for one usual shape. The profiles follow from the bundle's budgets
+and largest pictures, and from the limits of a request (`limits.py`).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class _Span(NamedTuple):
     max: int
 
 
-# Not (1, 1, 1): for a fixed length TensorRT-RTX 1.7 lays the weights out anew, and the engine holds them twice
-# (measured with 168 MB of weights: an engine of 340 MB; like this, of 173 MB).
+# Not (1, 1, 1): for a fixed length, TensorRT-RTX 1.7 adds a copy of the weights in another layout. An engine with
+# 168 MB of weights then had 340 MB, instead of 173 MB.
 _ONE_TOKEN = _Span(1, 1, 2)
 
 
 def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, OptimisationProfiles]:
-    """The optimisation profiles of every graph of a bundle, by the graph's name, then by their own.
+    """Return the optimisation profiles of every graph of a bundle, by graph, then by profile.
 
-    Decoder segments and head have two, `prefill` and `decode`, in one engine; every other graph has `prefill` only.
-    But where images have larger groups than clips, and clips more of them, a graph that is given groups has `clip`
-    and `image` instead: many groups of an image's size never come, and TensorRT could not rank them.
-    Raises `BundleError` for a dynamic dimension that the graph contract does not know.
+    Decoder segments and the head have `prefill` and `decode` in one engine. Other graphs have `prefill` only. But if
+    images have larger groups than clips, and clips have more groups, graphs with groups have `clip` and `image`
+    instead: no request has many groups of an image's size, and TensorRT could not rank them.
+    Raises `BundleError` for an unknown dynamic dimension.
     """
     family = load_family(manifest)
     plans = [(name, budget, plan) for name, own in manifest.plans.items() for budget, plan in own.items()]
@@ -59,18 +59,18 @@ def optimisation_profiles(manifest: Manifest, limits: Limits) -> dict[str, Optim
 
 @dataclass(frozen=True)
 class _Picture:
-    """The largest picture of a kind, and what becomes of it."""
+    """The largest picture of a kind, with the tokens that each plan keeps of it."""
 
     manifest: Manifest
     layout: VisualLayout
     planned: tuple[tuple[Plan, PictureSchedule], ...]
-    """Every plan of the bundle, with what it leaves of the picture."""
+    """Every plan of the bundle, with its schedule of the picture."""
     vision_sizes: dict[str, _Span]
 
     def visual_counts(self, graph: str) -> list[int]:
-        """How many visual tokens of it `graph` may be given, ascending: by each plan, and unpruned if that happens.
+        """Return the possible numbers of visual tokens in the input of `graph`, ascending, by plan and unpruned.
 
-        The projector is given those of a group.
+        The projector gets the tokens of one group.
         """
         unpruned, n = len(self.layout.unpruned_rows), self.layout.tokens
         for plan, planned in self.planned:
@@ -89,7 +89,7 @@ class _Picture:
         return sorted({unpruned, *(planned.reaching(layer) for _, planned in self.planned)})
 
     def sizes(self, graph: str, limits: Limits) -> dict[str, _Span]:
-        """Every dynamic dimension of `graph`, for pictures up to this one."""
+        """Return every dynamic dimension of `graph`, for pictures up to this one."""
         groups, n, visual = self.layout.groups, self.layout.tokens, self.visual_counts(graph)
         usual_prompt = min(_USUAL_PROMPT, limits.prompt_tokens)
         most = limits.images * max(visual)
@@ -123,7 +123,7 @@ def _of_graph(
         usual, most = room_for(rows.opt + limits.new_tokens // 2), room_for(rows.max + limits.new_tokens - 1)
         sizes["decode"] = {**sizes["prefill"], "S": _ONE_TOKEN, "C": _Span(ROOM, usual, most)}
         if form == "in-place":
-            # The one that the longest request needs: TensorRT takes no range of them.
+            # TensorRT takes one size of caches: that of the longest request.
             sizes = {name: {**spans, "C": _Span(most, most, most)} for name, spans in sizes.items()}
     return {name: _ranges(graph, spec, spans) for name, spans in sizes.items()}
 

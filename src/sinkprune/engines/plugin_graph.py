@@ -1,7 +1,7 @@
-"""Reads a graph, fits it to the plugins, and tells what TensorRT made of each of its nodes.
+"""Reads a graph, adapts it to the plugins, and reports what TensorRT made of each node.
 
-In the file `TopRho` and `DiversitySelect` are nodes of domain `sinkprune` with function bodies. TensorRT takes a
-plugin of a node's name, if one is registered; before 10.7 it takes the function even so, and the function has to go.
+In the file, `TopRho` and `DiversitySelect` are nodes of domain `sinkprune` with function bodies. TensorRT takes a
+registered plugin of a node's name. Before 10.7 it prefers the function, which must then be removed.
 Source: onnx-tensorrt, `docs/Changelog.md` (10.1: shape inputs; 10.7: plugins before functions) and `parseNode`.
 """
 
@@ -27,7 +27,7 @@ _SHAPE_INPUTS = "tensorrt_plugin_shape_input_indices"
 
 
 def read_model(model: Model) -> onnx.ModelProto:
-    """The ONNX model of a graph, its weights left on disk; raises `BackendError` if its file holds none."""
+    """Return the ONNX model of a graph, without its weights; raises `EnginesError` if its file holds none."""
     try:
         return onnx.load_model_from_string(model.onnx)
     except DecodeError as error:
@@ -35,7 +35,7 @@ def read_model(model: Model) -> onnx.ModelProto:
 
 
 def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
-    """The nodes of domain `sinkprune` in `model`, by name; raises `EnginesError` if one has no name of its own."""
+    """Return the nodes of domain `sinkprune`, by name; raises `EnginesError` if a name is missing or repeated."""
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     found = {node.name: node for node in nodes}
     if len(found) < len(nodes) or "" in found:
@@ -47,28 +47,28 @@ def custom_nodes(model: onnx.ModelProto) -> dict[str, onnx.NodeProto]:
 
 
 def has_shape_inputs(model: onnx.ModelProto) -> bool:
-    """Whether a node of domain `sinkprune` takes a size that is computed, not a constant of the graph.
+    """Return whether a node of domain `sinkprune` has a computed size as input, and not a constant of the graph.
 
-    Raises `EnginesError` for a node no plugin is known for.
+    Raises `EnginesError` for a node without a plugin.
     """
     known, nodes = constants(model.graph), custom_nodes(model).values()
     return any(value not in known for node in nodes for value in node.input[len(_plugin(node).inputs) :])
 
 
 def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str) -> onnx.ModelProto:
-    """`model` as a build of TensorRT `version` with the plugins of `namespace` needs it; the original is left alone.
+    """Return a copy of `model` for a build of TensorRT `version` with the plugins of `namespace`.
 
-    Each node of domain `sinkprune` names its plugin; its masks are cast, INT32 inside and BOOL outside; a shape input
-    that is constant becomes an attribute, which all variants and versions take, and any other is marked as one (10.1
-    and later, not ahead of time). Functions that would win are stripped. Raises `EnginesError` for a node no plugin
-    is known for.
+    Each node of domain `sinkprune` names its plugin. Its masks are INT32, with casts from and to BOOL. A constant
+    shape input becomes an attribute, which all versions accept. A computed one is marked as a shape input (10.1 and
+    later, not ahead of time). Functions that TensorRT would prefer are removed. Raises `EnginesError` for a node
+    without a plugin.
     """
     fitted = onnx.ModelProto()
     fitted.CopyFrom(model)
     known = constants(fitted.graph)
     for node in custom_nodes(fitted).values():
         plugin = _plugin(node)
-        # What the parser looks a plugin up by; since 10.10 it also tries the domain (`FallbackPluginImporter`).
+        # The parser finds a plugin by these; since 10.10 also by the domain (`FallbackPluginImporter`).
         for name, value in (("plugin_namespace", namespace), ("plugin_version", VERSION)):
             node.attribute.append(helper.make_attribute(name, value))
         _fold_shape_inputs(node, plugin, known)
@@ -81,36 +81,36 @@ def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str
 
 
 def realisations(model: onnx.ModelProto, network: Any, library: Any) -> dict[str, Realisation]:
-    """What became of each node of domain `sinkprune`, by its name: read off the layers of `network`.
+    """Return what each node of domain `sinkprune` became, by name, from the layers of `network`.
 
-    `model` is what was parsed into `network`, by the parser of `library` (`tensorrt` or `tensorrt_rtx`). A plugin's
-    layer has its node's name; a function's layers name the node in their metadata (before 10.6 only the operator).
-    Raises `EnginesError` for a node no layer stands for.
+    The parser of `library` (`tensorrt` or `tensorrt_rtx`) parsed `model` into `network`. A plugin's layer has its
+    node's name. A function's layers name the node in their metadata (before 10.6 only the operator). Raises
+    `EnginesError` for a node without a layer.
     """
     functions = {function.name for function in model.functions if function.domain == DOMAIN}
     found = list(layers(network))
-    told: dict[str, Realisation] = {}
+    realised: dict[str, Realisation] = {}
     for name, node in custom_nodes(model).items():
         calls = (f"| {name} ({node.op_type})", f"Local Function: {node.op_type}]")
         if any(layer.type == library.LayerType.PLUGIN_V3 and layer.name == name for layer in found):
-            told[name] = "plugin" if node.op_type in functions else "stripped"
+            realised[name] = "plugin" if node.op_type in functions else "stripped"
         elif any(call in layer.metadata for layer in found for call in calls):
-            told[name] = "function"
+            realised[name] = "function"
         else:
             raise EnginesError(
                 f"graph '{model.graph.name}': no layer of TensorRT's network stands for node '{name}', neither a "
                 f"plugin nor its function. Please report this with the library's version."
             )
-    return told
+    return realised
 
 
 def layers(network: Any) -> Iterator[Any]:
-    """Every layer of a network of TensorRT."""
+    """Yield every layer of a network of TensorRT."""
     return (network.get_layer(number) for number in range(network.num_layers))
 
 
 def constants(graph: onnx.GraphProto) -> dict[str, Any]:
-    """What is known when `graph` is parsed, by name: tensors, and what stands in `Constant` nodes."""
+    """Return the constants of `graph` by name: initializers, and the values of `Constant` nodes."""
     known: dict[str, Any] = {tensor.name: tensor for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type == "Constant":
@@ -119,7 +119,7 @@ def constants(graph: onnx.GraphProto) -> dict[str, Any]:
 
 
 def as_array(constant: Any) -> np.ndarray[Any, Any]:
-    """A tensor or number of `constants` as an array; the tensor's data must be in the graph."""
+    """Return a value of `constants` as an array. The data of a tensor must be in the graph."""
     return numpy_helper.to_array(constant) if isinstance(constant, onnx.TensorProto) else np.asarray(constant)
 
 
@@ -148,16 +148,14 @@ def _fold_shape_inputs(node: onnx.NodeProto, plugin: Plugin, known: Mapping[str,
 
 
 def _cast_masks(graph: onnx.GraphProto, node: onnx.NodeProto, plugin: Plugin) -> None:
-    for place, tensor in enumerate(plugin.inputs):
+    for number, tensor in enumerate(plugin.inputs):
         if tensor.type == "mask":
-            inside = f"{node.name}_{tensor.name}"
-            _insert_cast(graph, _place(graph, node), node.input[place], inside, onnx.TensorProto.INT32)
-            node.input[place] = inside
-    for place, tensor in enumerate(plugin.outputs):
-        if tensor.type == "mask" and place < len(node.output) and node.output[place]:
-            inside = f"{node.name}_{tensor.name}"
-            _insert_cast(graph, _place(graph, node) + 1, inside, node.output[place], onnx.TensorProto.BOOL)
-            node.output[place] = inside
+            source, node.input[number] = node.input[number], f"{node.name}_{tensor.name}"
+            _insert_cast(graph, _place(graph, node), source, node.input[number], onnx.TensorProto.INT32)
+    for number, tensor in enumerate(plugin.outputs):
+        if tensor.type == "mask" and number < len(node.output) and node.output[number]:
+            target, node.output[number] = node.output[number], f"{node.name}_{tensor.name}"
+            _insert_cast(graph, _place(graph, node) + 1, node.output[number], target, onnx.TensorProto.BOOL)
 
 
 def _place(graph: onnx.GraphProto, node: onnx.NodeProto) -> int:

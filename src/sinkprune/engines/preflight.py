@@ -1,4 +1,4 @@
-"""How much memory and disk a build needs, and whether the memory is free before the build begins."""
+"""Estimates the memory and disk that a build needs, and checks the free memory before the build begins."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from sinkprune.contract.system.system_memory import available_bytes
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "int64": 8, "bool": 1}
 _FIXED_BYTES = 256 << 20
-# What an engine takes in addition to its weights, generously; TensorRT-RTX's selects have 4 MB.
+# The size of an engine without its weights, generously; TensorRT-RTX's selects have 4 MB.
 _CODE_BYTES = 16 << 20
 
 
 class Copies(NamedTuple):
-    """How many times the weights of a graph are held while its engine is built."""
+    """How many copies of a graph's weights a build of its engine holds."""
 
     memory: float
-    """In the machine's memory, at the peak, the engine included."""
+    """In the machine's memory at the peak, with the engine."""
     gpu: float
-    """In a GPU's memory, to time kernels. On a board it is the same memory."""
+    """In a GPU's memory, to time kernels. A board has one memory."""
     disk: float
     """In the files of the engine, at most."""
 
 
 COPIES: dict[Target, Copies] = {
-    # On disk: as they were and as they are packed, int8 with scales for blocks of its own.
+    # On disk: plain and prepacked weights; prepacked int8 has more scales.
     "onnxruntime": Copies(2.5, 0, 2.5),
     "onnxruntime+openvino": Copies(2.5, 0, 2.5),
     "openvino": Copies(2.5, 0, 1.05),
@@ -44,20 +44,20 @@ COPIES: dict[Target, Copies] = {
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory that building engines takes from: the machine's, or a GPU's."""
+    """A memory that a build uses: the machine's or a GPU's."""
 
     name: str
-    """What messages call it, as in "12 GB of <name> are needed"."""
+    """Its name in messages, as in "12 GB of <name>"."""
     free: int
-    """Bytes of it that are free."""
+    """Free bytes."""
     copies: float
-    """How many times the weights of one graph are held in it while that graph is built."""
+    """How many copies of one graph's weights it holds during the build of that graph."""
     activations: bool
-    """Whether graphs are run in it, to time kernels."""
+    """Whether graphs run in it, to time kernels."""
 
 
 def system_memory(copies: float, *, activations: bool) -> tuple[Memory, ...]:
-    """The machine's own memory as the only one a build takes from; empty where the system does not tell what is free.
+    """Return the machine's memory as the only one that a build uses; empty if the free memory is not known.
 
     `copies` and `activations` are those of `Memory`.
     """
@@ -66,14 +66,13 @@ def system_memory(copies: float, *, activations: bool) -> tuple[Memory, ...]:
 
 
 class OutOfMemoryError(EnginesError):
-    """Building an engine takes, or took, more memory than there is."""
+    """Building an engine needs more memory than there is."""
 
 
 def check_memory(bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], memories: tuple[Memory, ...]) -> None:
-    """Refuse a build whose largest graph needs more than is free; raises `OutOfMemoryError`, which tells both.
+    """Raise `OutOfMemoryError` if a graph needs more memory than is free, by the estimate of `needed_bytes`.
 
-    `profiles` are the optimisation profiles by graph. Graphs are built one after the other, so the largest counts.
-    The need is an estimate: see `needed_bytes`.
+    `profiles` are the optimisation profiles by graph. Graphs are built one after the other.
     """
     for graph, own in profiles.items():
         if any(needed_bytes(bundle, graph, own, memory) > memory.free for memory in memories):
@@ -84,17 +83,17 @@ def check_memory(bundle: Bundle, profiles: Mapping[str, OptimisationProfiles], m
 
 
 def need_and_free(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memories: tuple[Memory, ...]) -> str:
-    """What building `graph` needs of each memory and what is free of it, as the beginning of a sentence."""
-    told = [
+    """Return the beginning of a sentence: the bytes of each memory that `graph` needs, and those that are free."""
+    needs = [
         f"about {needed_bytes(bundle, graph, profiles, memory) / 1e9:.1f} GB of {memory.name}, of which "
         f"{memory.free / 1e9:.1f} GB are free"
         for memory in memories
     ]
-    return f"building '{graph}' needs {', and '.join(told)}"
+    return f"building '{graph}' needs {', and '.join(needs)}"
 
 
 def weights_bytes(manifest: Manifest, graph: str, copies: float) -> int:
-    """Return about how many bytes building `graph` takes without activations: `copies` of its weights, and more."""
+    """Return about how many bytes `graph` needs without activations: `copies` of its weights, and a fixed part."""
     return int(copies * manifest.weight_bytes(graph)) + _FIXED_BYTES
 
 
@@ -114,21 +113,21 @@ def disk_bytes(manifest: Manifest, graphs: Iterable[str], copies: float, *, move
 
 
 def needed_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles, memory: Memory) -> int:
-    """About how many bytes of `memory` building `graph` takes: weights a few times, activations, and a fixed part."""
+    """Return about how many bytes of `memory` a build of `graph` needs: weights, activations, and a fixed part."""
     activations = _activation_bytes(bundle, graph, profiles) if memory.activations else 0
     return weights_bytes(bundle.manifest, graph, memory.copies) + activations
 
 
 def _activation_bytes(bundle: Bundle, graph: str, profiles: OptimisationProfiles) -> int:
-    """Inputs and outputs at their largest, and for decoder segments one layer's states at full length.
+    """Return the bytes of the largest inputs and outputs, and of one layer's states in decoder segments.
 
-    Fused attention keeps no [S,T] matrix, and layers reuse each other's memory.
+    Fused attention has no [S,T] matrix, and layers reuse each other's memory.
     """
     spec, lm = bundle.manifest.graphs[graph], bundle.manifest.language_model
     largest = 0
     for ranges in profiles.values():
         inputs = sum(_item_bytes(spec, name) * prod(shape.max) for name, shape in ranges.items())
-        # What goes in comes out again: caches, or the new rows of them.
+        # Caches are inputs and outputs.
         needed = 2 * inputs
         if graph.startswith("decoder_"):
             rows = ranges["hidden"].max[1]

@@ -1,4 +1,4 @@
-"""What a build shows while it works, and how Ctrl-C ends it."""
+"""Progress of a build on a terminal, and how Ctrl-C ends a build."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from sinkprune.contract.command_line.progress_lines import ProgressLines
 
 
 class BuildProgress:
-    """Is told how far a build is: of its graphs, and of the phases within one, which nest. Shows nothing by itself.
+    """Callbacks for the progress of a build: its graphs, and the nested phases of one graph. Shows nothing itself.
 
-    Calls may come from any thread.
+    Any thread may call them.
     """
 
-    def tell(self, line: str) -> None:
-        """A line worth knowing: what the build needs and what is free, or what it leaves."""
+    def report(self, line: str) -> None:
+        """Show a line, for example what the build needs and what is free."""
 
     def graph(self, name: str, number: int, total: int) -> None:
-        """The graph `name` is being built, after `number` of `total` others."""
+        """Start the graph `name`, after `number` of `total` graphs."""
 
     def phase_start(self, name: str, parent: str | None, steps: int) -> None:
-        """The phase `name` of so many steps begins, within the phase `parent` if there is one."""
+        """Start the phase `name`, within the phase `parent` if there is one."""
 
     def step_complete(self, name: str, step: int) -> None:
-        """The step `step`, counted from 0, of the phase `name` is done."""
+        """Complete the step `step`, counted from 0, of the phase `name`."""
 
     def phase_finish(self, name: str) -> None:
-        """The phase `name` is over, done or not."""
+        """End the phase `name`, completed or not."""
 
 
 SILENT = BuildProgress()
@@ -41,7 +41,7 @@ SILENT = BuildProgress()
 
 
 class TerminalProgress(BuildProgress, Progress):
-    """Shows a build on stderr: a bar of its graphs, and below it the phases that run; lines without a terminal."""
+    """Shows a build on stderr: a bar of graphs and a bar for each running phase, or lines without a terminal."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -60,21 +60,21 @@ class TerminalProgress(BuildProgress, Progress):
         self._depths: dict[str, int] = {}
 
     def start(self) -> None:
-        """Begin to show what is done."""
+        """Start the display."""
         self._lines.__enter__()
         super().start()
 
     def stop(self) -> None:
-        """Show nothing more."""
+        """End the display."""
         super().stop()
         self._lines.__exit__(None, None, None)
 
-    def tell(self, line: str) -> None:
+    def report(self, line: str) -> None:
         """Write the line, also without a terminal."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def graph(self, name: str, number: int, total: int) -> None:
-        """Set the bar of all graphs to `number` of `total`, with the name of the one that is built."""
+        """Set the bar of graphs to `number` of `total`, with the name of the current graph."""
         self.update(self._graphs, description=name, completed=number, total=total)
         self._lines.update(name, done=number, total=total)
 
@@ -84,20 +84,20 @@ class TerminalProgress(BuildProgress, Progress):
         self._phases[name] = self.add_task("  " * self._depths[name] + name, total=steps)
 
     def step_complete(self, name: str, step: int) -> None:
-        """Advance the phase's bar behind the step `step`, counted from 0."""
+        """Advance the phase's bar to after the step `step`, counted from 0."""
         if name in self._phases:
             self.update(self._phases[name], completed=step + 1)
 
     def phase_finish(self, name: str) -> None:
-        """Take the phase's bar away."""
+        """Remove the phase's bar."""
         if name in self._phases:
             self.remove_task(self._phases.pop(name))
 
 
 def new_monitor(trt: Any, progress: BuildProgress, interrupted: threading.Event) -> Any:
-    """An `IProgressMonitor` of the library `trt` that tells `progress`, and ends the build once `interrupted` is set.
+    """Return an `IProgressMonitor` of `trt` that calls `progress`, and ends the build once `interrupted` is set.
 
-    The builder must not outlive it.
+    The monitor must outlive the builder.
     """
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
@@ -119,9 +119,9 @@ def new_monitor(trt: Any, progress: BuildProgress, interrupted: threading.Event)
 
 @contextmanager
 def interrupts_noted() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event while the block runs; behind it they are `KeyboardInterrupt`.
+    """Yield an event that Ctrl-C and SIGTERM set. After the block a set event raises `KeyboardInterrupt`.
 
-    An exception must not be raised in a callback: it would have to cross the builder's C++ frames.
+    A callback must not raise an exception, which would have to cross the builder's C++ frames.
     """
     interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -1,10 +1,9 @@
-"""What the ONNX parser of TensorRT 10.3 (JetPack 6) takes, checked without TensorRT.
+"""Checks without TensorRT whether the ONNX parser of TensorRT 10.3 (JetPack 6) accepts a graph.
 
-The list is docs/operators.md of github.com/onnx/onnx-tensorrt, release 10.1-GA, with what docs/Changelog.md there
-gives for 10.2 and 10.3: tensors as `axes` of Slice. It is read strictly. Left out are the operators whose conditions
-are more than types and attributes (control flow, recurrent cells, pooling, resizing), whose output's size depends on
-its values (NonZero), and QuantizeLinear. A graph that passes holds nothing the list refuses; whether TensorRT
-builds it, only TensorRT says.
+The list is docs/operators.md of github.com/onnx/onnx-tensorrt, release 10.1-GA, with what docs/Changelog.md adds for
+10.2 and 10.3: tensors as `axes` of Slice. The check is strict. It rejects operators with conditions beyond types and
+attributes (control flow, recurrent cells, pooling, resizing), QuantizeLinear, and operators whose output size depends
+on values (NonZero). A graph that passes holds only what the list has. It may still fail in TensorRT.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from sinkprune.engines.plugin_graph import as_array, constants
 
 MAX_OPSET = 20
 OPSET_OF_INT4 = 21
-"""The list has DequantizeLinear of INT4, which ONNX has from this opset on; the parser does not compare opsets."""
+"""The list has DequantizeLinear of INT4, which needs this opset in ONNX; the parser does not compare opsets."""
 MAX_IR_VERSION = 10
-"""Of ONNX 1.16, which the parser of 10.3 is built with."""
+"""The version of ONNX 1.16, which the parser of 10.3 is built with."""
 
 _FLOATS = frozenset({"FLOAT", "FLOAT16", "BFLOAT16"})
 _NUMBERS = _FLOATS | {"INT32", "INT64"}
@@ -46,17 +45,17 @@ _NAMES = {
         OneHot Reshape Shape Size Slice Split Squeeze Tile Transpose Trilu Unsqueeze Where""",
 }
 OPERATORS = {name: types for types, names in _NAMES.items() for name in names.split()}
-"""The operators of the list, each with the types of the data it works on."""
+"""The operators of the list, each with the types of its data."""
 
-# Which inputs that data is: the first, for all others.
+# The inputs that hold this data; the first, for all others.
 _DATA_INPUTS = {"Where": (1,), "OneHot": (2,), "Pow": (0, 1)}
-# Which inputs must be constants, where they are given.
+# The inputs that must be constants.
 _CONSTANT_INPUTS = {"CumSum": 1, "OneHot": 1, "Pad": 3, "Squeeze": 1, "Unsqueeze": 1}
 _CONSTANT_INPUTS |= {name: 1 for name in OPERATORS if name.startswith("Reduce")}
 _ATTRIBUTES: dict[tuple[str, str], tuple[object, ...]] = {
     ("TopK", "sorted"): (1,),
     ("ScatterND", "reduction"): (b"none",),
-    # Others need a plugin of TensorRT's own.
+    # Other reductions need a plugin of TensorRT's own.
     ("ScatterElements", "reduction"): (b"none",),
     ("Constant", "sparse_value"): (),
     ("Constant", "value_string"): (),
@@ -65,10 +64,10 @@ _ATTRIBUTES: dict[tuple[str, str], tuple[object, ...]] = {
 
 
 def check_trt10(model: onnx.ModelProto, graph: str) -> None:
-    """Refuse `model`, the bundle's graph named `graph`, if TensorRT 10.3 cannot parse it; raises `EnginesError`.
+    """Raise `EnginesError` if TensorRT 10.3 cannot parse `model`, the bundle's graph named `graph`.
 
-    Weights need not be loaded. The first thing outside the list is named with its node; nodes in function bodies are
-    checked as they are called.
+    The error names the first node outside the list. Nodes in function bodies are checked at each call. Weights need
+    not be loaded.
     """
     model = _with_full_names(model)
     _check_operators(model, graph)
@@ -93,7 +92,7 @@ def _refuse(graph: str, node: onnx.NodeProto, found: str, expected: str) -> NoRe
 
 
 def _with_full_names(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A copy in which a node of a function body is named with its function."""
+    """Return a copy in which the name of a function is before the names of its nodes."""
     named = onnx.ModelProto()
     named.CopyFrom(model)
     for function in named.functions:
@@ -136,7 +135,7 @@ def _check_versions(model: onnx.ModelProto, graph: str, newest_opset: int) -> No
 
 
 def _inlined(model: onnx.ModelProto, graph: str) -> onnx.GraphProto:
-    """The graph with function bodies in place of their calls, and with the type of every value."""
+    """Return the graph with function bodies in place of calls, and with the type of every value."""
     try:
         inlined = inliner.inline_local_functions(model)
         return shape_inference.infer_shapes(inlined, check_type=True, strict_mode=True).graph
@@ -185,7 +184,7 @@ def _check_inputs(graph: str, node: onnx.NodeProto, known: Mapping[str, Any]) ->
 
 
 def _value_types(graph: onnx.GraphProto) -> dict[str, str]:
-    """The element type of every value, by ONNX's name; what is not a tensor counts as undefined."""
+    """Return the element type of every value, by its name in ONNX; UNDEFINED for values that are not tensors."""
     values = {
         value.name: value.type.tensor_type.elem_type for value in [*graph.input, *graph.value_info, *graph.output]
     }

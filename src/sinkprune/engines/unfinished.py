@@ -1,8 +1,7 @@
-"""Engines of a build that has not come to its end, in a folder beside the one that it is to write.
+"""The complete engines of a build that has not ended, in a folder next to its output.
 
-`.NAME.building/` stands beside `NAME` and holds `sinkprune.lock`, which is locked while a build lives, and
-`engines/`: a folder of engines like any other, of those graphs that are done. A build that is killed, or ends early
-in another way, leaves it, and the same command goes on from there.
+`.NAME.building/` is next to `NAME`. It holds `sinkprune.lock`, which is locked while a build runs, and `engines/`, a
+normal folder of engines. A build that is killed or fails leaves it there, and the same command resumes from it.
 """
 
 from __future__ import annotations
@@ -27,36 +26,36 @@ from sinkprune.contract.files.untrusted import UnreadableError
 
 _ENGINES = "engines"
 _RECORD = "record"
-# What a file system answers that knows no second name for a file.
+# The errors of file systems that cannot give a file a second name.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.EXDEV)
 _GROWING = {"engines", "files", "plugins"}
-"""What of a manifest grows with each engine; the rest says what is built, and how."""
+"""The fields of a manifest that grow with each engine; all others are fixed for one build."""
 
 
 def is_begun(output: Path) -> bool:
-    """Whether a build of the folder `output` ended early and left engines that are whole."""
+    """Return whether an earlier build of the folder `output` left complete engines."""
     return os.path.lexists(_place(output) / _ENGINES / ENGINES.name)
 
 
-class Unfinished:
-    """The engines that are done of a build; see `unfinished`."""
+class UnfinishedBuild:
+    """The complete engines of a build; see `unfinished_build`."""
 
     def __init__(self, place: Path, plan: EnginesManifest) -> None:
-        """Takes up what lies in `place` as far as it is whole and of the build `plan`, a manifest without engines."""
+        """Reuse the engines in `place` if they are complete and of the build `plan`, a manifest without engines."""
         self.place, self.root = place, place / _ENGINES
         self.manifest = plan
-        """The plan, with the engines that are done."""
+        """The plan with the complete engines."""
         self.differs: list[str] = []
-        """In which fields what lay there was of another build, and so was not taken up."""
+        """The fields in which the engines in `place` are of another build, and so are not reused."""
         found = self._found()
         if found is not None:
-            told = [field.name for field in fields(plan) if field.name not in _GROWING]
-            self.differs = [name for name in told if getattr(found, name) != getattr(plan, name)]
-        if found is not None and not self.differs:
-            self.manifest = found
+            fixed = [field.name for field in fields(plan) if field.name not in _GROWING]
+            self.differs = [name for name in fixed if getattr(found, name) != getattr(plan, name)]
+            if not self.differs:
+                self.manifest = found
 
     def _found(self) -> EnginesManifest | None:
-        """The manifest of what lies there; None if there is none, or a file that it lists is not as it says."""
+        """Return the manifest in `root`; None if there is none, or if a listed file is missing or has changed."""
         try:
             found, _ = ENGINES.read(self.root, EnginesManifest, ANY)
             for name in list(unlisted(self.root, listed_files(self.root, ENGINES))):
@@ -66,47 +65,46 @@ class Unfinished:
             return None
         return found
 
-    def start_anew(self) -> None:
-        """Remove what lies there and was not taken up."""
+    def remove_unusable(self) -> None:
+        """Remove engines that are not reused."""
         if not self.manifest.engines:
             shutil.rmtree(self.root, ignore_errors=True)
             self.root.mkdir()
 
     def add(self, graph: str, engine: EngineSpec, plugins: dict[str, str]) -> None:
-        """The engine of `graph`, written below `root`, is whole: from now on the disk holds it, and what says so.
+        """Sync the new engine of `graph` below `root` to disk, and then the manifest that lists it.
 
-        `plugins` are those that it calls; all files below `root` that are not listed yet are its own.
+        `plugins` are those that the engine calls. Files below `root` that are not listed yet are the engine's own.
         """
         sync_tree(self.root)
         listed = self.manifest.files
-        manifest = replace(
-            self.manifest,
-            engines={**self.manifest.engines, graph: engine},
-            plugins={**self.manifest.plugins, **plugins},
-            files={**listed, **file_specs(self.root, {*listed, ENGINES.name})},
-        )
-        beside = self.place / _RECORD
-        beside.mkdir(exist_ok=True)
-        ENGINES.write(beside, manifest)
-        sync_tree(beside)
-        (beside / ENGINES.name).replace(self.root / ENGINES.name)
+        files = {**listed, **file_specs(self.root, {*listed, ENGINES.name})}
+        manifest = self._manifest_with(graph, engine, plugins, files)
+        record = self.place / _RECORD
+        record.mkdir(exist_ok=True)
+        ENGINES.write(record, manifest)
+        sync_tree(record)
+        (record / ENGINES.name).replace(self.root / ENGINES.name)
         sync_folder(self.root)
         self.manifest = manifest
 
-    def held(self, graph: str, engine: EngineSpec, plugins: dict[str, str]) -> Engines:
-        """The engines that are done, and that of `graph`, which is written and not added yet; without its sums."""
-        there = (path for path in self.root.rglob("*") if path.is_file() and path.name != ENGINES.name)
-        files = {str(path.relative_to(self.root)): FileSpec(path.stat().st_size, "") for path in there}
-        manifest = replace(
-            self.manifest,
-            engines={**self.manifest.engines, graph: engine},
-            plugins={**self.manifest.plugins, **plugins},
-            files=files,
-        )
+    def with_engine(self, graph: str, engine: EngineSpec, plugins: dict[str, str]) -> Engines:
+        """Return the complete engines and the new engine of `graph`, which is not added yet, without sums."""
+        paths = (path for path in self.root.rglob("*") if path.is_file() and path.name != ENGINES.name)
+        files = {str(path.relative_to(self.root)): FileSpec(path.stat().st_size, "") for path in paths}
+        manifest = self._manifest_with(graph, engine, plugins, files)
         return Engines(self.root, manifest, ENGINES.sha256(manifest), ENGINES.hold(self.root, files), ANY)
 
-    def give(self, folder: Path) -> None:
-        """Have all files of the engines in `folder` too: under a second name, or copied where there can be none."""
+    def _manifest_with(
+        self, graph: str, engine: EngineSpec, plugins: dict[str, str], files: dict[str, FileSpec]
+    ) -> EnginesManifest:
+        known = self.manifest
+        return replace(
+            known, engines={**known.engines, graph: engine}, plugins={**known.plugins, **plugins}, files=files
+        )
+
+    def copy_to(self, folder: Path) -> None:
+        """Give all files of the engines a second name in `folder`, or copy them if the file system has no links."""
         for name in self.manifest.files:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,11 +117,11 @@ class Unfinished:
 
 
 @contextmanager
-def unfinished(output: Path, plan: EnginesManifest) -> Iterator[Unfinished]:
-    """The engines that are done of the build `plan` of the folder `output`; only one process at a time.
+def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[UnfinishedBuild]:
+    """Open the folder for the build `plan` of the folder `output`, for one process at a time.
 
-    When the block ends early, engines that are whole stay for the next time; when it is done, or nothing is whole,
-    nothing stays. Raises `EnginesError` while another process builds this folder, or where a stranger's stands.
+    If the block raises, complete engines stay for the next build; otherwise the folder is removed. Raises
+    `EnginesError` if another process builds this folder, or if the place belongs to another user.
     """
     place = _place(output)
     with suppress(FileExistsError):
@@ -135,13 +133,13 @@ def unfinished(output: Path, plan: EnginesManifest) -> Iterator[Unfinished]:
         try:
             held = hold(lock)
         except OSError:
-            # Nobody can hold a lock on this file system.
+            # This file system has no locks.
             held = True
         if not held:
             raise EnginesError(
                 f"another sinkprune-build is writing '{output}'. Wait for it, or choose another place."
             )
-        work = Unfinished(place, plan)
+        work = UnfinishedBuild(place, plan)
         keep = True
         try:
             yield work

@@ -10,10 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper
 from PIL import Image
 
 from sinkprune.contract.bundle import read_bundle
@@ -25,7 +23,7 @@ from sinkprune.contract.system import system_memory
 from sinkprune.engines import command as engines_command
 from sinkprune.engines.build import build_engines
 from sinkprune.engines.gate import recording
-from sinkprune.engines.gate.checking import PictureGate
+from sinkprune.engines.gate.checking import Gate
 from sinkprune.engines.gate.question import Question
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.engines.targets import Job
@@ -34,7 +32,7 @@ from sinkprune.runtime.device import open_device
 from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import left
 from support.programs.slow_cases import slow, slow_except
-from support.stand_ins.gate_faults import Alter, altered, one_weight
+from support.stand_ins.gate_faults import Alter, altered, one_weight, overflowing
 
 LIMITS = Limits(60, 10, 1)
 
@@ -62,8 +60,8 @@ def source(bundle: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def gate(photo: Image.Image) -> PictureGate:
-    return PictureGate(Question([photo], "What is on the table?"))
+def gate(photo: Image.Image) -> Gate:
+    return Gate(Question([photo], "What is on the table?"))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_a_checked_build(target: str, source: Path, photo_file: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("move", [slow(False), True])
-def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: PictureGate, tmp_path: Path) -> None:
+def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: Gate, tmp_path: Path) -> None:
     output = tmp_path / "out"
     wrong = Faulty("decoder_2", one_weight, tmp_path / "altered")
     with pytest.raises(EnginesError, match=r"the engine of graph 'decoder_2', by onnxruntime .* 'hidden_out'"):
@@ -103,7 +101,7 @@ def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: PictureGat
     assert left(output) == []
 
 
-def test_what_was_not_checked_is_not_taken_up(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+def test_what_was_not_checked_is_not_taken_up(source: Path, gate: Gate, tmp_path: Path) -> None:
     with pytest.raises(EnginesError, match="broken down"):
         build_engines(read_bundle(source), tmp_path / "out", Faulty("decoder_2"), LIMITS)
     again = Faulty()
@@ -111,12 +109,12 @@ def test_what_was_not_checked_is_not_taken_up(source: Path, gate: PictureGate, t
     assert set(again.graphs) == set(manifest.engines)
 
 
-def test_a_moved_bundle_must_have_been_recorded(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+def test_a_moved_bundle_must_have_been_recorded(source: Path, gate: Gate, tmp_path: Path) -> None:
     output = tmp_path / "out"
     with pytest.raises(EnginesError, match="broken down"):
         build_engines(read_bundle(source), output, Faulty("decoder_2"), LIMITS, gate=gate, move=True)
     shutil.rmtree(tmp_path / ".out.building" / "recording")
-    with pytest.raises(EnginesError, match="what it gave was not recorded"):
+    with pytest.raises(EnginesError, match="its calls were not recorded"):
         build_engines(read_bundle(source, whole=False), output, Faulty(), LIMITS, gate=gate, move=True)
     assert not output.exists()
 
@@ -131,12 +129,12 @@ def test_no_picture(picture: str, said: str, source: Path, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()
 
 
-def test_engines_for_a_gpu_elsewhere_cannot_be_checked(source: Path, gate: PictureGate, tmp_path: Path) -> None:
+def test_engines_for_a_gpu_elsewhere_cannot_be_checked(source: Path, gate: Gate, tmp_path: Path) -> None:
     with suppress(BackendError):
         open_device()
         pytest.skip("there is a GPU")
     with pytest.raises(BackendError):
-        gate.prepare(read_bundle(source), "tensorrt-rtx", tmp_path / "recording", SILENT)
+        gate.record_graphs(read_bundle(source), "tensorrt-rtx", tmp_path / "recording", SILENT)
     assert not (tmp_path / "recording").exists()
 
 
@@ -151,7 +149,7 @@ def test_a_question_and_no_picture(source: Path, tmp_path: Path) -> None:
 
 
 def test_too_little_memory_for_the_graphs(
-    source: Path, gate: PictureGate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "available_bytes", lambda: 1_000_000)
     command = (source, "-o", tmp_path / "out", "--target", "onnxruntime")
@@ -161,23 +159,11 @@ def test_too_little_memory_for_the_graphs(
     assert run("sinkprune-build", *command).code == 0
 
 
-def test_graphs_that_overflow_themselves_are_told(
-    bundle: Callable[..., Path], gate: PictureGate, tmp_path: Path
-) -> None:
-    """A head whose logits are infinite: there is nothing to compare engines with."""
-    source = Path(shutil.copytree(bundle("gqa-112", budgets=("retain-64",)), tmp_path / "bundle"))
+def test_graphs_with_infinite_logits_are_rejected(source: Path, gate: Gate, tmp_path: Path) -> None:
+    manifest = read_bundle(source).manifest
     head = onnx.load(source / "graphs" / "head.onnx", load_external_data=False)
-    last = next(node for node in head.graph.node if "logits" in node.output)
-    last.output[0] = "finite"
-    head.graph.initializer.append(numpy_helper.from_array(np.float32(3e38), "large"))
-    head.graph.node.extend(
-        [
-            helper.make_node("Mul", ["finite", "large"], ["larger"]),
-            helper.make_node("Mul", ["larger", "large"], ["logits"]),
-        ]
-    )
+    overflowing("logits", saturating=False)(head)
     onnx.save(head, source / "graphs" / "head.onnx")
-    manifest = read_bundle(bundle("gqa-112", budgets=("retain-64",))).manifest
     manifest.files.update({"graphs/head.onnx": file_specs(source)["graphs/head.onnx"]})
     BUNDLE.write(source, manifest)
     with pytest.raises(NumericsError, match="the ONNX graph 'head' gives values in 'logits' that are not finite"):

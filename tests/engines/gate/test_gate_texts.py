@@ -15,15 +15,15 @@ from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Limits
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.build import build_engines
-from sinkprune.engines.gate.checking import PictureGate
-from sinkprune.engines.gate.comparing import compare_texts, differing, errors
+from sinkprune.engines.gate.checking import Gate
+from sinkprune.engines.gate.comparing import compare_texts, errors
 from sinkprune.engines.gate.limits import gap_limit
 from sinkprune.engines.gate.question import NEW_TOKENS, Question
 from sinkprune.engines.gate.recording import Recording, record
 from sinkprune.engines.progress import SILENT
 from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import Backend, Engine
-from support.stand_ins.gate_faults import negated, plant
+from support.stand_ins.gate_faults import plant, scaled
 
 
 @pytest.fixture(scope="module")
@@ -41,16 +41,19 @@ def recording(source: Bundle, question: Question, tmp_path_factory: pytest.TempP
     return record(source, question, tmp_path_factory.mktemp("texts") / "recording", SILENT)
 
 
-def raised(token: int, by: float) -> Any:
-    """A `Wrap` that raises the logit of one token."""
+def raised(token: int, place: int = 0) -> Any:
+    """Return a `Wrap` that raises the logit of one token from the new token `place` on."""
+    calls = 0
 
     def wrap(graph: str, engine: Engine, backend: Backend) -> Engine:
         if graph != "head":
             return engine
 
         def louder(inputs: Mapping[str, Any]) -> dict[str, Any]:
+            nonlocal calls
             logits = backend.numpy(engine(inputs)["logits"])
-            logits[..., token] += by
+            logits[..., token] += 1e3 if calls >= place else 0
+            calls += 1
             return {"logits": backend.tensor(logits)}
 
         return louder
@@ -58,13 +61,18 @@ def raised(token: int, by: float) -> Any:
     return wrap
 
 
-def test_the_gap_is_that_of_the_graphs_logits(source: Bundle, question: Question, recording: Recording) -> None:
-    first = recording.logits(0)[0].astype(np.float64)
-    second = int(np.argsort(first)[-2])
-    gap = float((first.max() - first[second]) / first.std())
-    pipeline = Pipeline.load(source, wrap=raised(second, 1e3))
-    fp32, int8 = (compare_texts(pipeline, question, recording, rounding)[0] for rounding in ("fp32", "int8"))
-    assert fp32.same_tokens == 0
+@pytest.mark.parametrize("place", [0, 3])
+def test_the_gap_is_that_of_the_graphs_logits(
+    place: int, source: Bundle, question: Question, recording: Recording
+) -> None:
+    expected = recording.logits(0)[place].astype(np.float64)
+    second = int(np.argsort(expected)[-2])
+    gap = float((expected.max() - expected[second]) / expected.std())
+    fp32, int8 = (
+        compare_texts(Pipeline.load(source, wrap=raised(second, place)), question, recording, rounding)[0]
+        for rounding in ("fp32", "int8")
+    )
+    assert fp32.same_tokens == place
     assert fp32.gap == pytest.approx(gap)
     assert not fp32.passed
     assert int8.passed == (gap <= 0.5)
@@ -80,7 +88,7 @@ def test_a_chain_that_keeps_other_tokens_may_say_something_else() -> None:
 
 def test_the_least_likely_token_is_never_passed(source: Bundle, question: Question, recording: Recording) -> None:
     last = int(recording.logits(0)[0].argmin())
-    pipeline = Pipeline.load(source, wrap=raised(last, 1e3))
+    pipeline = Pipeline.load(source, wrap=raised(last))
     assert not any(text.passed for text in compare_texts(pipeline, question, recording, "int8"))
 
 
@@ -95,10 +103,10 @@ def test_a_build_asks_all_engines_together(source: Bundle, question: Question, t
     """The gate's last question is about the folder that would be put in its place."""
     asked = list[Path]()
 
-    class Last(PictureGate):
-        def whole(self, root: Path) -> None:
+    class Last(Gate):
+        def check_answers(self, root: Path) -> None:
             asked.append(root)
-            super().whole(root)
+            super().check_answers(root)
             raise EnginesError("refused together.")
 
     with pytest.raises(EnginesError, match="refused together"):
@@ -111,14 +119,12 @@ def test_a_folder_of_wrong_engines_says_something_else(
     source: Bundle, question: Question, recording: Recording, tmp_path: Path
 ) -> None:
     build_engines(source, tmp_path / "out", OnnxRuntimeBuilder(), Limits(60, 10, 1))
-    gate = PictureGate(question)
-    gate.prepare(source, "onnxruntime", tmp_path / "recording", SILENT)
-    gate.whole(tmp_path / "out")
-    planted = plant(source, tmp_path / "out", "head", negated("logits"), tmp_path)
-    with pytest.raises(
-        EnginesError, match=r"all engines pass alone, and what they say together.* parts .* token 1 of"
-    ):
-        gate.whole(planted)
+    gate = Gate(question)
+    gate.record_graphs(source, "onnxruntime", tmp_path / "recording", SILENT)
+    gate.check_answers(tmp_path / "out")
+    planted = plant(source, tmp_path / "out", "head", scaled("logits", -1), tmp_path)
+    with pytest.raises(EnginesError, match=r"each engine passes alone, but the answer of all.* at token 1 of"):
+        gate.check_answers(planted)
 
 
 @pytest.mark.parametrize("kind", ["rows", "values", "logits"])
@@ -158,6 +164,6 @@ def test_what_is_not_finite_is_infinitely_far(wrong: float) -> None:
 
 
 def test_indices_are_counted() -> None:
-    assert differing(np.array([1, 2, 4]), np.array([1, 2, 3])) == [1]
-    assert differing(np.array([1, 2]), np.array([1, 2, 3])) == [3]
-    assert differing(np.array([], np.int64), np.array([], np.int64)) == [0]
+    assert errors("indices", np.array([1, 2, 4]), np.array([1, 2, 3])) == [1]
+    assert errors("indices", np.array([1, 2]), np.array([1, 2, 3])) == [3]
+    assert errors("indices", np.array([], np.int64), np.array([], np.int64)) == [0]

@@ -24,7 +24,7 @@ from sinkprune.engines.targets.onnxruntime import OnnxRuntimeBuilder
 from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
-from support.stand_ins.gate_faults import Alter, plant
+from support.stand_ins.gate_faults import Alter, plant, scaled
 
 GRAPH = "sinkpruner/retain-64/select_after_1"
 Array = np.ndarray[Any, Any]
@@ -137,12 +137,7 @@ def test_a_tie_does_not_excuse_other_rows(select: Select, tied: tuple[Call, int]
 
         def alter(model: onnx.ModelProto, engine: Alter = engine) -> None:
             engine(model)
-            for node in model.graph.node:
-                for place, name in enumerate(node.output):
-                    if name == "hidden_out":
-                        node.output[place] = "hidden_was"
-            model.graph.initializer.append(numpy_helper.from_array(np.float32(1.01), "more"))
-            model.graph.node.append(helper.make_node("Mul", ["hidden_was", "more"], ["hidden_out"]))
+            scaled("hidden_out", 1.01)(model)
 
         place = tmp_path / f"{share}"
         place.mkdir()

@@ -1,4 +1,4 @@
-"""Engines for onnxruntime hold matrices as they are packed: they are mapped, and processes share them."""
+"""Engines for onnxruntime hold prepacked matrices, which are mapped, so that processes share them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from sinkprune.contract.precision import WeightsName
 from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
 from support.programs.commands import run
+from support.references.same_answers import assert_equal_at_both_ends
 
 FORMS: tuple[WeightsName, ...] = ("fp32", "int8", "int4")
 
@@ -24,7 +25,7 @@ FORMS: tuple[WeightsName, ...] = ("fp32", "int8", "int4")
 def built(
     request: pytest.FixtureRequest, bundle: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A small bundle of each form, which no other test loads, and its engines."""
+    """A small bundle of each form that no other test loads, and its engines."""
     folder = tmp_path_factory.mktemp("mapped")
     path, engines = shutil.copytree(bundle("gqa-112", weights=request.param), folder / "bundle"), folder / "engines"
     outcome = run("sinkprune-build", path, "-o", engines, "--target", "onnxruntime")
@@ -33,7 +34,7 @@ def built(
 
 
 def mapped(folder: Path) -> set[str]:
-    """The names of the files of `folder` that are mapped into this process."""
+    """Return the names of the files of `folder` that are mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {Path(line.split(maxsplit=5)[5]).name for line in lines if str(folder) in line}
 
@@ -41,7 +42,7 @@ def mapped(folder: Path) -> set[str]:
 def test_engines_are_mapped_and_bundles_are_not(built: tuple[Path, Path]) -> None:
     path, engines = built
     from_bundle = Pipeline.load(path)
-    # A file that is cut off takes nothing from a process that does not map it.
+    # A process that does not map a file survives its truncation.
     assert mapped(path) == set()
     from_engines = Pipeline.load(path, engines=engines)
     assert {"vision.onnx.data", "decoder_0.onnx.data", "head.onnx.data"} <= mapped(engines)
@@ -50,19 +51,15 @@ def test_engines_are_mapped_and_bundles_are_not(built: tuple[Path, Path]) -> Non
 
 def test_answers_are_the_bundle_s(built: tuple[Path, Path], photo: Image.Image) -> None:
     path, engines = built
-    pipelines = Pipeline.load(path), Pipeline.load(path, engines=engines)
-    for budget in ("none", "retain-64"):
-        answers = [each.generate(photo, "What is this?", budget=budget, max_new_tokens=6) for each in pipelines]
-        assert answers[0].token_ids == answers[1].token_ids
-        assert (answers[0].kept.index == answers[1].kept.index).all()
+    assert_equal_at_both_ends(Pipeline.load(path, engines=engines), Pipeline.load(path), photo)
 
 
-def test_a_bundle_with_matrices_that_somebody_packed_is_refused(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Nobody can check their layout, and a wrong one is read past its end."""
+def test_a_bundle_with_prepacked_matrices_is_refused(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Their layout cannot be checked, and kernels read a wrong one past its end."""
     path, engines = built
     opened = read_bundle(path)
     engine = open_engines(engines, opened).model("decoder_0")
     assert any(weight.packed for weight in engine.weights)
-    stranger = Model(engine.graph, engine.spec, engine.name, engine.folder, engine.weight_bytes)
+    prepacked = Model(engine.graph, engine.spec, engine.name, engine.folder, engine.weight_bytes)
     with pytest.raises(BackendError, match=r"as an engine library packed it, which only engines do.*export it again"):
-        _ = stranger.weights
+        _ = prepacked.weights

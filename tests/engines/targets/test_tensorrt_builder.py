@@ -103,9 +103,12 @@ def test_an_interface_that_is_not_the_contract_s(head: Callable[..., Job], small
     spec = small.manifest.graphs["head"]
     (logits,) = spec.outputs
     for output, said in (
-        (replace(logits, dtype="float32"), "its output 'logits' is DataType.HALF (-1, 320), the bundle says float32"),
-        (replace(logits, shape=(1, 321)), "the bundle says float16 [1, 321]"),
-        (replace(logits, name="probabilities"), "sees the outputs logits, the bundle says probabilities"),
+        (
+            replace(logits, dtype="float32"),
+            "output 'logits' is DataType.HALF (-1, 320), the bundle expects float32",
+        ),
+        (replace(logits, shape=(1, 321)), "the bundle expects float16 [1, 321]"),
+        (replace(logits, name="probabilities"), "found the outputs logits, the bundle expects probabilities"),
     ):
         assert said in refusal(head(spec=replace(spec, outputs=(output,))), tmp_path / "engine")
 

@@ -142,11 +142,11 @@ def test_the_timing_cache_is_reused_where_it_fits(library: Libraries) -> None:
     trt, cache = library(), lambda: (trt._timing_cache).read_bytes()
     config = FakeConfig()
     trt.configure(config)
-    trt.built(config)
+    trt.keep_timings(config)
     assert cache() == b" timed"
     trt.configure(config)
     assert config.cache == b" timed"
-    trt.built(config)
+    trt.keep_timings(config)
     assert cache() == b" timed timed"
     trt._timing_cache.write_bytes(b"foreign")
     trt.configure(config)

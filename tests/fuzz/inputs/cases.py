@@ -1,4 +1,4 @@
-"""A case: a subject, and what is changed in its files. As JSON it is a line of the corpus."""
+"""A case: a subject, and changes of its files. As JSON it is a line of the corpus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HUGE = 1 << 40
 
 @dataclass(frozen=True)
 class JsonEdit:
-    """Another value at a place of a JSON file, or nothing there; of a safetensors file it is the header."""
+    """A new value at a place of a JSON file or of a safetensors header, or its removal."""
 
     file: str
     path: Place
@@ -40,7 +40,7 @@ class JsonEdit:
             target.write_text(self.applied(json.loads(data)), encoding="utf-8")
 
     def applied(self, document: Any) -> str:
-        """`document` with the change, as JSON; what is not there any more is left as it is."""
+        """Return `document` with the change, as JSON; a place that is missing is not changed."""
         if not self.path:
             return json.dumps(self.value)
         document = copy.deepcopy(document)
@@ -65,7 +65,7 @@ class JsonEdit:
 
 @dataclass(frozen=True)
 class Content:
-    """Other bytes in a file."""
+    """New bytes for a file."""
 
     file: str
     data: bytes
@@ -79,7 +79,7 @@ class Content:
 
 @dataclass(frozen=True)
 class SpecialFile:
-    """Something else than a file, or a file that is none to read: one of `SPECIAL_FILES`."""
+    """Something in place of a file that cannot be read as a file: one of `SPECIAL_FILES`."""
 
     file: str
     special: str
@@ -94,7 +94,7 @@ class SpecialFile:
             case "zero":
                 target.symlink_to("/dev/zero")
             case "memory":
-                # A regular file of no size that cannot be read.
+                # A regular file of size 0 that cannot be read.
                 target.symlink_to("/proc/self/mem")
             case "folder":
                 target.mkdir()
@@ -135,14 +135,14 @@ class Case:
     changes: tuple[Change, ...]
 
     def apply(self, folder: Path) -> None:
-        """Change the subject's files, which were copied to `folder`, and mend the sums of its bundle and engines."""
+        """Change the copied files in `folder`, and update their sums in the manifests of bundle and engines."""
         for change in self.changes:
             change.write(folder / change.file)
         for change in self.changes:
             root, _, name = change.file.partition("/")
             manifest = folder / root / {"bundle": "bundle.json", "engines": "engines.json"}.get(root, "")
             if manifest.is_file() and name != manifest.name:
-                _mend_sum(manifest, name)
+                _update_sum(manifest, name)
 
     def json(self) -> dict[str, Any]:
         changes = [change.json() for change in self.changes]
@@ -150,7 +150,7 @@ class Case:
 
 
 def case_of(line: Mapping[str, Any]) -> Case:
-    """The case of a line of the corpus."""
+    """Return the case of a line of the corpus."""
     rest = {key: value for key, value in line.items() if key != "subject"}
     return Case(line["subject"], tuple(_change_of(change) for change in rest.get("changes", [rest])))
 
@@ -163,8 +163,8 @@ def _change_of(line: Mapping[str, Any]) -> Change:
     return JsonEdit(line["file"], tuple(line["path"]), line.get("value"), line.get("delete", False))
 
 
-def _mend_sum(manifest: Path, name: str) -> None:
-    """Have a manifest list the file `name` as it is now, where it is a file and was listed."""
+def _update_sum(manifest: Path, name: str) -> None:
+    """Update the size and sum of the file `name` in a manifest that lists it."""
     path = manifest.parent / name
     if path.is_symlink() or not path.is_file() or path.stat().st_size >= _HUGE:
         return
@@ -175,7 +175,7 @@ def _mend_sum(manifest: Path, name: str) -> None:
 
 
 def _make_socket(target: Path) -> None:
-    """A socket at `target`, whose name may be longer than a socket's may be."""
+    """Make a socket at `target`, whose path may be too long for `bind`."""
     with socket.socket(socket.AF_UNIX) as listening:
         handle = os.open(target.parent, os.O_PATH)
         listening.bind(f"/proc/self/fd/{handle}/{target.name}")

@@ -1,4 +1,4 @@
-"""Small real pictures and clips of every format that can be written here, to be damaged."""
+"""Small real pictures and clips of every format that this machine can write."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 from fuzz.subjects import PHOTOS, silent_libraries
 from support.models.video_files import write_video
 
-# By Pillow's name of the format, with the modes in which decoders differ.
+# By Pillow's name of the format: the modes that decoders handle differently.
 _FORMATS: dict[str, tuple[str, ...]] = {
     "JPEG": ("RGB", "L", "CMYK"),
     "PNG": ("RGB", "RGBA", "P", "I;16", "1", "LA"),
@@ -50,7 +50,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "TIFF-jpeg": {"compression": "jpeg"},
     "TIFF-lzw": {"compression": "tiff_lzw"},
 }
-"""What else the formats can hold, by a name that begins with the format's."""
+"""Other options of formats, by a name that begins with the format's."""
 _CLIPS = {
     ".mp4": "mpeg4",
     ".mkv": "mpeg4",
@@ -70,9 +70,9 @@ _SIDE = 8000
 
 @cache
 def pictures() -> dict[str, bytes]:
-    """By format and mode; formats that this Pillow cannot write are left out."""
+    """Return pictures by format and mode, without formats that this Pillow cannot write."""
     photo = Image.open(PHOTOS / "chelsea.jpg").resize((96, 64))
-    # What is converted to 16 bits must be grey already.
+    # Only grey pictures convert to 16 bits.
     by_mode = {mode: photo.convert("L").convert(mode) if mode == "I;16" else photo.convert(mode) for mode in _MODES}
     made = {f"{name}-{mode}": _saved(by_mode[mode], name) for name, modes in _FORMATS.items() for mode in modes}
     pages = {"append_images": [photo.rotate(90), photo.rotate(180)]}
@@ -83,7 +83,7 @@ def pictures() -> dict[str, bytes]:
 
 
 def _saved(picture: Image.Image, name: str, **options: Any) -> bytes:
-    """A picture in the format `name`; nothing where this Pillow cannot write it."""
+    """Return a picture in the format `name`; b"" if this Pillow cannot write it."""
     buffer = io.BytesIO()
     try:
         picture.save(buffer, name, **options)
@@ -93,7 +93,7 @@ def _saved(picture: Image.Image, name: str, **options: Any) -> bytes:
 
 
 def huge_pictures() -> Iterator[bytes]:
-    """Few bytes that say they are of very many pixels."""
+    """Yield small files with very many pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -109,7 +109,7 @@ def huge_pictures() -> Iterator[bytes]:
 
 @cache
 def clips() -> dict[str, bytes]:
-    """By the end of the name; codecs that this PyAV lacks are left out."""
+    """Return clips by the ending of their names, without codecs that this PyAV lacks."""
     import av
 
     frames = [Image.open(PHOTOS / "rocket.jpg").resize((96, 64)).rotate(turn) for turn in range(0, 30, 5)]

@@ -16,12 +16,12 @@ WRONG_VALUES: tuple[Any, ...] = (
     *("", "x", "../x", [], [1], {}, {"a": 1}),
 )
 _LISTED = 4
-"""As many entries of a list are tried: the others are like them."""
+"""The number of entries of a list that are tried; the others are like them."""
 _INTERESTING = (b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 4, b"\x00" * 4, b"\xff" * 8, b"\x80\x00\x00\x00")
 
 
 def document_of(path: Path) -> Any:
-    """What a JSON file holds, or the header of a safetensors file."""
+    """Return the content of a JSON file, or the header of a safetensors file."""
     data = path.read_bytes()
     if path.suffix == ".safetensors":
         return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -29,7 +29,7 @@ def document_of(path: Path) -> Any:
 
 
 def places(document: Any, before: Place = ()) -> Iterator[Place]:
-    """The path of every value, containers and the whole included; of long lists of the first few entries."""
+    """Yield the path of every value, containers and the whole document included; few entries of long containers."""
     yield before
     if isinstance(document, dict):
         keys: list[Any] = list(document) if len(document) <= 64 else [*list(document)[:4], *list(document)[-4:]]
@@ -41,12 +41,12 @@ def places(document: Any, before: Place = ()) -> Iterator[Place]:
 
 @cache
 def edits_of(path: Path, file: str) -> list[JsonEdit]:
-    """All `json_edits` of a file that never changes; in cases it is called `file`."""
+    """Return all `json_edits` of a file that never changes; its name in cases is `file`."""
     return json_edits(file, document_of(path))
 
 
 def json_edits(file: str, document: Any) -> list[JsonEdit]:
-    """Every field by every wrong value, every field left out, and an unknown one in every object."""
+    """Return edits: each wrong value of each field, each field removed, an unknown field in each object."""
     edits = []
     for path in places(document):
         edits += [JsonEdit(file, path, value) for value in WRONG_VALUES]
@@ -56,18 +56,18 @@ def json_edits(file: str, document: Any) -> list[JsonEdit]:
 
 
 def crossed(file: str, document: Any, random: Random) -> JsonEdit:
-    """One value of the document in the place of another."""
+    """Return an edit with one value of the document in the place of another."""
     every = list(places(document))
     return JsonEdit(file, random.choice(every[1:]), value_at(document, random.choice(every)))
 
 
 def wrong_bytes(data: bytes, random: Random, other: bytes = b"") -> bytes:
-    """`data` damaged in one to four ways: bits, numbers, cuts, and pieces of itself or of `other`."""
+    """Return `data` damaged in one to four places: bits, numbers, cuts, and pieces of itself or of `other`."""
     damaged = bytearray(data)
     for _ in range(random.choice((1, 1, 1, 2, 4))):
         if not damaged:
             break
-        # Headers are small and stand in front: half of all damage is done there.
+        # Half of all damage is in the first bytes, where headers are.
         front = random.random() < 0.5
         at = random.randrange(min(len(damaged), 256) if front else len(damaged))
         match random.randrange(7):
@@ -97,7 +97,7 @@ def _piece(data: bytes, random: Random) -> bytes:
 
 
 def value_at(document: Any, path: Place) -> Any:
-    """What stands in a JSON document at `path`; None where nothing does."""
+    """Return the value of a JSON document at `path`; None if there is none."""
     for key in path:
         try:
             document = document[key]

@@ -1,4 +1,4 @@
-"""Commands with a fault each, for the tests of the fuzzer itself."""
+"""Commands with one fault each, for the tests of the fuzzer."""
 
 from __future__ import annotations
 

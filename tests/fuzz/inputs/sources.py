@@ -1,4 +1,4 @@
-"""Where cases come from: endless streams of each kind, all out of one seed, and the corpus of what was found."""
+"""The sources of cases: an endless stream of each kind from one seed, and the corpus of earlier findings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_CORPUS = {
     "pictures": (("run:llava", "photo.jpg"),),
     "videos": (("video:qwen2_5_vl", "clip.mp4"),),
 }
-"""By folder of the corpus: what each of its files is put in the place of."""
+"""By folder of the corpus: the subjects and the files that each of its files replaces."""
 _HONEST_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | upper }}: {% for item in message['content'] %}"
     "{% if item['type'] == 'image' %}<image>\n{% else %}{{ item['text'] }} {% endif %}{% endfor %}{% endfor %}"
@@ -31,7 +31,7 @@ _HONEST_TEMPLATE = (
 
 
 def corpus() -> Iterator[tuple[str, Case]]:
-    """Every case of the corpus with a name: files that are put in a place, and lines of `*.jsonl`."""
+    """Yield every case of the corpus with its name: files of the folders, and lines of `*.jsonl`."""
     for folder, targets in _OF_CORPUS.items():
         for path in sorted((CORPUS / folder).glob("[!.]*")):
             for subject, file in targets:
@@ -42,7 +42,7 @@ def corpus() -> Iterator[tuple[str, Case]]:
 
 
 def manifests(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Every field of every `bundle.json` and `engines.json` by every wrong value, then two at once."""
+    """Yield each wrong value of each field of `bundle.json` and `engines.json`, then two at once."""
     bundles = dict.fromkeys(("run", "build", "doctor"), "bundle/bundle.json")
     tasks = {**bundles, "engines": "engines/engines.json"}
     files = [(name, tasks[name.partition(":")[0]]) for name in _of(subjects, *tasks)]
@@ -51,12 +51,12 @@ def manifests(subjects: Subjects, random: Random) -> Iterator[Case]:
 
 
 def checkpoints(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Every field of every JSON file of a checkpoint by every wrong value, then two at once."""
+    """Yield each wrong value of each field of a checkpoint's JSON files, then two at once."""
     return _json_cases(subjects, _checkpoint_files(subjects, ".json"), random)
 
 
 def tensors(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Headers of safetensors files by every wrong value, then other bytes in them."""
+    """Yield safetensors files with wrong values in their headers, or with damaged headers."""
     files = [
         *((name, "bundle/weights/embedding.safetensors") for name in _of(subjects, "run")),
         *_checkpoint_files(subjects, ".safetensors"),
@@ -67,13 +67,13 @@ def tensors(subjects: Subjects, random: Random) -> Iterator[Case]:
         if random.random() < 0.5:
             yield Case(name, (random.choice(edits_of(path, file)),))
         else:
-            # The header stands in front; behind it there are only numbers.
+            # The header comes first; after it there are only numbers.
             data, front = path.read_bytes(), 4096
             yield Case(name, (Content(file, wrong_bytes(data[:front], random) + data[front:]),))
 
 
 def texts(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Chat templates and tokenizers: of a grammar, and with other bytes in them."""
+    """Yield chat templates of a grammar, and damaged chat templates and tokenizers."""
     names = _of(subjects, "run", "run", "run", "export")
     while True:
         name = random.choice(names)
@@ -94,19 +94,19 @@ def texts(subjects: Subjects, random: Random) -> Iterator[Case]:
 
 
 def pictures(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Pictures of every format, as they are and damaged, and some of very many pixels."""
+    """Yield pictures of every format, intact and damaged, and some with very many pixels."""
     every, huge = list(media.pictures().values()), media.huge_pictures()
     yield from _damaged(_of(subjects, "run"), "photo.jpg", chain(every, huge), every, random)
 
 
 def clips(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Clips of every format, as they are and damaged."""
+    """Yield clips of every format, intact and damaged."""
     every = list(media.clips().values())
     yield from _damaged(_of(subjects, "video"), "clip.mp4", every, every, random)
 
 
 def graphs(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """ONNX graphs with endless loops and false interfaces, and with other bytes in them."""
+    """Yield ONNX graphs with endless loops or false interfaces, and damaged ones."""
     names = _of(subjects, "run", "run", "build", "engines", "pinned")
     while True:
         name = random.choice(names)
@@ -119,22 +119,20 @@ def graphs(subjects: Subjects, random: Random) -> Iterator[Case]:
 
 
 def special_files(subjects: Subjects, random: Random) -> Iterator[Case]:
-    """Each file of a subject replaced by what is no file to read."""
+    """Yield subjects with a file replaced by something that is no file to read."""
     roots = {"run": "bundle", "export": "checkpoint", "engines": "engines", "build": "bundle"}
-    cases = []
-    for name in _of(subjects, *roots):
-        files = _files(subjects, name, roots[name.partition(":")[0]], "")
-        # Weights of a checkpoint are mapped as a whole, and a case has less address space than a sparse file has.
-        cases += [
-            Case(name, (SpecialFile(file, kind),))
-            for file in files
-            for kind in SPECIAL_FILES
-            if not (kind == "sparse" and file.startswith("checkpoint/") and file.endswith(".safetensors"))
-        ]
-    for name, file in ((name, "photo.jpg") for name in _of(subjects, "run")):
-        cases += [Case(name, (SpecialFile(file, kind),)) for kind in SPECIAL_FILES]
-    for name, file in ((name, "clip.mp4") for name in _of(subjects, "video")):
-        cases += [Case(name, (SpecialFile(file, kind),)) for kind in SPECIAL_FILES]
+    places = [
+        *((n, file) for n in _of(subjects, *roots) for file in _files(subjects, n, roots[n.partition(":")[0]], "")),
+        *((n, "photo.jpg") for n in _of(subjects, "run")),
+        *((n, "clip.mp4") for n in _of(subjects, "video")),
+    ]
+    # A checkpoint's weights are mapped as a whole, and a case has less address space than a sparse file has.
+    cases = [
+        Case(name, (SpecialFile(file, kind),))
+        for name, file in places
+        for kind in SPECIAL_FILES
+        if not (kind == "sparse" and file.startswith("checkpoint/") and file.endswith(".safetensors"))
+    ]
     while True:
         random.shuffle(cases)
         yield from cases
@@ -151,11 +149,11 @@ SOURCES: dict[str, tuple[Source, int]] = {
     "graphs": (graphs, 2),
     "special": (special_files, 2),
 }
-"""Every kind, and how often it has its turn."""
+"""Every kind, and its number of cases in each turn."""
 
 
 def endless(subjects: Subjects, seed: int, kinds: Iterable[str] = SOURCES) -> Iterator[tuple[str, Case]]:
-    """Cases of all `kinds` in turns, each with its kind; the same for the same seed."""
+    """Yield cases of all `kinds` in turns, each with its kind; the same for the same seed."""
     streams = {kind: SOURCES[kind][0](subjects, Random(f"{seed} {kind}")) for kind in kinds}
     while True:
         for kind, stream in streams.items():
@@ -179,7 +177,7 @@ def _json_cases(subjects: Subjects, files: list[tuple[str, str]], random: Random
 def _damaged(
     names: list[str], file: str, first: Iterable[bytes], every: list[bytes], random: Random
 ) -> Iterator[Case]:
-    """The `first` as they are, each followed by a damaged one; then damaged ones of `every`."""
+    """Yield each of `first` intact and then a damaged file; then damaged files of `every`."""
     rest = iter(first)
     while names:
         whole = next(rest, None)
@@ -190,18 +188,18 @@ def _damaged(
 
 
 def _of(subjects: Subjects, *tasks: str) -> list[str]:
-    """The names of the subjects of these tasks, one task after the other."""
+    """Return the names of the subjects of these tasks, one task after the other."""
     return [name for task in tasks for name in subjects.names if name.partition(":")[0] == task]
 
 
 def _files(subjects: Subjects, name: str, root: str, suffix: str) -> list[str]:
-    """The files of that suffix below a part of a subject."""
+    """Return the files of that suffix below a part of a subject."""
     folder = subjects.folder(name)
     found = (path for path in sorted((folder / root).rglob(f"*{suffix}")) if path.is_file())
     return [str(path.relative_to(folder)) for path in found]
 
 
 def _checkpoint_files(subjects: Subjects, suffix: str) -> list[tuple[str, str]]:
-    """The files of that suffix of every checkpoint, each with the name of its subject."""
+    """Return the files of that suffix of every checkpoint, each with the name of its subject."""
     names = _of(subjects, "export")
     return [(name, file) for name in names for file in _files(subjects, name, "checkpoint", suffix)]

@@ -1,4 +1,4 @@
-"""Chat templates out of a grammar: mostly well-formed, with what no chat template needs."""
+"""Chat templates of a grammar: mostly well-formed, with constructs that no chat template needs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TAGS = (
 
 
 def template(random: Random, honest: str) -> str:
-    """A template; often around or within `honest`, so that the images are written as they must be."""
+    """Return a template, often around or within `honest`, so that it writes the images."""
     part = _part(random, random.choice((1, 2, 3, 5)))
     match random.randrange(6):
         case 0:
@@ -77,7 +77,7 @@ def _part(random: Random, depth: int) -> str:
     if tag.startswith("{%% filter"):
         return tag % (random.choice(_FILTERS), _part(random, depth - 1))
     inner = [_expression(random) for _ in range(count)]
-    # The body is the argument behind the first `%}`.
+    # The body is the argument after the first `%}`.
     body = 0 if tag.split("%%}")[0].count("%s") == 0 else 1
     inner[min(body, count - 1)] = _part(random, depth - 1)
     return tag % tuple(inner)

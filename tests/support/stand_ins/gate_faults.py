@@ -1,4 +1,4 @@
-"""Faults planted into a folder of engines: one engine is built of an altered graph, and the manifest fits it."""
+"""Plants a fault into a folder of engines: builds one engine from an altered graph, and adapts the manifest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Alter = Callable[[onnx.ModelProto], None]
 
 
 def plant(bundle: Bundle, engines: Path, graph: str, alter: Alter, folder: Path) -> Path:
-    """A copy of `engines` in `folder` whose engine of `graph` is built of an altered copy of the graph."""
+    """Return a copy of `engines` in `folder`, its engine of `graph` built from an altered copy of the graph."""
     root = Path(shutil.copytree(engines, folder / "planted"))
     manifest = read_engines(root).manifest
     file = root / manifest.engines[graph].file
@@ -40,7 +40,7 @@ def plant(bundle: Bundle, engines: Path, graph: str, alter: Alter, folder: Path)
 
 
 def altered(model: Model, alter: Alter, folder: Path) -> Model:
-    """An altered copy of an ONNX model, with its weights, in the new folder `folder`."""
+    """Return an altered copy of an ONNX model, with its weights, in the new folder `folder`."""
     folder.mkdir()
     proto = onnx.load(model.file.path)
     alter(proto)
@@ -50,7 +50,7 @@ def altered(model: Model, alter: Alter, folder: Path) -> Model:
 
 
 def one_weight(model: onnx.ModelProto) -> None:
-    """The largest weight of the largest matrix of floats is negated."""
+    """Negate the largest weight of the largest matrix of floats."""
     matrix = _largest(model)
     values = numpy_helper.to_array(matrix).copy()
     place = np.unravel_index(np.abs(values.astype(np.float32)).argmax(), values.shape)
@@ -59,9 +59,9 @@ def one_weight(model: onnx.ModelProto) -> None:
 
 
 def scaled_weights(model: onnx.ModelProto) -> None:
-    """Half of the largest matrix of floats, or of the scales of one, is twice as large.
+    """Double half of the largest matrix of floats, or of the scales of one.
 
-    All of it would not do: behind it there may be a norm.
+    A norm after the matrix could hide a change of all of it.
     """
     matrix = _largest(model)
     values = numpy_helper.to_array(matrix).copy()
@@ -70,7 +70,7 @@ def scaled_weights(model: onnx.ModelProto) -> None:
 
 
 def swapped(one: str, other: str) -> Alter:
-    """Two outputs have each other's values."""
+    """Exchange the values of two outputs."""
 
     def alter(model: onnx.ModelProto) -> None:
         _replaced(model, one, lambda name: [helper.make_node("Identity", [f"{other}_was"], [name])])
@@ -79,17 +79,18 @@ def swapped(one: str, other: str) -> Alter:
     return alter
 
 
-def negated(output: str) -> Alter:
-    """An output has the other sign."""
+def scaled(output: str, factor: float) -> Alter:
+    """Multiply an output of float32 by `factor`."""
 
     def alter(model: onnx.ModelProto) -> None:
-        _replaced(model, output, lambda name: [helper.make_node("Neg", [f"{name}_was"], [name])])
+        model.graph.initializer.append(numpy_helper.from_array(np.float32(factor), f"{output}_factor"))
+        _replaced(model, output, lambda name: [helper.make_node("Mul", [f"{name}_was", f"{name}_factor"], [name])])
 
     return alter
 
 
 def overflowing(output: str, *, saturating: bool) -> Alter:
-    """An output goes through fp16 as if it were far larger: infinite there, or cut off at the largest number."""
+    """Convert a far larger multiple of an output to fp16, where it is infinite, or clipped at the largest number."""
 
     def alter(model: onnx.ModelProto) -> None:
         kind = next(value for value in model.graph.output if value.name == output).type.tensor_type.elem_type
@@ -116,57 +117,32 @@ def overflowing(output: str, *, saturating: bool) -> Alter:
     return alter
 
 
-def other_index(output: str, change: Sequence[int]) -> Alter:
-    """`change` is added to the first of the indices along the last axis."""
+def changed_indices(output: str, operator: str, operand: Sequence[int]) -> Alter:
+    """Change the last two indices along the last axis: "Add" to them, or "Gather" them in another order."""
 
     def alter(model: onnx.ModelProto) -> None:
-        model.graph.initializer.append(numpy_helper.from_array(np.array(change, np.int64), f"{output}_change"))
-        model.graph.initializer.append(numpy_helper.from_array(np.array([0], np.int64), f"{output}_zero"))
-        model.graph.initializer.append(numpy_helper.from_array(np.array([len(change)], np.int64), f"{output}_many"))
-        model.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{output}_axis"))
-        model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40], np.int64), f"{output}_end"))
-
-        def moved(name: str) -> list[onnx.NodeProto]:
-            first = [f"{name}_zero", f"{name}_many", f"{name}_axis"]
-            rest = [f"{name}_many", f"{name}_end", f"{name}_axis"]
-            return [
-                helper.make_node("Slice", [f"{name}_was", *first], [f"{name}_first"]),
-                helper.make_node("Slice", [f"{name}_was", *rest], [f"{name}_rest"]),
-                helper.make_node("Add", [f"{name}_first", f"{name}_change"], [f"{name}_moved"]),
-                helper.make_node("Concat", [f"{name}_moved", f"{name}_rest"], [name], axis=-1),
-            ]
-
-        _replaced(model, output, moved)
-
-    return alter
-
-
-def swapped_indices(output: str) -> Alter:
-    """The last two indices along the last axis have each other's places."""
-
-    def alter(model: onnx.ModelProto) -> None:
-        for name, value in (("cut", [-2]), ("zero", [0]), ("axis", [-1])):
+        numbers = {"cut": [-2], "zero": [0], "axis": [-1], "end": [1 << 40], "operand": operand}
+        for name, value in numbers.items():
             model.graph.initializer.append(numpy_helper.from_array(np.array(value, np.int64), f"{output}_{name}"))
-        model.graph.initializer.append(numpy_helper.from_array(np.array([1, 0], np.int64), f"{output}_turned"))
-        model.graph.initializer.append(numpy_helper.from_array(np.array([1 << 40], np.int64), f"{output}_end"))
+        axis = {"axis": -1} if operator == "Gather" else {}
 
-        def turned(name: str) -> list[onnx.NodeProto]:
+        def changed(name: str) -> list[onnx.NodeProto]:
             head = [f"{name}_zero", f"{name}_cut", f"{name}_axis"]
             tail = [f"{name}_cut", f"{name}_end", f"{name}_axis"]
             return [
                 helper.make_node("Slice", [f"{name}_was", *head], [f"{name}_head"]),
                 helper.make_node("Slice", [f"{name}_was", *tail], [f"{name}_tail"]),
-                helper.make_node("Gather", [f"{name}_tail", f"{name}_turned"], [f"{name}_back"], axis=-1),
-                helper.make_node("Concat", [f"{name}_head", f"{name}_back"], [name], axis=-1),
+                helper.make_node(operator, [f"{name}_tail", f"{name}_operand"], [f"{name}_changed"], **axis),
+                helper.make_node("Concat", [f"{name}_head", f"{name}_changed"], [name], axis=-1),
             ]
 
-        _replaced(model, output, turned)
+        _replaced(model, output, changed)
 
     return alter
 
 
 def like_outputs(outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
-    """Two outputs of one type and shape, which nothing but their values tells apart; the last such of a graph."""
+    """Return the last two outputs of one type and shape, which differ in their values only."""
     pairs = [
         (one.name, other.name)
         for place, one in enumerate(outputs)
@@ -177,7 +153,7 @@ def like_outputs(outputs: Sequence[TensorSpec]) -> tuple[str, str] | None:
 
 
 def _replaced(model: onnx.ModelProto, output: str, nodes: Callable[[str], list[onnx.NodeProto]]) -> None:
-    """What made `output` makes `output`_was, and `nodes` make `output` of it."""
+    """Rename `output` to `output`_was, and append `nodes`, which compute `output` from it."""
     for node in model.graph.node:
         for names in (node.input, node.output):
             for place, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Engines beside the graphs they were built of: all of a folder, or one after the other while they are built."""
+"""Compares engines with the graphs they were built from: all of a folder, or each one during a build."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sinkprune.engines.gate.comparing import compare_engine, compare_texts
 from sinkprune.engines.gate.limits import coarsest
 from sinkprune.engines.gate.question import Question
 from sinkprune.engines.gate.recording import Recording, record
-from sinkprune.engines.gate.report import GateReport, refusal, text_refusal
+from sinkprune.engines.gate.report import GateReport, TextReport, refusal, text_refusal
 from sinkprune.engines.progress import SILENT, BuildProgress
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines, backend_of, own_engines
@@ -20,7 +20,7 @@ from sinkprune.runtime.device import open_device
 from sinkprune.runtime.pipeline import Pipeline
 
 CHECKED = "checked"
-"""The flag in `engines.json` of engines that passed a gate."""
+"""The flag in `engines.json` of engines that passed the gate."""
 
 
 def check_engines(
@@ -31,11 +31,11 @@ def check_engines(
     recording: Recording,
     progress: BuildProgress = SILENT,
 ) -> GateReport:
-    """Every engine of `built` on `backend`, beside what `recording` has of its graph, and the answers of all.
+    """Compare every engine of `built` on `backend` with `recording`, and then the answers of all engines.
 
-    `built` has the engines with the bundle that holds their graphs, `own` with what came with them, by which they
-    answer. Nothing is refused here: the report tells what is past its limits. Raises what loading, running and asking
-    raise.
+    `built` are the engines with the bundle of their graphs. `own` are the engines with the files of the bundle in
+    their own folder, which answer. Exceeded limits are in the report, not raised. Raises `BackendError` if an engine
+    does not load or run, and what `Pipeline.generate` raises.
     """
     engines, manifest = built.engines, built.bundle.manifest
     graphs, texts = {}, []
@@ -44,8 +44,7 @@ def check_engines(
         graphs[graph] = compare_engine(graph, built, backend, recording)
     if not any(report.refused for report in graphs.values()):
         progress.graph("answers", len(graphs), len(graphs) + 1)
-        pipeline = Pipeline(own.bundle, backend, own)
-        texts = compare_texts(pipeline, question, recording, coarsest(manifest, backend.compute))
+        texts = _compare_answers(own, backend, question, recording)
     return GateReport(
         bundle=str(built.bundle.path),
         engines=str(engines.path),
@@ -62,7 +61,7 @@ def check_engines(
 
 
 def engines_alone(path: Path, trust: Trust = ANY) -> BuiltEngines:
-    """The engines in the folder `path` with what came with them of their bundle; raises what `read_runnable` does."""
+    """Return the engines in the folder `path` with its files of the bundle. Raises what `read_runnable` does."""
     own = own_engines(read_runnable(path, trust))
     if own is None:
         raise EnginesError(f"'{path}' is a bundle, expected the folder of engines that was built from it.")
@@ -70,64 +69,44 @@ def engines_alone(path: Path, trust: Trust = ANY) -> BuiltEngines:
 
 
 class Gate:
-    """What a build must pass. This one lets everything through."""
+    """Rejects engines during a build if they differ from their graphs on a question."""
 
-    def flags(self, bundle: Bundle) -> dict[str, str]:
-        """What `engines.json` tells of it: engines that passed another gate, or none, are others."""
-        return {}
-
-    def prepare(self, bundle: Bundle, target: Target, place: Path, progress: BuildProgress) -> None:
-        """Before the first engine is built: `bundle` has all its graphs. What is kept for later lies in `place`."""
-
-    def engine(self, graph: str, built: BuiltEngines) -> None:
-        """The engine of `graph`, one of those in `built`, was written; raises `EnginesError` for one to refuse."""
-
-    def whole(self, root: Path) -> None:
-        """All engines are in the folder `root`, and passed; raises `EnginesError` if they are refused together."""
-
-
-OPEN = Gate()
-"""Refuses nothing."""
-
-
-class PictureGate(Gate):
-    """Refuses engines that differ from their graphs on one picture."""
+    _recording: Recording
 
     def __init__(self, question: Question) -> None:
         self._question = question
-        self._recording: Recording | None = None
 
     def flags(self, bundle: Bundle) -> dict[str, str]:
-        """The picture and the question that engines were checked with, as a sha256."""
+        """Return the flag for `engines.json`: the sum of the bundle and the question."""
         return {CHECKED: self._question.sha256(bundle)}
 
-    def prepare(self, bundle: Bundle, target: Target, place: Path, progress: BuildProgress) -> None:
-        """Record what the graphs make of the picture.
+    def record_graphs(self, bundle: Bundle, target: Target, folder: Path, progress: BuildProgress) -> None:
+        """Record the calls of all graphs of `bundle` in `folder`, before the first engine is built.
 
-        Raises `BackendError` where engines could not run here, and what `record` raises.
+        Raises `BackendError` if this machine cannot run engines of `target`, and what `record` raises.
         """
         if target not in ANY_SHAPE:
             open_device()
-        self._recording = record(bundle, self._question, place, progress)
+        self._recording = record(bundle, self._question, folder, progress)
 
-    def engine(self, graph: str, built: BuiltEngines) -> None:
-        """Compare an engine with what was recorded of its graph."""
+    def check_engine(self, graph: str, built: BuiltEngines) -> None:
+        """Compare the new engine of `graph` with the recorded calls. Raises `EnginesError` if it differs."""
         backend = load_backend(backend_of(built.engines.manifest.target), None, built)
-        report = compare_engine(graph, built, backend, self._known)
+        report = compare_engine(graph, built, backend, self._recording)
         if report.refused is not None:
             raise EnginesError(refusal(graph, report, built.engines.manifest))
 
-    def whole(self, root: Path) -> None:
-        """Compare what all engines say together."""
+    def check_answers(self, root: Path) -> None:
+        """Compare the answers of all engines in the folder `root`. Raises `EnginesError` if they differ."""
         own = engines_alone(root)
-        manifest = own.engines.manifest
-        backend = load_backend(backend_of(manifest.target), None, own)
-        rounding = coarsest(own.bundle.manifest, backend.compute)
-        for text in compare_texts(Pipeline(own.bundle, backend, own), self._question, self._known, rounding):
+        backend = load_backend(backend_of(own.engines.manifest.target), None, own)
+        for text in _compare_answers(own, backend, self._question, self._recording):
             if not text.passed:
-                raise EnginesError(text_refusal(text, manifest))
+                raise EnginesError(text_refusal(text, own.engines.manifest))
 
-    @property
-    def _known(self) -> Recording:
-        assert self._recording is not None, "prepare comes first"
-        return self._recording
+
+def _compare_answers(
+    own: BuiltEngines, backend: Backend, question: Question, recording: Recording
+) -> list[TextReport]:
+    rounding = coarsest(own.bundle.manifest, backend.compute)
+    return compare_texts(Pipeline(own.bundle, backend, own), question, recording, rounding)

@@ -1,4 +1,4 @@
-"""`sinkprune-check`: engines beside the graphs they were built of."""
+"""`sinkprune-check`: compares engines with the graphs they were built from."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ examples:
   sinkprune-check llava-7b engines --image photo.jpg --backend openvino-gpu
   sinkprune-check llava-7b engines --image photo.jpg --prompt "What is on the table?" --json > checked.json
 
-Each engine of ENGINES is given what its ONNX graph in BUNDLE was given, and must give the same but for rounding; in
-the end all together answer, unpruned and at every budget. Exit code 0: all passed. 2: some were refused.
+Each engine of ENGINES gets the inputs of its ONNX graph in BUNDLE. It must return the same outputs but for rounding.
+Then all engines together answer, unpruned and at every budget. Exit code 0: all passed. 2: some were refused.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-check` with `arguments`, or the process's own if None; returns the exit code."""
+    """Run `sinkprune-check` with `arguments`, or the process's own if None, and return the exit code."""
     return run_command(_check, arguments)
 
 
 def _check(arguments: Sequence[str] | None) -> None:
     options = _parser().parse_args(arguments)
-    # Libraries are slow to import: until `run_command` is there, an interrupt would end in a traceback.
+    # Libraries are slow to import. Before `run_command` starts, an interrupt would end in a traceback.
     from tempfile import TemporaryDirectory
 
     from sinkprune.contract.bundle import read_bundle
@@ -39,8 +39,7 @@ def _check(arguments: Sequence[str] | None) -> None:
     from sinkprune.engines.gate.checking import check_engines, engines_alone
     from sinkprune.engines.gate.question import read_question
     from sinkprune.engines.gate.recording import record
-    from sinkprune.engines.gate.report import first_refusal
-    from sinkprune.engines.gate.table import print_report
+    from sinkprune.engines.gate.report import first_refusal, print_report
     from sinkprune.engines.progress import TerminalProgress
     from sinkprune.runtime.backends import load_backend
     from sinkprune.runtime.backends.compatibility import backend_of, open_engines
@@ -70,13 +69,13 @@ def _check(arguments: Sequence[str] | None) -> None:
 
 
 def _parser() -> CommandParser:
-    # Brings numpy, like all that `_check` imports.
+    # Imports numpy, as the imports of `_check` do.
     from sinkprune.engines.gate import PROMPT
     from sinkprune.runtime.backends.known import BACKENDS, COMPUTES
 
     parser = CommandParser(
         "sinkprune check",
-        "Run every engine beside the ONNX graph that it was built of, and refuse those that differ.",
+        "Compare every engine with the ONNX graph that it was built from, and refuse those that differ.",
         _EXAMPLES,
     )
     add = parser.add_argument

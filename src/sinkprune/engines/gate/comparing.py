@@ -1,13 +1,11 @@
 """Compares engines with ONNX graphs: each engine on the recorded inputs of its graph, and the answers of all.
 
-Differences are measured row by row: no outlier hides the other rows, and a sink is much longer than they are.
+Each row of an output has its own difference, so that a sink, which is much longer than other rows, hides none.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -15,9 +13,9 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import CacheForm
 from sinkprune.contract.precision import Array
-from sinkprune.engines.gate.limits import EXACT, LIMITS, TIE, Kind, Rounding, gap_limit, kind_of, rounding_of
+from sinkprune.engines.gate.limits import TIE, Kind, Rounding, gap_limit, kind_of, limit_of, rounding_of
 from sinkprune.engines.gate.question import Question
-from sinkprune.engines.gate.recording import REFERENCE, Call, Recording, Said, ask
+from sinkprune.engines.gate.recording import REFERENCE, GateAnswer, Recording, answer_question
 from sinkprune.engines.gate.report import GraphReport, TextReport, output_report
 from sinkprune.runtime.backends import Backend, load_backend
 from sinkprune.runtime.backends.compatibility import BuiltEngines
@@ -25,52 +23,51 @@ from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.pipeline import Pipeline
 
-Run = Callable[[dict[str, Array]], dict[str, Array]]
-_DRAWS = 16
-# Rows that are much smaller than the others are compared with those: rounding alone may change all of a small row.
+Run = Callable[[Mapping[str, Array]], dict[str, Array]]
+_NOISY_RUNS = 16
+# Rows below this share of the median row are compared with that share: rounding alone may change a small row.
 _FLOOR = 0.1
 
 
 def compare_engine(graph: str, built: BuiltEngines, backend: Backend, recording: Recording) -> GraphReport:
-    """Every call that `recording` has of `graph`, made to its engine in `built`, which `backend` loads.
+    """Compare the engine of `graph` with every call that `recording` has of the graph.
 
-    A choice may fall otherwise where it is a tie (`TIE`): then all that comes out must be what the graph gives on one
-    of some inputs that are as good as the same. Raises `BackendError` where the engine does not load or run,
-    `EnginesError` for one of which nothing was recorded.
+    If the engine selects other tokens, the graph runs on inputs with noise (`TIE`). If such a run selects the same
+    tokens as the engine, the choice is a tie, and all outputs must match that run. Raises `BackendError` if the
+    engine does not load or run, and `EnginesError` if nothing was recorded of the graph.
     """
     manifest = built.bundle.manifest
-    rounding = rounding_of(graph, manifest, backend.compute)
-    run, ties = _loaded(built.model(graph), manifest.cache, backend), _Ties(built.bundle, graph)
-    found: dict[str, list[Array]] = {}
-    fallen: Counter[str] = Counter()
-    calls = 0
+    kinds = {tensor.name: kind_of(tensor) for tensor in manifest.graphs[graph].outputs}
+    run = _load(built.model(graph), manifest.cache, backend)
+    differences: dict[str, list[Array]] = {}
+    calls = ties = 0
     for call in recording.calls(graph):
         calls += 1
         outputs = run(call.inputs)
-        apart = _apart(outputs, call.outputs)
-        if _chose_otherwise(apart, call.outputs):
-            as_good = (_apart(outputs, other) for other in ties.others(call))
-            tie = next((other for other in as_good if not _chose_otherwise(other, call.outputs)), None)
+        found = _differences(kinds, outputs, call.outputs)
+        if _selects_otherwise(kinds, found):
+            noisy = (_differences(kinds, outputs, own) for own in _noisy_runs(built.bundle, graph, call.inputs))
+            tie = next((own for own in noisy if not _selects_otherwise(kinds, own)), None)
             if tie is not None:
-                apart = tie
-                fallen.update(_indices(call.outputs))
-        for name, own in apart.items():
-            found.setdefault(name, []).append(own)
+                found = tie
+                ties += 1
+        for name, rows in found.items():
+            differences.setdefault(name, []).append(rows)
     if not calls:
         raise EnginesError(
-            f"graph '{graph}' was never run on the way to an answer, so nobody knows whether its engine is right. "
+            f"graph '{graph}' was never run on the way to an answer, so its engine cannot be compared. "
             "Export the bundle again."
         )
-    chosen = {tensor.name for tensor in manifest.graphs[graph].outputs if tensor.dtype == "int64"}
+    rounding = rounding_of(graph, manifest, backend.compute)
     reports = {}
-    for name, parts in found.items():
-        kind, limit = ("indices", EXACT) if name in chosen else (kind_of(name), LIMITS[rounding][kind_of(name)])
-        reports[name] = output_report(kind, np.concatenate(parts), limit, fallen[name])
+    for name, parts in differences.items():
+        kind = kinds[name]
+        reports[name] = output_report(kind, np.concatenate(parts), limit_of(kind, rounding), ties)
     return GraphReport(rounding, calls, reports)
 
 
-def _loaded(model: Model, form: CacheForm, backend: Backend) -> Run:
-    """An engine as a function of host arrays; one of a decoder begins a new cache where there is no past."""
+def _load(model: Model, form: CacheForm, backend: Backend) -> Run:
+    """Load a graph or an engine as a function of host arrays. A decoder starts a new cache if there is no past."""
     caches = cache_names(model.spec)
     if not caches:
         engine = backend.load(model)
@@ -94,73 +91,46 @@ def _loaded(model: Model, form: CacheForm, backend: Backend) -> Run:
     return decode
 
 
-class _Ties:
-    """What the ONNX graph that chooses gives on inputs that are the same but for noise."""
-
-    def __init__(self, bundle: Bundle, graph: str) -> None:
-        self._bundle, self._graph = bundle, graph
-
-    def others(self, call: Call) -> Iterator[dict[str, Array]]:
-        """Its outputs, draw by draw; none for a graph that does not choose."""
-        draw = np.random.default_rng(0)
-        for _ in range(_DRAWS if _indices(call.outputs) else 0):
-            yield self._run({name: _noisy(array, draw) for name, array in call.inputs.items()})
-
-    @cached_property
-    def _run(self) -> Run:
-        model = Model.of_bundle(self._bundle, self._graph)
-        return _loaded(model, self._bundle.manifest.cache, load_backend(REFERENCE, compute="fp32"))
+def _noisy_runs(bundle: Bundle, graph: str, inputs: Mapping[str, Array]) -> Iterator[dict[str, Array]]:
+    """Run a graph that selects on `inputs` with relative noise of `TIE`, and yield the outputs of each run."""
+    run = _load(Model.of_bundle(bundle, graph), bundle.manifest.cache, load_backend(REFERENCE, compute="fp32"))
+    draw = np.random.default_rng(0)
+    floats = [name for name, array in inputs.items() if np.issubdtype(array.dtype, np.floating)]
+    for _ in range(_NOISY_RUNS):
+        noise = {name: 1 + TIE * draw.standard_normal(inputs[name].shape) for name in floats}
+        yield run({**inputs, **{name: (inputs[name] * noise[name]).astype(inputs[name].dtype) for name in floats}})
 
 
-def _noisy(array: Array, draw: np.random.Generator) -> Array:
-    """Each float changed by a share of about `TIE`."""
-    if not np.issubdtype(array.dtype, np.floating):
-        return array
-    return np.asarray(array * (1 + TIE * draw.standard_normal(array.shape)), array.dtype)
+def _differences(
+    kinds: Mapping[str, Kind], found: Mapping[str, Array], expected: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Return the `errors` of each output; infinite for a missing one."""
+    missing = np.empty(0)
+    return {name: errors(kinds[name], found.get(name, missing), array) for name, array in expected.items()}
 
 
-def _apart(found: Mapping[str, Array], expected: Mapping[str, Array]) -> dict[str, Array]:
-    """How far each output is from what was expected, by its rows; one that is missing infinitely."""
-    chosen = _indices(expected)
-    apart = {}
-    for name, array in expected.items():
-        own = found.get(name, np.empty(0, array.dtype))
-        apart[name] = differing(own, array) if name in chosen else errors(kind_of(name), own, array)
-    return apart
-
-
-def _indices(outputs: Mapping[str, Array]) -> Sequence[str]:
-    return [name for name, array in outputs.items() if array.dtype == np.int64]
-
-
-def _chose_otherwise(apart: Mapping[str, Array], expected: Mapping[str, Array]) -> bool:
-    return any(apart[name].any() for name in _indices(expected))
+def _selects_otherwise(kinds: Mapping[str, Kind], differences: Mapping[str, Array]) -> bool:
+    return any(own.any() for name, own in differences.items() if kinds[name] == "indices")
 
 
 def compare_texts(
     pipeline: Pipeline, question: Question, recording: Recording, rounding: Rounding
 ) -> list[TextReport]:
-    """Each answer of `recording` beside what `pipeline`, which loaded the engines, says to the same `question`.
+    """Compare each answer of `recording` with that of `pipeline`, which loaded the engines, to the same `question`.
 
-    Where two part, both tokens must have been nearly as likely by the graphs: see `gap_limit`. Raises what asking
-    raises.
+    Where two texts part, the graphs must find both tokens nearly as likely: see `gap_limit`. Raises what
+    `Pipeline.generate` raises.
     """
     reports = []
     for number, expected in enumerate(recording.answers):
-        found, _ = ask(pipeline, question, expected.method, expected.budget)
-        same = next(
-            (
-                place
-                for place, tokens in enumerate(zip(found.token_ids, expected.token_ids, strict=True))
-                if tokens[0] != tokens[1]
-            ),
-            len(expected.token_ids),
-        )
-        gap = 0.0
-        if same < len(expected.token_ids):
+        found, _ = answer_question(pipeline, question, expected.method, expected.budget)
+        equal = np.equal(found.token_ids, expected.token_ids)
+        same, gap = len(equal), 0.0
+        if not equal.all():
+            same = int(equal.argmin())
             logits = recording.logits(number)[same].astype(np.float64)
             gap = float((logits[expected.token_ids[same]] - logits[found.token_ids[same]]) / logits.std())
-        alike = _alike(found, expected)
+        alike = _kept_alike(found, expected)
         limit = gap_limit(rounding, alike)
         reports.append(
             TextReport(
@@ -168,7 +138,7 @@ def compare_texts(
                 budget=expected.budget,
                 expected=expected.text,
                 found=found.text,
-                tokens=len(expected.token_ids),
+                tokens=len(equal),
                 same_tokens=same,
                 gap=gap,
                 gap_limit=limit,
@@ -179,20 +149,23 @@ def compare_texts(
     return reports
 
 
-def _alike(found: Said, expected: Said) -> float:
-    """The smallest share of the tokens of a step that are the same."""
+def _kept_alike(found: GateAnswer, expected: GateAnswer) -> float:
+    """Return the smallest share of equal kept tokens of all steps."""
     return min(len(set(own) & set(other)) / len(other) for own, other in zip(found.kept, expected.kept, strict=True))
 
 
 def errors(kind: Kind, found: Array, expected: Array) -> Array:
-    """[rows] fp64: how much each row differs, relatively; infinite for what is not finite or of another shape.
+    """Return [rows] fp64, the relative difference of each row; infinite if not finite or of another shape.
 
-    Of a row that is the length of the difference over that of what was expected, of a value the same, and of a logit
-    the difference over the root mean square of all. Attention's [1,H,S,h] has S rows.
+    Rows and values: the length of the difference, over the length of the expected row. Logits: the difference, over
+    the root mean square of all. Indices: [1], the number that differ. Attention's [1,H,S,h] has S rows.
     """
+    if kind == "indices":
+        alike = found.shape == expected.shape
+        return np.array([(found != expected).sum() if alike else max(found.size, expected.size, 1)], np.float64)
     if found.shape != expected.shape or not np.isfinite(found).all():
         return np.array([np.inf])
-    exact, apart = _rows(kind, expected), _rows(kind, found) - _rows(kind, expected)
+    exact = _rows(kind, expected)
     lengths = np.linalg.norm(exact, axis=-1)
     if not lengths.size:
         return lengths
@@ -200,18 +173,12 @@ def errors(kind: Kind, found: Array, expected: Array) -> Array:
         floor = np.full_like(lengths, np.sqrt(np.mean(np.square(exact))))
     else:
         floor = np.maximum(lengths, _FLOOR * np.median(lengths))
-    result: Array = np.linalg.norm(apart, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
+    result: Array = np.linalg.norm(_rows(kind, found) - exact, axis=-1) / np.maximum(floor, np.finfo(np.float64).tiny)
     return result
 
 
-def differing(found: Array, expected: Array) -> Array:
-    """[1]: how many of the indices `expected` are others in `found`; all of them where there are more or fewer."""
-    alike = found.shape == expected.shape
-    return np.array([(found != expected).sum() if alike else max(found.size, expected.size, 1)], np.float64)
-
-
 def _rows(kind: Kind, array: Array) -> Array:
-    """[rows,width] fp64."""
+    """Return [rows,width] fp64."""
     exact = array.astype(np.float64)
     if kind != "rows":
         return exact.reshape(-1, 1)

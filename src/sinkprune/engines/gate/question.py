@@ -1,4 +1,4 @@
-"""What the gate asks the graphs and the engines: pictures and a question that the engines take."""
+"""The question of the gate: pictures and a prompt that the engines accept."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NO_LIMITS: Mapping[str, int] = {}
 
 @dataclass(frozen=True)
 class Question:
-    """What the graphs and the engines are asked."""
+    """Pictures and a prompt, for the graphs and the engines."""
 
     images: Sequence[Picture]
-    """Those of one prompt, decoded."""
+    """The decoded pictures of one prompt."""
     prompt: str
     new_tokens: int = NEW_TOKENS
-    """Tokens of each answer; fewer where engines take fewer."""
+    """Tokens of each answer; fewer if the engines accept fewer."""
 
     def sha256(self, bundle: Bundle) -> str:
-        """Of what is asked and of whom, in hexadecimal."""
+        """Return the sum of the question and the bundle, in hexadecimal."""
         digest = hashlib.sha256(f"{bundle.sha256} {self.new_tokens} {self.prompt}".encode())
         for image in self.images:
             pixels = np.asarray(image)
@@ -48,7 +48,7 @@ def read_question(
 ) -> Question:
     """Return the pictures in `files` and the question about them, for engines with the enforced `limits`.
 
-    Raises `ImageError`, and `PromptError` for a question that is longer than the engines take.
+    Raises `ImageError`, and `PromptError` for a question that is longer than the engines accept.
     """
     texts = [*[""] * len(files), prompt]
     check_texts(texts, len(files))

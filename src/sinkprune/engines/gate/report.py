@@ -1,42 +1,54 @@
-"""The gate's report: what `sinkprune-check --json` writes, field by field, and the messages for rejected engines."""
+"""The gate's report: the JSON of `sinkprune-check`, its table, and the messages for rejected engines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
 import numpy as np
+from rich.table import Table
 
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.engines_manifest import EnginesManifest
 from sinkprune.contract.precision import Array, WeightForms
-from sinkprune.engines.gate.limits import Limit, Rounding
+from sinkprune.engines.gate.limits import Kind, Limit, Rounding
+from sinkprune.runtime.commands.table_console import TableConsole
+
+_ALIGNED_LEFT = ("engine", "in", "output", "method", "budget", "")
 
 
 @dataclass(frozen=True)
 class OutputReport:
-    """How far an output of an engine is from its graph's, in all calls together."""
+    """The difference between an output of an engine and its graph's, over all calls."""
 
-    kind: str
-    """What was compared: `rows` of states, `values` of tokens, `logits`, or `indices`."""
+    kind: Kind
     typical: float | None
-    """Of indices how many differ; else the relative difference of the median row. None for what is not finite or of
-    another shape."""
+    """The relative difference of the median row, or the number of indices that differ. None if the output is not
+    finite or has another shape."""
     worst: float | None
-    """Of indices as `typical`; else that of the worst row."""
+    """As `typical`, but of the worst row."""
     typical_limit: float
     worst_limit: float
     ties: int
-    """In how many calls a choice fell otherwise where the graph's own does under the least noise."""
+    """The number of calls with a tie: the graph selects the engine's tokens with the least noise on its inputs."""
     passed: bool
 
     @property
-    def told(self) -> str:
-        """What was found and what may be, in words."""
+    def share(self) -> float:
+        """The largest share of a limit; infinite without a finite difference."""
+        if self.typical is None or self.worst is None:
+            return inf
+        pairs = ((self.typical, self.typical_limit), (self.worst, self.worst_limit))
+        return max(found / limit if limit else inf if found else 0.0 for found, limit in pairs)
+
+    @property
+    def explanation(self) -> str:
+        """The difference and the limit, in words."""
         if self.kind == "indices":
             return f"{self.worst:.0f} indices differ, and none may"
         if self.worst is None or self.typical is None:
-            return "what it gives is not finite, or of another shape"
-        one = {"rows": "row", "values": "value", "logits": "logit"}[self.kind]
+            return "its values are not finite, or it has another shape"
+        one = self.kind.removesuffix("s")
         if self.typical > self.typical_limit:
             return f"the median {one} differs by {self.typical:.2g}, and may by {self.typical_limit:g}"
         return f"the worst {one} differs by {self.worst:.2g}, and may by {self.worst_limit:g}"
@@ -44,22 +56,22 @@ class OutputReport:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One engine beside its graph."""
+    """The comparison of one engine with its graph."""
 
     rounding: Rounding
-    """What the engine rounds to, by which limits are chosen."""
+    """What the engine rounds to. Limits depend on it."""
     calls: int
     outputs: dict[str, OutputReport]
 
     @property
     def refused(self) -> str | None:
-        """The first output that is past its limits; None for an engine that passed."""
+        """The first output that exceeds its limits; None for an engine that passed."""
         return next((name for name, output in self.outputs.items() if not output.passed), None)
 
 
 @dataclass(frozen=True)
 class TextReport:
-    """What the whole chain of engines says, beside that of the graphs."""
+    """The comparison of an answer of all engines with the graphs' answer."""
 
     method: str
     budget: str
@@ -67,21 +79,20 @@ class TextReport:
     found: str
     tokens: int
     same_tokens: int
-    """How many are the same from the first on."""
+    """The number of equal tokens before the first that differs."""
     gap: float
-    """Where texts part, how much less likely the engines' token is by the graphs' logits, in standard deviations of
-    those; 0 where texts are the same."""
+    """How much less likely the first token that differs is by the graphs' logits, in their standard deviations; 0 for
+    equal texts."""
     gap_limit: float | None
-    """None where other tokens were kept: such a text is told and not judged, the unpruned one always is."""
+    """None if other tokens were kept: such a text has no limit. The unpruned text always has one."""
     kept_alike: float
-    """The share of the tokens kept by the graphs that the engines, by norms, salience and scores of their own, keep
-    too; of the step where it is the smallest."""
+    """The smallest share of equal kept tokens of all steps."""
     passed: bool
 
 
 @dataclass(frozen=True)
 class GateReport:
-    """Every engine beside its graph, and the answers of all together."""
+    """The comparison of every engine with its graph, and of the answers of all engines."""
 
     bundle: str
     engines: str
@@ -89,59 +100,118 @@ class GateReport:
     library_version: str
     backend: str
     compute: str
-    """What engines compute in, in words."""
+    """The types that engines compute in, in words."""
     precision: str
     weights: WeightForms
     graphs: dict[str, GraphReport]
     texts: list[TextReport]
-    """Empty where an engine was refused: what it says is of no meaning."""
+    """Empty if an engine was rejected: its answers mean nothing."""
     passed: bool
 
 
-def output_report(kind: str, errors: Array, limit: Limit, ties: int) -> OutputReport:
-    """The report of an output whose rows, in all calls, differ by `errors`."""
-    typical, worst = (float(function(errors)) if errors.size else 0.0 for function in (np.median, np.max))
-    if kind == "indices":
+def output_report(kind: Kind, errors: Array, limit: Limit, ties: int) -> OutputReport:
+    """Return the report of an output from the `errors` of its rows in all calls. Only indices have `ties`."""
+    chosen = kind == "indices"
+    if chosen:
         typical = worst = float(errors.sum())
+    else:
+        typical, worst = (float(function(errors)) if errors.size else 0.0 for function in (np.median, np.max))
     passed = typical <= limit.typical and worst <= limit.worst
-    told = [number if isfinite(worst) else None for number in (typical, worst)]
-    return OutputReport(kind, told[0], told[1], limit.typical, limit.worst, ties, passed)
+    return OutputReport(
+        kind=kind,
+        typical=typical if isfinite(worst) else None,
+        worst=worst if isfinite(worst) else None,
+        typical_limit=limit.typical,
+        worst_limit=limit.worst,
+        ties=ties if chosen else 0,
+        passed=passed,
+    )
+
+
+def print_report(report: GateReport) -> None:
+    """Print a row for each engine, with the output that is nearest to its limit, and a row for each text."""
+    console = TableConsole()
+    console.print(
+        f"{escaped(report.engines)}: {report.target} {escaped(report.library_version)}, {report.precision}, weights "
+        f"{report.weights.name}, computes in {report.compute}",
+        highlight=False,
+        markup=False,
+    )
+    table = _table("engine", "in", "calls", "output", "median", "limit", "worst", "limit", "ties", "")
+    for graph, own in report.graphs.items():
+        name, output = max(own.outputs.items(), key=lambda item: item[1].share)
+        table.add_row(
+            escaped(graph),
+            own.rounding,
+            str(own.calls),
+            escaped(name),
+            _figure(output.typical),
+            f"{output.typical_limit:g}",
+            _figure(output.worst),
+            f"{output.worst_limit:g}",
+            str(sum(each.ties for each in own.outputs.values())),
+            "passed" if own.refused is None else "REFUSED",
+        )
+    console.print(table)
+    if not report.texts:
+        return
+    table = _table("method", "budget", "same tokens", "gap", "limit", "kept alike %", "")
+    for text in report.texts:
+        table.add_row(
+            escaped(text.method),
+            escaped(text.budget),
+            f"{text.same_tokens} of {text.tokens}",
+            _figure(text.gap),
+            "-" if text.gap_limit is None else f"{text.gap_limit:g}",
+            f"{100 * text.kept_alike:.1f}",
+            "passed" if text.passed else "REFUSED",
+        )
+    console.print(table)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in _ALIGNED_LEFT else "right", no_wrap=True)
+    return table
+
+
+def _figure(number: float | None) -> str:
+    return "not finite" if number is None else f"{number:.2g}"
+
+
+def first_refusal(report: GateReport, manifest: EnginesManifest) -> str | None:
+    """Return the message for the first rejection, with the number of the others; None if all passed."""
+    messages = [refusal(graph, own, manifest) for graph, own in report.graphs.items() if own.refused is not None]
+    messages += [text_refusal(text, manifest) for text in report.texts if not text.passed]
+    if not messages:
+        return None
+    more = len(messages) - 1
+    return messages[0] + (f" {more} more {'was' if more == 1 else 'were'} refused." if more else "")
 
 
 def refusal(graph: str, report: GraphReport, manifest: EnginesManifest) -> str:
-    """The message for the engine of `graph`, which is past its limits."""
+    """Return the message for the engine of `graph`, which exceeds its limits."""
     name = report.refused or next(iter(report.outputs))
     output = report.outputs[name]
-    library = f"{manifest.target} {manifest.library_version}"
     return (
-        f"the engine of graph '{graph}', by {library}, differs from the ONNX graph in output '{name}': "
-        f"{output.told}. "
-        f"{_what_to_try(graph, report, output, manifest)}"
+        f"the engine of graph '{graph}', by {manifest.target} {manifest.library_version}, differs from the ONNX "
+        f"graph in output '{name}': {output.explanation}. {_advice(graph, report, output, manifest)}"
     )
 
 
 def text_refusal(text: TextReport, manifest: EnginesManifest) -> str:
-    """The message for a chain whose answer parts from the graphs' where it should not."""
+    """Return the message for engines whose answer differs from the graphs' answer by more than the limit."""
     return (
-        f"all engines pass alone, and what they say together, by {manifest.target} {manifest.library_version}, parts "
+        f"each engine passes alone, but the answer of all, by {manifest.target} {manifest.library_version}, differs "
         f"from the ONNX graphs at token {text.same_tokens + 1} of budget '{text.budget}' of method '{text.method}': "
         f"a token less likely by {text.gap:.2g} standard deviations of the logits, and it may be by "
-        f"{text.gap_limit:g}. Try another picture; if it parts there too, build with another version of the library, "
-        "or from a bundle of a finer --precision or --weights."
+        f"{text.gap_limit:g}. Try another picture; if the answers differ there too, build with another version of "
+        "the library, or from a bundle of a finer --precision or --weights."
     )
 
 
-def first_refusal(report: GateReport, manifest: EnginesManifest) -> str | None:
-    """The message for what was refused first, with how many more there are; None where all passed."""
-    told = [refusal(graph, own, manifest) for graph, own in report.graphs.items() if own.refused is not None]
-    told += [text_refusal(text, manifest) for text in report.texts if not text.passed]
-    if not told:
-        return None
-    more = f" {len(told) - 1} more {'was' if len(told) == 2 else 'were'} refused." if len(told) > 1 else ""
-    return told[0] + more
-
-
-def _what_to_try(graph: str, report: GraphReport, output: OutputReport, manifest: EnginesManifest) -> str:
+def _advice(graph: str, report: GraphReport, output: OutputReport, manifest: EnginesManifest) -> str:
     on_gpu = manifest.target.startswith("tensorrt")
     if graph == "vision" and on_gpu:
         return (

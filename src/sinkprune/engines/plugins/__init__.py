@@ -1,1 +1,1 @@
-"""The TensorRT plugins of domain `sinkprune`, their kernels, and the binaries of those."""
+"""The TensorRT plugins of domain `sinkprune`, their kernels, and the binaries of the kernels."""

@@ -1,11 +1,11 @@
-"""The plugins ahead of time: TensorRT 10.9 and later. The engine holds the kernels and needs none of this code.
+"""The ahead-of-time plugins, for TensorRT 10.9 and later. The engine holds the kernels and needs none of this code.
 
-Each node is one kernel, given as PTX when the engine is built. Its parameters are the inputs, int32 sizes and the
-outputs; there is no workspace, so `DiversitySelect` has an output more that no one reads, and a size that only a
-tensor holds cannot be had (`tensorrt.plugin` refuses shape inputs).
+Each node is one kernel, which the engine gets as PTX when it is built. Its parameters are the inputs, int32 sizes and
+the outputs. There is no workspace, so `DiversitySelect` has one more output, which nothing reads. Sizes cannot come
+from a tensor, because `tensorrt.plugin` rejects shape inputs.
 
-Never run: TensorRT-RTX has no `tensorrt.plugin`. Written after `tensorrt/plugin/_lib.py`, `_plugin_class.py` and
-`_validate.py` of NVIDIA/TensorRT (release 11.1), which were run on it here over stand-ins for their C++ classes.
+Never run: TensorRT-RTX has no `tensorrt.plugin`. The code follows `tensorrt/plugin/_lib.py`, `_plugin_class.py` and
+`_validate.py` of NVIDIA/TensorRT (release 11.1). Those files ran on it over stand-ins for their C++ classes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sinkprune.engines.plugins.descriptions import AHEAD_OF_TIME_NAMESPACE, Plug
 def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: int) -> None:
     """Register `description` with `plugins`, the module `tensorrt.plugin` of `library`, for GPUs of `sm`, e.g. 87.
 
-    Once in a process; a second time is left out. While the engine is built it raises `BackendError` where no kernel
-    is shipped for `sm`, and `EnginesError` where the width of the tokens is not fixed.
+    A second registration in a process does nothing. During the build of an engine, the plugin raises `BackendError`
+    if no kernel is shipped for `sm`, and `EnginesError` if the width of the tokens is not fixed.
     """
     if hasattr(getattr(plugins.op, AHEAD_OF_TIME_NAMESPACE, None), description.name):
         return
@@ -36,7 +36,7 @@ def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: 
     tensors = [
         Parameter(t.name, Parameter.POSITIONAL_OR_KEYWORD, annotation=plugins.TensorDesc) for t in description.inputs
     ]
-    # An array, as the field holds one: of a plain int it would have to be made, and numpy refuses that more and more.
+    # An array, as the field holds one: numpy rejects more and more conversions of a plain int.
     integers = [
         Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=NDArray[np.int32]) for name in description.fields
     ]
@@ -74,12 +74,12 @@ def register_ahead_of_time(library: Any, plugins: Any, description: Plugin, sm: 
 
 
 def _signed(function: Callable[..., Any], parameters: list[Parameter], returns: Any) -> Callable[..., Any]:
-    """`function` with the signature that `tensorrt.plugin` reads inputs, attributes and outputs from."""
+    """Set the signature of `function`, from which `tensorrt.plugin` reads inputs, attributes and outputs."""
     function.__signature__ = Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
     return function
 
 
 def _sizes(description: Plugin, inputs: Any, fields: Any) -> dict[Any, Any]:
-    """The named sizes: symbolic ones from shapes, integers from the node's attributes."""
+    """Return the sizes by name: symbolic ones from shapes, integers from the node's attributes."""
     sizes = bind(description.inputs, [tensor.shape_expr for tensor in inputs])
     return sizes | {name: int(value[0]) for name, value in zip(description.fields, fields, strict=True)}

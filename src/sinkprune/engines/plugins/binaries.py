@@ -1,4 +1,4 @@
-"""The compiled kernels that are shipped: cubins and PTX by kernel, type of the tokens and GPU. Needs no Triton.
+"""The shipped kernels: cubins and PTX by kernel, type of the tokens and GPU. Needs no Triton.
 
 `compile.py` writes them: one archive `kernels.zip` with `index.json`, a cubin and a PTX for each entry.
 """
@@ -17,9 +17,9 @@ from typing import Any
 from sinkprune.contract.errors import BackendError
 
 ARCHIVE = "kernels.zip"
-"""The file of all shipped kernels, beside this module."""
+"""The file of all shipped kernels, next to this module."""
 INDEX = "index.json"
-"""The member of the archive that lists the others: kernel, type of the tokens, sm, launch parameters, sums."""
+"""The member of the archive that lists all others: kernel, type of the tokens, sm, launch parameters, sums."""
 
 KERNELS = {
     "TopRho": ("top_rho",),
@@ -30,12 +30,12 @@ KERNELS = {
         "diversity_select_unaligned",
     ),
 }
-"""The names of the kernels of each plugin, by the plugin's name; `compile.py` says how each is made."""
+"""The names of the kernels of each plugin, by the plugin's name; `compile.py` compiles them."""
 
 
 @dataclass(frozen=True)
 class Binary:
-    """The code of one kernel for one type of tokens and one GPU, and what its launch needs to know."""
+    """The code of one kernel for one type of tokens and one GPU, and the parameters of its launch."""
 
     image: bytes
     """A cubin or PTX, for `Device.load_kernel`."""
@@ -44,14 +44,14 @@ class Binary:
     threads: int
     """Threads of a block."""
     shared_bytes: int
-    """Dynamic shared memory of a block, in bytes; never above 48 KiB, for which no permission is needed."""
+    """Dynamic shared memory of a block, in bytes; at most 48 KiB, which a launch may use without permission."""
 
 
 def binary(kernel: str, dtype: str, sm: int) -> Binary:
-    """The cubin of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87.
+    """Return the cubin of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87.
 
-    For an sm that no cubin is shipped for it is the PTX of the highest lower one, which the driver compiles.
-    Raises `BackendError` where neither is shipped.
+    Without a cubin for `sm`, return the PTX of the highest lower one, which the driver compiles. Raises
+    `BackendError` if there is neither.
     """
     shipped = _shipped(kernel, dtype)
     if sm in shipped:
@@ -66,9 +66,9 @@ def binary(kernel: str, dtype: str, sm: int) -> Binary:
 
 
 def ptx(kernel: str, dtype: str, sm: int) -> Binary:
-    """The PTX of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87: what an ahead-of-time plugin holds.
+    """Return the PTX of `kernel` for tokens of `dtype` on exactly `sm`, e.g. 87, for an ahead-of-time plugin.
 
-    Raises `BackendError` where it is not shipped.
+    Raises `BackendError` if it is not shipped.
     """
     shipped = _shipped(kernel, dtype)
     if sm not in shipped:
@@ -80,13 +80,13 @@ def ptx(kernel: str, dtype: str, sm: int) -> Binary:
 
 
 def sha256(plugin: str) -> str:
-    """The sha256 over all shipped binaries of `plugin` (`TopRho` or `DiversitySelect`), for `engines.json`."""
+    """Return the sha256 over all shipped binaries of `plugin` (`TopRho` or `DiversitySelect`)."""
     sums = [entry["sha256"] for entry in _entries() if entry["kernel"] in KERNELS[plugin]]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
 def shipped_sms() -> tuple[int, ...]:
-    """The GPUs that kernels are shipped for, e.g. 87 for sm_87, ascending."""
+    """Return the GPUs that kernels are shipped for, e.g. 87 for sm_87, ascending."""
     return tuple(sorted({entry["sm"] for entry in _entries()}))
 
 
@@ -117,7 +117,7 @@ def _read(entry: dict[str, Any], member: str) -> Binary:
 
 
 def _member(name: str) -> bytes:
-    """A file of the archive; raises `BackendError` where Python cannot unpack it."""
+    """Return a file of the archive; raises `BackendError` if Python cannot unpack it."""
     try:
         with zipfile.ZipFile(BytesIO(_archive())) as archive:
             return archive.read(name)

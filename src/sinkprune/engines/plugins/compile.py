@@ -1,10 +1,11 @@
-"""Compiles the kernels for every GPU we ship them for, on a machine that has none: writes `kernels.zip`.
+"""Compiles the kernels for every GPU that they are shipped for, without a GPU, and writes `kernels.zip`.
 
-`python -m sinkprune.engines.plugins.compile` after a change of `kernels.py` or of the tables below; a test says when.
+Run `python -m sinkprune.engines.plugins.compile` after a change of `kernels.py` or of the tables below. A test fails
+until then.
 
-The archive holds a cubin and a PTX for each kernel, type of the tokens and sm. Cubins load without a compiler, and
-on drivers older than the PTX; the PTX is for ahead-of-time plugins, and for GPUs younger than the list. By
-LZMA they are a seventh of their size, less than the 5 MB of the wheel's limit, and `zipfile` reads them on any board.
+The archive holds a cubin and a PTX for each kernel, type of the tokens and sm. Cubins load without a compiler, and on
+drivers older than the PTX. The PTX is for ahead-of-time plugins, and for GPUs newer than the list. LZMA reduces the
+files to a seventh, less than the 5 MB of the wheel's limit, and `zipfile` reads them on any board.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from sinkprune.engines.plugins import launches
 from sinkprune.engines.plugins.binaries import ARCHIVE, INDEX
 
 PTX_VERSIONS = {80: 80, 86: 80, 87: 80, 89: 80, 90: 80, 100: 86, 110: 90, 120: 87}
-"""Of each sm, the oldest PTX ISA that knows it, but not below 8.0, which drivers since CUDA 12.0 compile."""
+"""For each sm, the oldest PTX ISA that has it, but at least 8.0, which drivers since CUDA 12.0 compile."""
 _SPECIFIC = {100}
-"""Where Triton uses instructions (redux.f32) that no GPU but that one has, so that its PTX runs nowhere else."""
+"""The sms whose PTX runs on no other GPU, because Triton uses instructions of that GPU alone (redux.f32)."""
 DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-"""The types of tokens, and what Triton calls them."""
+"""The types of tokens, and their names in Triton."""
 _DEPTH = {"float32": 16, "float16": 64, "bfloat16": 64}
-"""Columns that are multiplied at a time; two stages of them fit into 48 KiB."""
+"""The number of columns that are multiplied at a time; two stages of them fit into 48 KiB."""
 # Inputs, integers, outputs.
 _TOP_RHO = (
     {"norms": "*fp32", "tokens": "*{}"}
@@ -54,7 +55,7 @@ _DIVERSITY = (
 
 @dataclass(frozen=True)
 class Configuration:
-    """How one kernel is compiled, whatever the GPU."""
+    """How one kernel is compiled, for all GPUs."""
 
     function: str
     """The kernel's name in `kernels.py`."""
@@ -69,7 +70,7 @@ class Configuration:
 
 
 def configurations(dtype: str) -> dict[str, Configuration]:
-    """How every kernel is compiled for tokens of `dtype`, by the name `launches.py` and `binaries.py` know it by."""
+    """Return how every kernel is compiled for tokens of `dtype`, by its name in `launches.py` and `binaries.py`."""
     phase = {"ROWS": launches.ROWS, "DEPTH": _DEPTH[dtype], "CHUNK": 1024}
     # One block has all the work of a group, so it is a large one.
     select = {**phase, "ROWS": 128}
@@ -121,7 +122,7 @@ def compile_kernel(kernel: str, dtype: str, sm: int) -> Compiled:
         "enable_fp_fusion": True,
     }
     with triton.knobs.compilation.scope():
-        # It would name this machine's folders.
+        # Line information holds the names of this machine's folders.
         triton.knobs.compilation.disable_line_info = True
         made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     text = _portable(_without_scratch(made.asm["ptx"], made.metadata.name, len(parameters)), sm)
@@ -130,14 +131,14 @@ def compile_kernel(kernel: str, dtype: str, sm: int) -> Compiled:
 
 
 def source_sha256() -> str:
-    """The sha256 of what the binaries are made from: the source in `kernels.py`, and how each kernel is compiled."""
+    """Return the sha256 of the sources of the binaries: `kernels.py`, and how each kernel is compiled."""
     tables = {dtype: {k: asdict(c) for k, c in configurations(dtype).items()} for dtype in DTYPES}
     source = Path(__file__).with_name("kernels.py").read_bytes()
     return hashlib.sha256(source + json.dumps([tables, PTX_VERSIONS], sort_keys=True).encode()).hexdigest()
 
 
 def archive(compiled: Iterator[tuple[str, str, int, Compiled]], triton_version: str) -> bytes:
-    """The bytes of `kernels.zip` for `compiled` (kernel, dtype, sm, what came out); the same for the same content."""
+    """Return the bytes of `kernels.zip` for `compiled` (kernel, dtype, sm, result); equal for equal content."""
     members: dict[str, bytes] = {}
     entries = []
     for kernel, dtype, sm, made in compiled:
@@ -162,13 +163,13 @@ def archive(compiled: Iterator[tuple[str, str, int, Compiled]], triton_version: 
     buffer = BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_LZMA) as file:
         for name, data in members.items():
-            # A ZipInfo of its own carries no date of today.
+            # A new ZipInfo has no current date.
             file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_LZMA)
     return buffer.getvalue()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile all kernels, with `arguments` or the process's own if None; returns the exit code."""
+    """Compile all kernels, with `arguments` or the process's own if None, and return the exit code."""
     return run_command(_compile, arguments)
 
 
@@ -206,7 +207,7 @@ def _triton() -> Any:
 
 
 def _without_scratch(ptx: str, entry: str, parameters: int) -> str:
-    """`ptx` without the two pointers Triton appends for its own use, which nobody who launches it knows of."""
+    """Return `ptx` without the two unused pointers that Triton appends, which a launch does not pass."""
     for place in (parameters, parameters + 1):
         name = f"{entry}_param_{place}"
         ptx, found = re.subn(rf",\s*\.param [^,)]*\b{name}\b(?=\s*[,)])", "", ptx)
@@ -216,12 +217,12 @@ def _without_scratch(ptx: str, entry: str, parameters: int) -> str:
 
 
 def _portable(ptx: str, sm: int) -> str:
-    """`ptx` for `sm` and all after it, where Triton names that one only and uses nothing of its own."""
+    """Return `ptx` for `sm` and later GPUs, unless it uses instructions of `sm` alone."""
     return ptx if sm in _SPECIFIC else ptx.replace(f".target sm_{sm}a", f".target sm_{sm}")
 
 
 def _assemble(ptx: str, sm: int, triton: Any) -> bytes:
-    """The cubin; by the assembler of CUDA 12 where it knows the sm, so that drivers of CUDA 12 load it."""
+    """Return the cubin, by the assembler of CUDA 12 if it has the sm, so that drivers of CUDA 12 load it."""
     tools = triton.knobs.nvidia
     assembler = tools.ptxas_blackwell if sm == 110 else tools.ptxas
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""What the plugins of domain `sinkprune` are: tensors, attributes, and the kernels they launch.
+"""The plugins of domain `sinkprune`: their tensors, attributes and kernel launches.
 
-`plugin_v3.py` and `ahead_of_time.py` wrap these descriptions for TensorRT; `plugin_graph.py` fits a graph to them.
-Semantics: `sinkprune.export.pruning.functions`, whose function bodies compute the same.
+`plugin_v3.py` and `ahead_of_time.py` wrap these descriptions for TensorRT. `plugin_graph.py` adapts graphs to them.
+The function bodies of `sinkprune.export.pruning.functions` define the semantics.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from sinkprune.engines.plugins.launches import (
 )
 
 DOMAIN = "sinkprune"
-"""The ONNX domain of the nodes that plugins stand in for."""
-# TensorRT looks a plugin up by name, version and namespace. Both kinds of plugin may be known at once.
+"""The ONNX domain of the nodes that plugins replace."""
+# TensorRT finds a plugin by name, version and namespace. Both kinds of plugin may be registered at once.
 NAMESPACE = "sinkprune"
-"""Where TensorRT finds the plugins that are Python classes (`plugin_v3.py`)."""
+"""The namespace of plugins that are Python classes (`plugin_v3.py`)."""
 AHEAD_OF_TIME_NAMESPACE = "sinkprune_ahead_of_time"
-"""Where TensorRT finds the plugins that are compiled into an engine (`ahead_of_time.py`)."""
+"""The namespace of plugins that are compiled into an engine (`ahead_of_time.py`)."""
 VERSION = "1"
-"""The version of every plugin; that of ahead-of-time plugins is always 1."""
+"""The version of every plugin; TensorRT gives ahead-of-time plugins version 1."""
 
 Sizes = Mapping[str, int]
 """The sizes of a call by name: G groups of N tokens of width D, R reserved tokens, and the plugin's attributes."""
@@ -39,20 +39,20 @@ INT32 at the plugin: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `P
 
 
 def token_types(library: Any) -> dict[Any, str]:
-    """The types that tokens may have, by the member of `DataType` of `library`, as `Launch.dtype` names them."""
+    """Return the types of tokens as in `Launch.dtype`, by the member of `DataType` of `library`."""
     types = library.DataType
     return {types.FLOAT: "float32", types.HALF: "float16", types.BF16: "bfloat16"}
 
 
 def tensor_types(library: Any, tokens: Any) -> dict[TensorType, Any]:
-    """The members of `DataType` of `library` that tensors of each type have, with `tokens` for that of the tokens."""
+    """Return the member of `DataType` of `library` for each type of tensor, with `tokens` for that of the tokens."""
     types = library.DataType
     return {"tokens": tokens, "float32": types.FLOAT, "int64": types.INT64, "mask": types.INT32}
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output of a plugin, or an output that stands in for its workspace."""
+    """An input or output of a plugin, or an output in place of a workspace."""
 
     name: str
     type: TensorType
@@ -62,7 +62,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class SingleKernel:
-    """A whole node as one kernel without workspace, which is what an ahead-of-time plugin can be.
+    """A whole node as one kernel without workspace, for an ahead-of-time plugin.
 
     The kernel's parameters are the inputs, the integers, the outputs and `scratch`, in this order.
     """
@@ -70,27 +70,27 @@ class SingleKernel:
     kernel: Callable[[int], str]
     """From a width D, the kernel's name in `binaries.py`."""
     integers: Callable[[Mapping[str, Any], Any], Sequence[Any]]
-    """The kernel's integers from sizes, which may be symbolic, and `tensorrt.plugin`, which calculates with those."""
+    """The kernel's integers from sizes, which may be symbolic, and `tensorrt.plugin`, which calculates with them."""
     grid: Callable[[Any, int], tuple[Any, ...]]
     """The blocks along three axes, from G, which may be symbolic, and D."""
     scratch: tuple[Tensor, ...] = ()
-    """Outputs that no one reads, in place of a workspace."""
+    """Outputs in place of a workspace, which nothing reads."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What a plugin takes, gives and launches, whichever way TensorRT is given it."""
+    """The inputs, outputs and launches of a plugin, for both kinds of TensorRT plugins."""
 
     name: str
-    """The name of the plugin, and the operator of the ONNX nodes it stands in for."""
+    """The name of the plugin, and the operator of the ONNX nodes that it replaces."""
     inputs: tuple[Tensor, ...]
     shape_inputs: tuple[Tensor, ...]
-    """Inputs behind `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
+    """Inputs after `inputs` whose values are sizes. A constant one is an attribute of the same name instead."""
     outputs: tuple[Tensor, ...]
     attributes: tuple[str, ...]
     """The names of the integers that every node has as attributes."""
     workspace: Callable[[Sizes], int]
-    """Bytes that `launches` needs beside its tensors; grows with every size."""
+    """Bytes that `launches` needs in addition to its tensors; they grow with every size."""
     launches: Callable[[Mapping[str, int], Sizes, str], list[Launch]]
     """Its kernels in order, from device addresses (by tensor name, and `workspace`), sizes, and the tokens' type as
     `Launch.dtype` names it."""
@@ -99,17 +99,17 @@ class Plugin:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of all integers that a node may carry as attributes: `attributes`, and constant shape inputs."""
+        """The names of all integers that a node may have as attributes: `attributes`, and constant shape inputs."""
         return (*self.attributes, *(tensor.name for tensor in self.shape_inputs))
 
     @property
     def tokens(self) -> int:
-        """The number of the input that is the tokens, counted from 0."""
+        """The number of the input with the tokens, counted from 0."""
         return [tensor.type for tensor in self.inputs].index("tokens")
 
 
 def bind(tensors: Sequence[Tensor], shapes: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The sizes that `tensors` name, by name, from their `shapes`, one shape for each tensor."""
+    """Return the sizes of `tensors` by name, from their `shapes`, one shape for each tensor."""
     return {
         name: size
         for tensor, shape in zip(tensors, shapes, strict=True)
@@ -162,7 +162,7 @@ PLUGINS = (
         single=SingleKernel(
             kernel=lambda width: variant("diversity_select", width),
             integers=_diversity_integers,
-            # The kernel's second axis is the group, and one block is all of it.
+            # The second axis is the group, which has one block.
             grid=lambda groups, width: (1, groups, 1),
             scratch=(Tensor("scratch", "float32", ("G", SCRATCH_ROWS, "N")),),
         ),

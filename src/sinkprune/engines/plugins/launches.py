@@ -1,8 +1,8 @@
-"""What a plugin enqueues: the kernel launches of `TopRho` and `DiversitySelect`, from raw device addresses.
+"""The kernel launches of `TopRho` and `DiversitySelect`, from raw device addresses. Needs no Triton.
 
-Nothing of Triton is needed here. The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's
-parameters stand in the order an ahead-of-time TensorRT plugin passes them: inputs, integers, outputs. Masks are
-int32, not bool: TensorRT's plugins take no BOOL (NvInferRuntimePlugin.h, `PluginTensorDesc::type`); the graph casts.
+The kernels are in `kernels.py`, their binaries come from `binaries.py`. A kernel's parameters are in the order of an
+ahead-of-time TensorRT plugin: inputs, integers, outputs. Masks are int32, not bool: TensorRT's plugins take no BOOL
+(NvInferRuntimePlugin.h, `PluginTensorDesc::type`), and the graph has casts.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 COLUMNS = 64
-"""How many columns of `tokens` one block of the kernel `top_rho` averages."""
+"""The columns of `tokens` that one block of the kernel `top_rho` averages."""
 ROWS = 32
-"""How many tokens one block of the kernel `diversity_phase` compares at a time."""
+"""The tokens that one block of the kernel `diversity_phase` compares at a time."""
 MOST_BLOCKS = 128
-"""The most blocks a group has: each finds the smallest similarities for itself, which more do not make faster."""
+"""The most blocks of a group. Each block finds the smallest similarities itself, so more blocks are not faster."""
 SCRATCH_ROWS = 4
-"""Rows of N fp32 that `DiversitySelect` needs a group: scale, 1 / length, and the similarity twice."""
+"""Rows of N fp32 that `DiversitySelect` needs for a group: scale, 1 / length, and the similarity twice."""
 ALIGNMENT = 16
-"""What the width of `tokens` in elements, and their address in bytes, must be multiples of for the fast kernels."""
+"""The fast kernels need `tokens` with a width in elements and an address in bytes that are multiples of this."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel, ready to be enqueued: `binary(launch.kernel, launch.dtype, sm)` has its code and its threads."""
+    """One kernel to enqueue; `binary(launch.kernel, launch.dtype, sm)` has its code and its threads."""
 
     kernel: str
     dtype: str
@@ -38,12 +38,12 @@ class Launch:
 
 
 def top_rho_grid(groups: int, width: int) -> tuple[int, int, int]:
-    """The blocks of the kernel `top_rho`, whose one launch is the whole of `TopRho`: by columns, then groups."""
+    """Return the blocks of the kernel `top_rho`, whose one launch is all of `TopRho`: by columns, then groups."""
     return (-(-width // COLUMNS), groups, 1)
 
 
 def top_rho_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dtype: str) -> list[Launch]:
-    """`TopRho`: the mean of each group's `count` tokens of largest norm, and which those are.
+    """Return the launch of `TopRho`: the mean of each group's `count` tokens of largest norm, and their mask.
 
     `addresses` by name: norms [G,N] fp32, tokens [G,N,D] of `dtype`; out: sink [G,1,D] of `dtype`, outlier [G,N]
     int32, 1 or 0. `sizes` are G, N, D and `count`, which is at least 1.
@@ -54,17 +54,19 @@ def top_rho_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dty
 
 
 def diversity_phases(count: int, batch: int) -> int:
-    """How many phases `DiversitySelect` has: row lengths, likeness to what is reserved, then one a round."""
+    """Return the number of phases of `DiversitySelect`: lengths, similarity to reserved tokens, then one a round."""
     return 2 + -(-count // batch)
 
 
 def diversity_workspace(groups: int, n: int) -> int:
-    """Bytes of workspace that `diversity_launches` needs; as an output of one kernel, fp32 [G,4,N]."""
+    """Return the bytes of workspace that `diversity_launches` needs; as an output of one kernel, fp32 [G,4,N]."""
     return groups * SCRATCH_ROWS * n * 4
 
 
 def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], dtype: str) -> list[Launch]:
-    """`DiversitySelect`: `count` candidates a group, `batch` a round, least like what is kept; one launch a phase.
+    """Return the launches of `DiversitySelect`, one a phase: `count` candidates a group, `batch` a round.
+
+    Each round chooses the candidates that are least similar to the kept tokens.
 
     `addresses` by name: tokens [G,N,D] of `dtype`, candidate [G,N] int32, not 0 where true, at least `count` in each
     group, reserved [G,R] int64 (any address where R is 0); out: chosen [G,`count`] int64, ascending; workspace.
@@ -84,7 +86,7 @@ def diversity_launches(addresses: Mapping[str, int], sizes: Mapping[str, int], d
 
 
 def in_one_launch(phases: list[Launch]) -> list[Launch]:
-    """The launches of `diversity_launches` as one, of a block a group: as an ahead-of-time plugin has them."""
+    """Return the launches of `diversity_launches` as one with one block a group, for an ahead-of-time plugin."""
     first, last = phases[0], phases[-1]
     kernel = first.kernel.replace("diversity_phase", "diversity_select")
     arguments = (*first.arguments[:9], last.arguments[9], *first.arguments[10:])
@@ -92,7 +94,7 @@ def in_one_launch(phases: list[Launch]) -> list[Launch]:
 
 
 def variant(kernel: str, width: int, tokens: int = 0) -> str:
-    """The name of `kernel` for rows of `width` elements at address `tokens`: vector loads need both aligned."""
+    """Return the name of `kernel` for rows of `width` elements at address `tokens`: vector loads need alignment."""
     return kernel if width % ALIGNMENT == 0 and tokens % ALIGNMENT == 0 else f"{kernel}_unaligned"
 
 

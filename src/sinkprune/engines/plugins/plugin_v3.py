@@ -1,10 +1,10 @@
 """The plugins as Python `IPluginV3` classes: TensorRT 10.0 and later, so JetPack 6 too.
 
-An engine that holds them needs this code when it is loaded (`registry.py`). The classes are made for one library,
-`tensorrt` or `tensorrt_rtx`, whose binding classes they derive from. They have lived in the binding classes of
-TensorRT-RTX 1.7 and been created by its ONNX parser; in full TensorRT, and on a GPU, they have never run.
+An engine with these plugins needs this code when it is loaded (`registry.py`). The classes are made for one library,
+`tensorrt` or `tensorrt_rtx`, and derive from its binding classes. The ONNX parser of TensorRT-RTX 1.7 has created
+them. They have never run in full TensorRT or on a GPU.
 
-An exception here does not reach the caller: the bindings print it to stderr and give TensorRT an error code.
+Exceptions here do not reach the caller: the bindings print them to stderr and return an error code to TensorRT.
 
 Source: NVIDIA/TensorRT, `samples/python/non_zero_plugin`, `python/src/infer/pyPlugin.cpp`; NvInferRuntime.h on
 `IPluginV3OneBuild` and `IPluginV3OneRuntime`.
@@ -35,35 +35,35 @@ class PluginV3:
         self.plugin_name, self.plugin_version, self.plugin_namespace = description.name, VERSION, NAMESPACE
         self.num_outputs = len(description.outputs)
         self._library, self._description, self._fields, self._runner = library, description, dict(fields), runner
-        # The bindings keep pointers into names and data, so these live as long as the plugin.
+        # The bindings keep pointers into names and data, which must live as long as the plugin.
         self._serialized = _field_collection(library, self._fields)
 
     def get_capability_interface(self, type: Any) -> PluginV3:
-        """The object that has the capability `type`: core, build and runtime are all this one."""
+        """Return the object with the capability `type`: this one has core, build and runtime."""
         return self
 
     def clone(self) -> PluginV3:
-        """Another plugin of the same fields, which shares the runner."""
+        """Return another plugin with the same fields and the same runner."""
         return type(self)(self._library, self._description, self._fields, self._runner)
 
     def get_fields_to_serialize(self) -> Any:
-        """The node's fields, which an engine stores and gives back to the creator when it is loaded."""
+        """Return the node's fields. An engine stores them, and passes them to the creator when it is loaded."""
         return self._serialized[1]
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        """The type of each output; that of a `tokens` output is the type of the tokens."""
+        """Return the type of each output; a `tokens` output has the type of the tokens."""
         types = tensor_types(self._library, input_types[self._description.tokens])
         return [types[output.type] for output in self._description.outputs]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], expr_builder: Any) -> list[Any]:
-        """The shape of each output, as expressions of the inputs' sizes.
+        """Return the shape of each output, as expressions of the inputs' sizes.
 
-        The expressions of a shape input are not its shape but its values (`IPluginV3OneBuild`).
+        The expressions of a shape input are its values, not its shape (`IPluginV3OneBuild`).
         """
         described = self._description
         sizes = bind(described.inputs, [[dims[axis] for axis in range(len(dims))] for dims in inputs])
         sizes.update({name: expr_builder.constant(value) for name, value in self._fields.items()})
-        # Without one, every size is a field.
+        # Without shape inputs, every size is a field.
         sizes.update(
             {tensor.name: dims[0] for tensor, dims in zip(described.shape_inputs, shape_inputs, strict=False)}
         )
@@ -76,39 +76,39 @@ class PluginV3:
         return shapes
 
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-        """Whether tensor `pos` may be as it is: linear and of its described type; all `tokens` are of one type."""
+        """Return whether tensor `pos` is linear and has its described type; all `tokens` have one type."""
         described, found = self._description, in_out[pos].desc
-        # A shape input is not among them, by all we could read; were it, it would stand last.
+        # By the documentation there are no shape inputs here; they would be the last inputs.
         inputs = (*described.inputs, *described.shape_inputs)
         tensor = inputs[pos] if pos < num_inputs else described.outputs[pos - num_inputs]
         if found.format != self._library.TensorFormat.LINEAR:
             return False
         if pos == described.tokens:
             return found.type in token_types(self._library)
-        # What stands behind `pos` is not told yet.
+        # The types of tensors after `pos` are not known yet.
         tokens = in_out[described.tokens].desc.type if tensor.type == "tokens" else None
         return bool(found.type == tensor_types(self._library, tokens)[tensor.type])
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Does nothing: a plugin is the same for all shapes."""
+        """Do nothing: a plugin is the same for all shapes."""
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        """Bytes of workspace for the largest shapes of an optimisation profile, in `inputs` and `outputs`."""
+        """Return the bytes of workspace for the largest shapes of an optimisation profile."""
         return self._description.workspace(self._sizes([t.max for t in inputs], [t.max for t in outputs]))
 
     def get_valid_tactics(self) -> list[int]:
-        """No tactics: a plugin computes in one way only."""
+        """Return no tactics: a plugin computes in one way only."""
         return []
 
     def set_tactic(self, tactic: int) -> None:
-        """Does nothing: a plugin computes in one way only."""
+        """Do nothing: a plugin computes in one way only."""
 
     def attach_to_context(self, resource_context: Any) -> PluginV3:
-        """The plugin of another execution context: only kernels are kept between calls, and those may be shared."""
+        """Return the plugin of another execution context; both share the kernels."""
         return self.clone()
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Load the kernels for these shapes, so that none is loaded while a CUDA graph is captured."""
+        """Load the kernels for these shapes, because the capture of a CUDA graph must not load any."""
         described = self._description
         nowhere = dict.fromkeys((*(t.name for t in (*described.inputs, *described.outputs)), "workspace"), 0)
         self._runner.prepare(self._launches(inputs, outputs, nowhere))
@@ -122,10 +122,10 @@ class PluginV3:
         workspace: int,
         stream: int,
     ) -> None:
-        """Enqueue the kernels on the stream of this handle; inputs, outputs and workspace are device addresses."""
+        """Enqueue the kernels on the handle `stream`; inputs, outputs and workspace are device addresses."""
         described = self._description
         names = [tensor.name for tensor in (*described.inputs, *described.outputs)]
-        # Shape inputs may stand behind the inputs.
+        # Shape inputs may follow the inputs.
         addresses = dict(zip(names, [*inputs[: len(described.inputs)], *outputs], strict=True))
         addresses["workspace"] = workspace
         self._runner.run(self._launches(input_desc, output_desc, addresses), stream)
@@ -136,7 +136,7 @@ class PluginV3:
         return self._description.launches(addresses, sizes, dtype)
 
     def _sizes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Sizes:
-        """From all shapes: the outputs tell the value of a shape input."""
+        """Return the sizes from all shapes; the outputs have the value of a shape input."""
         described = self._description
         tensors = (*described.inputs, *described.outputs)
         return self._fields | bind(tensors, [*inputs[: len(described.inputs)], *outputs])
@@ -148,14 +148,14 @@ class CreatorV3:
     def __init__(self, library: Any, description: Plugin, runner: KernelRunner) -> None:
         library.IPluginCreatorV3One.__init__(self)
         self.name, self.plugin_version, self.plugin_namespace = description.name, VERSION, NAMESPACE
-        # The parser gives a field for each name here that the node has as an attribute.
+        # The parser makes a field of each attribute of the node that has a name here.
         self._declared = _field_collection(library, dict.fromkeys(description.fields, 0))
         self.field_names = self._declared[1]
         self._library, self._description, self._runner = library, description, runner
         self._plugin_class: Any = type("LibraryPlugin", (PluginV3, *capabilities(library)), {})
 
     def create_plugin(self, name: str, fields: Sequence[Any], phase: Any) -> PluginV3:
-        """A plugin for the node `name` that is parsed, or (`phase` RUNTIME) that stands in an engine that is loaded.
+        """Return a plugin for the node `name` of a parsed graph or, with `phase` RUNTIME, of a loaded engine.
 
         The parser makes an INT attribute a field of one INT32 (onnx-tensorrt, `loadFields`). Raises `EnginesError`
         for a field that is missing, unknown or below 1.
@@ -171,18 +171,18 @@ class CreatorV3:
 
 
 def creator(library: Any, description: Plugin, runner: KernelRunner) -> Any:
-    """The creator of the plugin `description` for `library`, to be registered in its plugin registry."""
+    """Return the creator of the plugin `description`, for the plugin registry of `library`."""
     made: Any = type("LibraryCreator", (CreatorV3, library.IPluginCreatorV3One), {})
     return made(library, description, runner)
 
 
 def capabilities(library: Any) -> tuple[Any, ...]:
-    """The binding classes of `library` that a Python plugin derives from; each must be initialised on its own."""
+    """Return the binding classes of `library` for a Python plugin; each must be initialised on its own."""
     return (library.IPluginV3, library.IPluginV3OneCore, library.IPluginV3OneBuild, library.IPluginV3OneRuntime)
 
 
 def _field_collection(library: Any, values: Mapping[str, int]) -> tuple[list[Any], Any]:
-    """The fields, which own what the collection points to, and the collection."""
+    """Return the fields, which own the data of the collection, and the collection."""
     int32 = library.PluginFieldType.INT32
     fields = [library.PluginField(name, np.array([value], np.int32), int32) for name, value in values.items()]
     return fields, library.PluginFieldCollection(fields)

@@ -1,7 +1,7 @@
-"""Makes the plugins known to TensorRT: when engines are built, and when engines that hold them are loaded.
+"""Registers the plugins with TensorRT, before engines are built and before engines with plugins are loaded.
 
-`register` is the entry point `tensorrt` of the group `sinkprune.tensorrt_plugins`: so the runtime, which does not
-import this folder, finds it where it is installed. TensorRT's registry keeps the creators alive (`keep_alive` in
+`register` is the entry point `tensorrt` of the group `sinkprune.tensorrt_plugins`. The runtime does not import this
+folder, and finds the installed entry point. TensorRT's registry keeps the creators alive (`keep_alive` in
 `python/src/infer/pyPlugin.cpp`).
 """
 
@@ -22,10 +22,10 @@ FIRST_AHEAD_OF_TIME = (10, 9)
 
 
 def register(library: Any) -> dict[str, str]:
-    """Register the `IPluginV3` creators with `library`, `tensorrt` or `tensorrt_rtx`; a second time changes nothing.
+    """Register the `IPluginV3` creators with `library`, `tensorrt` or `tensorrt_rtx`; a second call changes nothing.
 
-    Returns the sha256 of each plugin's kernels by plugin name, which `engines.json` names. Needs no GPU: kernels are
-    loaded when they first run. Raises `BackendError` if the library refuses a creator.
+    Returns the sha256 of each plugin's kernels by plugin name, as in `engines.json`. Needs no GPU: kernels are loaded
+    before they first run. Raises `BackendError` if the library rejects a creator.
     """
     registry, runner = library.get_plugin_registry(), KernelRunner()
     for plugin in PLUGINS:
@@ -39,12 +39,11 @@ def register(library: Any) -> dict[str, str]:
 
 
 def register_for_build(library: Any, sm: int, *, shape_inputs: bool) -> tuple[str, dict[str, str]] | None:
-    """Register the plugins with `library`, which builds for `sm`; None where no kernels are shipped for such a GPU.
+    """Register the plugins for a build with `library` for `sm`; None if no kernels are shipped for such a GPU.
 
-    Returns the namespace the parser finds the plugins in, and what engines that hold them need when they are loaded:
-    the sha256 of the kernels by plugin name. They need nothing where the library takes plugins ahead of time, a PTX
-    is shipped for `sm`, and no node has `shape_inputs`; else it is as `register` does it. Raises `BackendError` if
-    the library refuses a plugin. Never run with a library that can build either.
+    Returns the namespace of the plugins, and the plugins that engines need when they are loaded, as `register` does.
+    Engines need none if the library has ahead-of-time plugins, a PTX is shipped for `sm`, and no node has
+    `shape_inputs`. Raises `BackendError` if the library rejects a plugin. Never run with a library that builds them.
     """
     if sm < min(shipped_sms()):
         return None

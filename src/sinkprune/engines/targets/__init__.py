@@ -1,82 +1,83 @@
-"""Libraries that build engines, behind one small interface. Adding one is a module here and its name below."""
+"""One builder for each library that builds engines. A new one is a module here and a branch of `new_builder`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import get_args
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import OptimisationProfiles, Realisation, Target
 from sinkprune.contract.errors import BackendError, UsageError
-from sinkprune.engines.preflight import Memory
+from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
 from sinkprune.runtime.backends.models import Model
 
 TARGETS: tuple[Target, ...] = get_args(Target)
-"""The libraries that engines can be built by, as `sinkprune-build --target` names them."""
+"""The values of `sinkprune-build --target`."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One graph that an engine is to be built of."""
+    """One graph to build an engine from."""
 
     model: Model
-    """Its ONNX file, with its weights beside it, and what it must take and give."""
+    """The ONNX file with its weights, and its inputs and outputs."""
     optimisation_profiles: OptimisationProfiles
-    """The shapes the engine is to take."""
+    """The shapes that the engine must accept."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """What a builder tells of the engine it built of a graph."""
+    """The facts of a new engine, for `engines.json`."""
 
     optimisation_profiles: OptimisationProfiles
-    """The shapes the engine takes."""
+    """The shapes that the engine accepts; empty for any shape."""
     nodes: dict[str, Realisation]
-    """What became of each node of domain `sinkprune`, by the node's name."""
+    """What each node of domain `sinkprune` became, by the node's name."""
     device_memory: int | None
-    """Bytes of activations the engine needs when it runs; None where the library does not tell."""
+    """Bytes of activations that the engine needs to run; None if the library does not report it."""
 
 
-class Builder(Protocol):
-    """A library that builds engines; what it has in common with `EnginesManifest` is what `engines.json` tells."""
+class Builder:
+    """A library that builds engines. `engines.json` records its attributes."""
 
     target: Target
     library_version: str
-    compute_capabilities: tuple[int, ...]
-    flags: dict[str, str]
-    disk_copies: float
-    """How many times the weights of a graph its engine's files hold, at most."""
-    plugins: dict[str, str]
-    """The plugins that the engines built so far call when they run: sha256 of the kernels by plugin name."""
+    compute_capabilities: tuple[int, ...] = ()
+    suffix: str
+    """The ending of an engine's file, for example ".engine"."""
+
+    def __init__(self) -> None:
+        self.flags: dict[str, str] = {}
+        self.plugins: dict[str, str] = {}
+        """The plugins that the engines built so far call: sha256 of the kernels by plugin name."""
 
     def file_name(self, graph: str) -> str:
-        """The name of the file that holds the engine of `graph`, e.g. "vision.engine"."""
-        ...
+        """Return the name of the file for the engine of `graph`, for example "vision.engine"."""
+        return f"{graph}{self.suffix}"
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle that this library, in this version, cannot build; raises `EnginesError`."""
-        ...
+        """Raise `EnginesError` for a bundle that this version of the library cannot build."""
 
     def memories(self) -> tuple[Memory, ...]:
-        """The memories that building takes from, and how much of each is free."""
-        ...
+        """Return the memories that a build uses, with the free bytes of each."""
+        return system_memory(COPIES[self.target].memory, activations=False)
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
-        """Write the engine of one graph to the file `output`, and tell `progress` of the library's own phases.
+        """Write the engine of one graph to the file `output`, and report the library's phases to `progress`.
 
-        Raises `EnginesError`; `OutOfMemoryError`, which is one, where memory was what it lacked.
+        Raises `EnginesError`, and its subclass `OutOfMemoryError` for too little memory.
         """
-        ...
+        raise NotImplementedError
 
 
 def new_builder(target: str, compute_capabilities: tuple[int, ...] | None, timing_cache: Path) -> Builder:
-    """The builder for `target`, one of `TARGETS`.
+    """Return the builder for `target`, one of `TARGETS`.
 
-    `compute_capabilities`, e.g. 86 for sm_86, are what tensorrt-rtx compiles for; None means this machine's GPU.
-    `timing_cache` is a file that tensorrt reads and writes. Raises `UsageError`, and `BackendError` where the library
-    or a GPU that it needs is missing.
+    `compute_capabilities`, e.g. 86 for sm_86, are the GPUs that tensorrt-rtx compiles for; None means this machine's.
+    `timing_cache` is a file that tensorrt reads and writes. Raises `UsageError`, and `BackendError` if the library or
+    a GPU that it needs is missing.
     """
     if target not in TARGETS:
         raise UsageError(f"unknown target '{target}'; known targets: {', '.join(TARGETS)}.")

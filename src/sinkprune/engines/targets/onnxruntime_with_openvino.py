@@ -1,4 +1,4 @@
-"""Engines for ONNX Runtime with OpenVINO's vision tower: of each library those graphs that it runs."""
+"""Builds engines for ONNX Runtime with OpenVINO's vision tower: each library builds the graphs that it runs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
     target: Target = "onnxruntime+openvino"
 
     def __init__(self) -> None:
-        """Raises `BackendError` where one of the libraries is missing."""
+        """Raise `BackendError` if one of the libraries is missing."""
         super().__init__()
-        # Where it is missing, the message names this target.
+        # If openvino is missing, the message names this target.
         import_openvino(self.target)
         self._openvino = OpenVinoBuilder()
         self.library_version = f"{self.library_version}+{self._openvino.library_version}"
@@ -30,7 +30,7 @@ class OnnxRuntimeWithOpenVinoBuilder(OnnxRuntimeBuilder):
         return self._openvino.file_name(graph) if graph == OF_OPENVINO else super().file_name(graph)
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
-        """Write the engine of one graph to the file `output`, its weights beside it; raises `EnginesError`."""
+        """Write the engine of one graph to the file `output`, with its weights next to it; raises `EnginesError`."""
         if job.model.graph == OF_OPENVINO:
             return self._openvino.build(job, output, progress)
         return super().build(job, output, progress)

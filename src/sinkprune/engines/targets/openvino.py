@@ -1,7 +1,7 @@
-"""Models in OpenVINO's own format: functions inlined, caches as states, weights in a file beside.
+"""Builds models in OpenVINO's own format: functions inlined, caches as states, weights in a file next to the model.
 
-They are not what OpenVINO caches of a compiled model: with states in it, 2026.4 reads that back and computes NaN, and
-it would save a quarter of the time to load at most, because matrices are packed anew in either case.
+OpenVINO's cache of compiled models is not used. OpenVINO 2026.4 loads a cached model with states and computes NaN.
+The cache would save at most a quarter of the time to load, because matrices are packed again in either case.
 """
 
 from __future__ import annotations
@@ -12,47 +12,34 @@ from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.engines_manifest import Realisation, Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.plugin_graph import custom_nodes, read_model
-from sinkprune.engines.preflight import COPIES, Memory, system_memory
 from sinkprune.engines.progress import BuildProgress
-from sinkprune.engines.targets import Built, Job
+from sinkprune.engines.targets import Builder, Built, Job
 from sinkprune.runtime.backends.openvino.backend import OpenVinoBackend
 from sinkprune.runtime.system.heap import trim_heap
 
 
-class OpenVinoBuilder:
-    """Builds for OpenVINO, on whatever device it computes: its own format is the same for all."""
+class OpenVinoBuilder(Builder):
+    """Builds for every device of OpenVINO. The models accept any shape."""
 
     target: Target = "openvino"
-    compute_capabilities: tuple[int, ...] = ()
-    disk_copies = COPIES["openvino"].disk
+    suffix = ".xml"
 
     def __init__(self) -> None:
-        """Raises `BackendError` if openvino is missing."""
+        """Raise `BackendError` if openvino is missing."""
+        super().__init__()
         self._backend = OpenVinoBackend(self.target, None, "fastest")
-        self.library_version: str = self._backend.versions["openvino"]
-        self.plugins: dict[str, str] = {}
-        self.flags: dict[str, str] = {}
-
-    def file_name(self, graph: str) -> str:
-        return f"{graph}.xml"
+        self.library_version = self._backend.versions["openvino"]
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse a bundle whose decoder does not keep its caches; raises `EnginesError`."""
+        """Raise `EnginesError` for a bundle whose decoder does not keep its caches."""
         if bundle.manifest.cache != "in-place":
             raise EnginesError(
                 f"'{bundle.path}' has caches that another must write, and openvino keeps its own. Export the bundle "
                 "again with --dialect opset24."
             )
 
-    def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory, of which a graph takes that of its weights, and of what is written."""
-        return system_memory(COPIES[self.target].memory, activations=False)
-
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
-        """Write the model of one graph to the file `output`, its weights beside it; raises `BackendError`.
-
-        It takes any shape, and `progress` is told nothing: it is done in one call.
-        """
+        """Write the model of one graph to the file `output`, with its weights next to it; raises `BackendError`."""
         self._backend.write(job.model, output)
         trim_heap()
         nodes: dict[str, Realisation] = dict.fromkeys(custom_nodes(read_model(job.model)), "function")

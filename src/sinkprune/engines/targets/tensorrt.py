@@ -1,4 +1,4 @@
-"""Engines by TensorRT or TensorRT-RTX: parse, compare with the contract, give optimisation profiles, compile."""
+"""Builds engines with TensorRT or TensorRT-RTX: parses, checks inputs and outputs, adds profiles, compiles."""
 
 from __future__ import annotations
 
@@ -8,36 +8,31 @@ from typing import Any
 import onnx
 
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.errors import EnginesError
 from sinkprune.contract.manifest import Manifest, TensorSpec
 from sinkprune.engines.plugin_graph import layers, read_model, realisations
-from sinkprune.engines.preflight import COPIES, Memory, OutOfMemoryError, system_memory
+from sinkprune.engines.preflight import OutOfMemoryError
 from sinkprune.engines.progress import BuildProgress, interrupts_noted, new_monitor
-from sinkprune.engines.targets import Built, Job
+from sinkprune.engines.targets import Builder, Built, Job
 from sinkprune.runtime.backends.kv_cache import cache_names, fixed_room
 from sinkprune.runtime.backends.tensorrt.library import new_error_log
 
 
-class TensorRTBuilder:
-    """Builds for TensorRT or TensorRT-RTX; `tensorrt_libraries.py` has a class of each, for where the two differ."""
+class TensorRTBuilder(Builder):
+    """Builds with TensorRT or TensorRT-RTX. `tensorrt_libraries.py` has a subclass for each."""
 
-    target: Target
-    disk_copies = COPIES["tensorrt"].disk
+    suffix = ".engine"
 
     def __init__(self, trt: Any, compute_capabilities: tuple[int, ...], flags: dict[str, str]) -> None:
-        """With the library's module `trt`, for GPUs of these compute capabilities; `flags` for `engines.json`."""
+        """Build with the module `trt` for GPUs of these compute capabilities. `flags` are for `engines.json`."""
+        super().__init__()
         self._trt = trt
-        self.library_version: str = trt.__version__
+        self.library_version = trt.__version__
         self.compute_capabilities = compute_capabilities
         self.flags = {"strongly_typed": "true", **flags}
-        self.plugins: dict[str, str] = {}
-
-    def file_name(self, graph: str) -> str:
-        return f"{graph}.engine"
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse attention in fp32 and weights with zero points, which do not build; raises `EnginesError`."""
+        """Raise `EnginesError` for attention in fp32 and for weights with zero points, which do not build."""
         weights = bundle.manifest.weights
         if bundle.manifest.precision == "fp32" and bundle.manifest.dialect == "opset24":
             raise EnginesError(
@@ -51,33 +46,29 @@ class TensorRTBuilder:
                     f"{export_again(bundle.manifest, dialect=bundle.manifest.dialect)} {option} int4"
                 )
 
-    def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory, with what is free of it."""
-        return system_memory(COPIES[self.target].memory, activations=False)
-
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """The graph `model` as this library is to parse it; the original is left alone."""
+        """Return the graph `model` as this library must parse it. The original does not change."""
         return model
 
     def network_flags(self) -> int:
-        """The flags for `create_network` that make a network strongly typed."""
+        """Return the flags for `create_network` that make a network strongly typed."""
         return 0
 
     def configure(self, config: Any) -> None:
-        """Set in a builder configuration what the two libraries do not have alike."""
+        """Set what is particular to the library in a builder configuration."""
 
-    def built(self, config: Any) -> None:
-        """Keep what a build left in its configuration, for the next."""
+    def keep_timings(self, config: Any) -> None:
+        """Save what a build left in its configuration for the next build."""
 
     def device_memory(self, serialized: Any, log: Any) -> int | None:
-        """Bytes of activations that the engine just built needs; None where only a GPU could tell."""
+        """Return the bytes of activations that the new engine needs; None if that takes a GPU."""
         return None
 
     def build(self, job: Job, output: Path, progress: BuildProgress) -> Built:
         """Write the engine of one graph to the file `output`; raises `EnginesError`.
 
-        What the library parsed is compared with the bundle's contract before it is compiled. `progress` is told of
-        the library's phases. Ctrl-C ends the build with `KeyboardInterrupt`.
+        The parsed network must have the inputs and outputs of the bundle. Ctrl-C ends the build with
+        `KeyboardInterrupt`.
         """
         model = with_fixed_room(self.fit(read_model(job.model)), job)
         log = new_error_log(self._trt)
@@ -90,32 +81,32 @@ class TensorRTBuilder:
         self.configure(config)
         self._add_optimisation_profiles(job, builder, config, log)
         with interrupts_noted() as interrupted:
-            # Kept in a name: the builder holds no reference of its own.
+            # The builder holds no reference to the monitor.
             monitor = new_monitor(self._trt, progress, interrupted)
             config.progress_monitor = monitor
             engine = self._compile(job, builder, network, config, log)
-        self.built(config)
+        self.keep_timings(config)
         output.write_bytes(memoryview(engine))
         return Built(job.optimisation_profiles, nodes, self.device_memory(engine, log))
 
     def _parse(self, job: Job, model: onnx.ModelProto, network: Any, log: Any) -> None:
         parser = self._trt.OnnxParser(network, log)
-        # Weights lie beside the file that the path names.
+        # The parser looks for weights in the folder of the path.
         with job.model.by_path() as path:
             parsed = parser.parse(model.SerializeToString(), str(path))
         if parsed:
             return
         errors = [parser.get_error(number) for number in range(parser.num_errors)]
-        told = "; ".join(f"node '{error.node_name()}' ({error.node_operator()}): {error.desc()}" for error in errors)
+        nodes = "; ".join(f"node '{error.node_name()}' ({error.node_operator()}): {error.desc()}" for error in errors)
         raise EnginesError(
-            f"{self.target} {self.library_version} does not parse graph '{job.model.graph}': {told or _words(log)}. "
+            f"{self.target} {self.library_version} does not parse graph '{job.model.graph}': {nodes or _words(log)}. "
             "Export the bundle in another --dialect, or use another version of the library."
         )
 
     def _check_interface(self, job: Job, network: Any) -> None:
-        """The network takes and gives what the contract says, and reads all it takes; raises `EnginesError`.
+        """Raise `EnginesError` unless the network has the bundle's inputs and outputs, and reads every input.
 
-        What no layer reads TensorRT would take in silence, and the result would not depend on it.
+        TensorRT accepts an input that no layer reads without a message.
         """
         inputs = [network.get_input(number) for number in range(network.num_inputs)]
         outputs = [network.get_output(number) for number in range(network.num_outputs)]
@@ -124,8 +115,8 @@ class TensorRTBuilder:
             names, wanted = [tensor.name for tensor in found], [tensor.name for tensor in expected]
             if sorted(names) != sorted(wanted):
                 raise EnginesError(
-                    f"graph '{job.model.graph}': {self.target} sees the {role}s {', '.join(names)}, the bundle says "
-                    f"{', '.join(wanted)}. Export the bundle again."
+                    f"graph '{job.model.graph}': {self.target} found the {role}s {', '.join(names)}, the bundle "
+                    f"expects {', '.join(wanted)}. Export the bundle again."
                 )
             by_name = {tensor.name: tensor for tensor in found}
             for spec in expected:
@@ -150,7 +141,7 @@ class TensorRTBuilder:
         if dtypes.get(found.dtype) != expected.dtype or not fits:
             raise EnginesError(
                 f"graph '{graph}': for {self.target} its {role} '{found.name}' is {found.dtype} "
-                f"{tuple(found.shape)}, the bundle says {expected.dtype} {list(expected.shape)}. Export it again."
+                f"{tuple(found.shape)}, the bundle expects {expected.dtype} {list(expected.shape)}. Export it again."
             )
 
     def _add_optimisation_profiles(self, job: Job, builder: Any, config: Any, log: Any) -> None:
@@ -178,9 +169,9 @@ class TensorRTBuilder:
 
 
 def with_fixed_room(model: onnx.ModelProto, job: Job) -> onnx.ModelProto:
-    """`model` with the size of its caches written in, where they may have one only; the original is left alone.
+    """Return `model` with the size of its caches if they have one size only. The original does not change.
 
-    TensorRT wants to know it before it compiles what updates them in place.
+    TensorRT needs the size before it compiles updates of the caches in place.
     """
     room = fixed_room(job.model.spec, job.optimisation_profiles)
     if room is None:
@@ -195,13 +186,13 @@ def with_fixed_room(model: onnx.ModelProto, job: Job) -> onnx.ModelProto:
 
 
 def export_again(manifest: Manifest, *, dialect: str) -> str:
-    """What a user can do about a bundle that a library does not take: the command that exports it in fp16."""
+    """Return the advice for a bundle that a library does not accept: the command that exports it in fp16."""
     source, random = manifest.checkpoint.source, " --random-weights" if manifest.checkpoint.random_weights else ""
     return f"Export it again: sinkprune-export {source} -o BUNDLE --precision fp16 --dialect {dialect}{random}"
 
 
 def _words(log: Any) -> str:
-    """What TensorRT said, in one line."""
-    # Without a GPU each of its errors is followed by one about that.
-    told = [message for message in log.errors if "catchCudaError" not in message]
-    return " ".join(" ".join(told or log.errors).split()).removesuffix(".") or "it gave no reason"
+    """Return TensorRT's errors in one line."""
+    # Without a GPU, an error about the missing GPU follows each error.
+    errors = [message for message in log.errors if "catchCudaError" not in message]
+    return " ".join(" ".join(errors or log.errors).split()).removesuffix(".") or "it gave no reason"

@@ -1,7 +1,7 @@
-"""Where TensorRT and TensorRT-RTX differ, as seen by the builder that serves both.
+"""The builders of TensorRT and TensorRT-RTX: what differs between the two libraries.
 
-The part for full TensorRT follows its documented Python API and has never been run: that library is not to be had
-where this is developed. TensorRT-RTX shares its front end and is run by the tests.
+The class for full TensorRT follows its documented Python API and has never run, because the library needs a GPU. The
+tests run TensorRT-RTX, which has the same front end.
 """
 
 from __future__ import annotations
@@ -26,27 +26,24 @@ from sinkprune.runtime.device import open_device
 
 # The first version whose parser takes RMSNormalization and RotaryEmbedding.
 _FIRST_WITH_OPSET24 = (10, 15)
-# Orin and Thor, whose GPU uses the machine's memory.
+# The compute capabilities of Orin and Thor, whose GPU uses the machine's memory.
 _BOARDS = (87, 110)
 
 
 class TensorRT(TensorRTBuilder):
-    """Full TensorRT, which times kernels on the GPU of this machine and builds for it alone. Never run."""
+    """Builds with full TensorRT, which times kernels on this machine's GPU and builds for it alone. Never run."""
 
     target: Target = "tensorrt"
 
     def __init__(self, timing_cache: Path) -> None:
-        """`timing_cache` is a file that builds share. Raises `BackendError` where library or GPU are missing."""
+        """Share the file `timing_cache` between builds. Raises `BackendError` if the library or a GPU is missing."""
         trt = import_tensorrt("tensorrt")
         self._device, self._timing_cache = open_device(), timing_cache
         flags = {"timing_cache": timing_cache.name, "gpu": self._device.name}
         super().__init__(trt, (self._device.compute_capability,), flags)
 
     def check_bundle(self, bundle: Bundle) -> None:
-        """Refuse fp32 attention, opset 24 before 10.15, and of opset 20 what 10.3 does not parse.
-
-        Raises `EnginesError`.
-        """
+        """Raise `EnginesError` for fp32 attention, opset 24 before 10.15, and nodes that 10.3 does not parse."""
         super().check_bundle(bundle)
         manifest = bundle.manifest
         if manifest.dialect == "opset24" and _version(self._trt) < _FIRST_WITH_OPSET24:
@@ -59,7 +56,7 @@ class TensorRT(TensorRTBuilder):
                 check_trt10(read_model(Model.of_bundle(bundle, graph)), graph)
 
     def memories(self) -> tuple[Memory, ...]:
-        """The machine's memory and the GPU's, with what is free of them; on a board they are one."""
+        """Return the machine's memory and the GPU's; on a board they are one."""
         copies = COPIES[self.target]
         if self._device.compute_capability in _BOARDS:
             return system_memory(copies.memory + copies.gpu, activations=True)
@@ -70,7 +67,7 @@ class TensorRT(TensorRTBuilder):
         )
 
     def fit(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """`model`, its nodes naming plugins, which are registered; as it is where none are shipped for this GPU."""
+        """Return `model` with nodes that name registered plugins, or `model` if none are shipped for this GPU."""
         if not custom_nodes(model):
             return model
         (sm,) = self.compute_capabilities
@@ -82,25 +79,22 @@ class TensorRT(TensorRTBuilder):
         return for_plugins(model, _version(self._trt), namespace)
 
     def network_flags(self) -> int:
-        """The flag for strong types before TensorRT 11, and none from there on, where networks always have them."""
+        """Return the flag for strong types before TensorRT 11; later networks always have them."""
         flags = self._trt.NetworkDefinitionCreationFlag
         return 1 << int(flags.STRONGLY_TYPED) if _version(self._trt) < (11, 0) else 0
 
     def configure(self, config: Any) -> None:
-        """Give the build the timing cache, if it is of this version and GPU, or an empty one."""
+        """Set the timing cache if it is of this version and GPU, or else an empty one."""
         cached = self._timing_cache.read_bytes() if self._timing_cache.is_file() else b""
         if not config.set_timing_cache(config.create_timing_cache(cached), ignore_mismatch=False):
             config.set_timing_cache(config.create_timing_cache(b""), ignore_mismatch=False)
 
-    def built(self, config: Any) -> None:
-        """Write the timing cache that the build left in `config` to its file."""
+    def keep_timings(self, config: Any) -> None:
+        """Write the timing cache in `config` to its file."""
         write_whole(self._timing_cache, bytes(memoryview(config.get_timing_cache().serialize())))
 
     def device_memory(self, serialized: Any, log: Any) -> int | None:
-        """Bytes of activations that the engine just built needs: told by loading it, which also shows that it loads.
-
-        Raises `EnginesError` if it does not.
-        """
+        """Load the new engine and return its bytes of activations. Raises `EnginesError` if it does not load."""
         engine = self._trt.Runtime(log).deserialize_cuda_engine(serialized)
         if engine is None:
             raise EnginesError(f"tensorrt cannot load what it just built: {' '.join(log.errors)}")
@@ -108,17 +102,17 @@ class TensorRT(TensorRTBuilder):
 
 
 class TensorRTRTX(TensorRTBuilder):
-    """TensorRT-RTX, which compiles ahead of time for GPUs that need not be here, and to the end where engines load.
+    """Builds with TensorRT-RTX, which compiles ahead of time for GPUs of other machines, and finishes at load time.
 
-    It takes no plugins of users, knows no timing cache, and its networks are always strongly typed.
+    It takes no plugins of users and has no timing cache. Its networks are always strongly typed.
     """
 
     target: Target = "tensorrt-rtx"
 
     def __init__(self, compute_capabilities: tuple[int, ...] | None) -> None:
-        """To build for these GPUs, e.g. 86 for sm_86, or for this machine's if None.
+        """Build for these GPUs, e.g. 86 for sm_86, or for this machine's if None.
 
-        Raises `BackendError` where the library or that GPU is missing, `UsageError` for GPUs it does not build for.
+        Raises `BackendError` if the library or that GPU is missing, `UsageError` for GPUs that it does not build for.
         """
         trt = import_tensorrt("tensorrt-rtx")
         known = trt.ComputeCapability.__members__
@@ -133,7 +127,7 @@ class TensorRTRTX(TensorRTBuilder):
                 )
 
     def configure(self, config: Any) -> None:
-        """Name the GPUs to build for, and let callers allocate, so that engines can be captured into CUDA graphs."""
+        """Set the GPUs, and let callers allocate memory: CUDA graphs can then capture the engines."""
         config.set_flag(self._trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
         config.num_compute_capabilities = len(self.compute_capabilities)
         for number, capability in enumerate(self.compute_capabilities):

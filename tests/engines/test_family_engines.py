@@ -1,0 +1,251 @@
+"""TensorRT's compiler accepts the graphs of every family, and optimisation profiles hold every shape of a request."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+from PIL import Image
+
+from sinkprune import Clip
+from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.engines_manifest import Limits, Range, read_engines
+from sinkprune.engines.optimisation_profiles import optimisation_profiles
+from sinkprune.engines.progress import SILENT
+from sinkprune.engines.targets import Job
+from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.dialects import DIALECTS
+from sinkprune.export.methods import all_methods
+from sinkprune.export.source import ExportRequest
+from sinkprune.runtime.backends.models import Model
+from support.models.heads_of_64 import (
+    CONFIG,
+    NEXT_CONFIG,
+    QWEN2_CONFIG,
+    QWEN3_CONFIG,
+    QWEN_CONFIG,
+    export_random,
+    operators,
+)
+from support.programs.commands import run
+from support.references.shapes_sent import shapes_outside_optimisation_profiles
+
+needs_rtx = pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
+
+NEXT = ("retain-320", "retain-160+raster+visual-keys+compact")
+QWEN = ("prune-66.7", "prune-88.9+raster+visual-keys")
+CLIPS = ("prune-80", "prune-80+per-frame")
+PIXELS = {"max_pixels": 376320}
+
+
+class Family(NamedTuple):
+    """What to export with random weights, and the ranges of shapes that its engines must have."""
+
+    config: dict[str, Any]
+    options: dict[str, Any]
+    ranges: Mapping[str, Range] = MappingProxyType({})
+    """By `graph profile tensor`."""
+
+
+FAMILIES = {
+    "llava-next": Family(
+        NEXT_CONFIG,
+        {"budgets": NEXT},
+        {
+            "vision prefill pixel_values": Range((1, 3, 336, 336), (5, 3, 336, 336), (5, 3, 336, 336)),
+            "sinkpruner/retain-320/select_after_0 prefill norms": Range((1, 576), (5, 576), (5, 576)),
+            # Unpruned, an image on 2x2 tiles has 48 lines of 48 tokens and a newline.
+            "decoder_0 prefill hidden": Range((1, 1, 256), (1, 709, 256), (1, 576 + 48 * 49 + 512, 256)),
+        },
+    ),
+    "qwen2-vl": Family(QWEN2_CONFIG, {"budgets": ("prune-77.8", CLIPS[1]), "max_frames": 8, **PIXELS}),
+    "qwen2.5-vl": Family(
+        QWEN_CONFIG,
+        {"budgets": QWEN, **PIXELS},
+        {
+            "vision prefill pixel_values": Range((1, 4, 1176), (1, 1920, 1176), (1, 1920, 1176)),
+            "vision prefill window_index": Range((1, 64), (30, 64), (120, 64)),
+        },
+    ),
+    "qwen2.5-vl, video": Family(
+        QWEN_CONFIG,
+        {"budgets": CLIPS, "max_frames": 8, **PIXELS},
+        {
+            "vision prefill pixel_values": Range((1, 4, 1176), (4, 1920, 1176), (4, 1920, 1176)),
+            "vision prefill window_index": Range((1, 64), (4 * 30, 64), (4 * 120, 64)),
+            "sinkpruner/prune-80/sanitizer prefill norms": Range((1, 1), (4, 480), (4, 480)),
+            # 40 and 5 % of 1920 and the sink, or of 480 and a sink for each of four frames.
+            "sinkpruner/prune-80/select_after_0 prefill visual_index": Range((1,), (865,), (865,)),
+            "sinkpruner/prune-80+per-frame/select_after_0 prefill visual_index": Range((1,), (868,), (868,)),
+            "decoder_0 prefill hidden": Range((1, 1, 256), (1, 932, 256), (1, 1920 + 512, 256)),
+        },
+    ),
+    "qwen3-vl": Family(
+        QWEN3_CONFIG,
+        {"budgets": CLIPS[:1], "max_frames": 8, "max_pixels": 491520},
+        {"decoder_0 decode deepstack": Range((1, 1, 384), (1, 1, 384), (1, 2, 384))},
+    ),
+}
+SEVERAL_IMAGES = {
+    "llava": Family(CONFIG, {"budgets": ("retain-64", "retain-32+visual-keys+compact")}),
+    "llava-next": Family(NEXT_CONFIG, {"budgets": NEXT[:1]}),
+    "qwen2.5-vl": Family(QWEN_CONFIG, {"budgets": ("prune-77.8",), **PIXELS}),
+}
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensorrt_rtx_builds_every_graph(family: str, dialect: str, tmp_path: Path) -> None:
+    config, options, ranges = FAMILIES[family]
+    bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, **options)
+    target = ("--target", "tensorrt-rtx", "--sm", "89" if family == "qwen3-vl" else "86,89,120")
+    outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
+    assert outcome.code == 0, outcome.stderr
+    built = read_engines(tmp_path / "engines").manifest.engines
+    assert set(built) == set(bundle.manifest.graphs)
+    assert ("projector" in built) == family.startswith("llava")
+    decoders = [graph for graph in built if graph.startswith("decoder_")]
+    with_deepstack = [graph for graph in decoders if "deepstack" in built[graph].optimisation_profiles["decode"]]
+    assert with_deepstack == (["decoder_0"] if family == "qwen3-vl" else [])
+    for place, expected in ranges.items():
+        graph, profile, tensor = place.rsplit(" ", 2)
+        assert built[graph].optimisation_profiles[profile][tensor] == expected, place
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("family", SEVERAL_IMAGES)
+def test_tensorrt_rtx_builds_every_graph_for_several_images(family: str, dialect: str, tmp_path: Path) -> None:
+    config, options, _ = SEVERAL_IMAGES[family]
+    config = {**config, "text_config": {**config["text_config"], "max_position_embeddings": 16384}}
+    bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, max_images=3, **options)
+    target = ("--target", "tensorrt-rtx", "--sm", "86,89,120", "--max-images", 3)
+    outcome = run("sinkprune-build", bundle.path, "-o", tmp_path / "engines", *target)
+    assert outcome.code == 0, outcome.stderr
+    built = read_engines(tmp_path / "engines").manifest.engines
+    stage = built[f"sinkpruner/{options['budgets'][0]}/select_after_0"].optimisation_profiles["prefill"]
+    assert (stage["quota"].min, stage["quota"].max) == ((1,), stage["visual_group"].max)
+    assert stage["quota"].max[0] == 3 * stage["quota"].opt[0]
+    assert "norms" not in stage
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("family", "dialect", "graphs"),
+    [
+        ("qwen2-vl", "opset24", ["vision"]),
+        ("qwen2-vl", "opset20", ["vision"]),
+        ("qwen3-vl", "opset24", ["vision", "decoder_0"]),
+    ],
+)
+def test_tensorrt_rtx_builds_what_other_families_lack(
+    family: str, dialect: str, graphs: list[str], tmp_path: Path
+) -> None:
+    config, options, _ = FAMILIES[family]
+    bundle = export_random(tmp_path, config, precision="fp16", dialect=dialect, **options)
+    profiles = optimisation_profiles(bundle.manifest, Limits(64, 8, 1))
+    for graph in graphs:
+        TensorRTRTX((89,)).build(Job(Model.of_bundle(bundle, graph), profiles[graph]), tmp_path / graph, SILENT)
+        assert (tmp_path / graph).stat().st_size
+
+
+@needs_rtx
+@pytest.mark.slow
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_tensorrt_rtx_builds_the_plans_of_every_method(dialect: str, tmp_path: Path) -> None:
+    options = {**FAMILIES["qwen3-vl"].options, "budgets": ("prune-66.7",), "methods": tuple(all_methods())}
+    bundle = export_random(tmp_path, QWEN3_CONFIG, precision="fp16", dialect=dialect, **options)
+    profiles = optimisation_profiles(bundle.manifest, Limits(64, 8, 1))
+    graphs = [graph for plans in bundle.manifest.plans.values() for graph in plans["prune-66.7"].graphs]
+    # Methods share some, and many differ in numbers alone.
+    one_of_each = {(operators(bundle, graph), repr([*profiles[graph]])): graph for graph in graphs}
+    for graph in one_of_each.values():
+        job = Job(Model.of_bundle(bundle, graph), profiles[graph])
+        built = TensorRTRTX((89,)).build(job, tmp_path / "engine", SILENT)
+        assert [*built.optimisation_profiles] == [*profiles[graph]]
+
+
+def clip(size: tuple[int, int], count: int) -> Clip:
+    return Clip([Image.new("RGB", size, (90, 60, 30))] * count, fps=2)
+
+
+# The smallest pictures that can be pruned, the largest, the longest either way, and clips with a frame left over.
+# Prompts of several images are the largest that the small checkpoints have positions for.
+PROMPTS: dict[str, tuple[str, dict[str, Any], list[list[Any]]]] = {
+    "llava, several images": (
+        "gqa-112",
+        {"budgets": ("retain-64", "retain-32+visual-keys+compact"), "max_images": 3},
+        [[(30, 30)], [(600, 400), (20, 90)], [(112, 112)] * 3],
+    ),
+    "llava-next": (
+        "next",
+        {"budgets": ("retain-320", "retain-320+no-sanitizer")},
+        [[(224, 224)], [(336, 112)], [(112, 112)], [(5, 900)]],
+    ),
+    "llava-next, several images": (
+        "next",
+        {"budgets": NEXT[:1], "max_images": 3},
+        [[(224, 224), (224, 224)], [(336, 112), (5, 900)], [(112, 112)]],
+    ),
+    "qwen2-vl": (
+        "qwen2-vl",
+        {"budgets": ("prune-77.8", CLIPS[1]), "max_frames": 8},
+        [[(56, 28)], [(672, 560)], [(5600, 28)], [clip((170, 140), 8)]],
+    ),
+    "qwen2.5-vl": ("qwen", {"budgets": QWEN}, [[(56, 28)], [(672, 560)], [(5600, 28)], [(28, 5600)]]),
+    "qwen2.5-vl, several images": (
+        "qwen",
+        {"budgets": ("prune-77.8",), "max_images": 3},
+        [[(56, 28), (300, 500)], [(448, 560), (448, 560)], [(56, 28)]],
+    ),
+    "qwen2.5-vl, video": (
+        "qwen",
+        {"budgets": CLIPS, "max_frames": 8},
+        [
+            *([clip(size, 8)] for size in ((336, 280), (5600, 28), (28, 5600))),
+            *([clip((56, 28), 2)], [clip((170, 140), 7)], [(56, 28)], [(672, 560)], [(5600, 28)]),
+        ],
+    ),
+    "qwen3-vl, video": (
+        "qwen3-vl",
+        {"budgets": CLIPS, "max_frames": 8},
+        [
+            *([clip((170, 140), 8)], [clip((6400, 32), 2)], [clip((384, 320), 7)]),
+            *([(64, 32)], [(768, 640)], [(6400, 32)]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("prompts", PROMPTS)
+def test_every_shape_lies_in_an_optimisation_profile(prompts: str, bundle: Callable[..., Path]) -> None:
+    name, options, pictures = PROMPTS[prompts]
+    assert not shapes_outside_optimisation_profiles(read_bundle(bundle(name, "fp32", **options)), pictures)
+
+
+@pytest.mark.slow
+def test_every_shape_of_every_method_lies_in_an_optimisation_profile(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    request = ExportRequest(str(checkpoint("qwen3-vl")), ("prune-66.7",), tuple(all_methods()), max_frames=4)
+    export_bundle(request, tmp_path / "bundle")
+    pictures = [[clip((170, 140), 4)], [(64, 64)], [(768, 640)]]
+    assert not shapes_outside_optimisation_profiles(read_bundle(tmp_path / "bundle"), pictures)
+
+
+def test_an_engine_for_fewer_images_than_the_bundle(bundle: Callable[..., Path], tmp_path: Path) -> None:
+    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
+    target = ("--target", "onnxruntime", "--max-images", 2)
+    assert run("sinkprune-build", root, "-o", tmp_path / "engines", *target).code == 0
+    assert read_engines(tmp_path / "engines").manifest.limits.images == 2
+    refused = run("sinkprune-build", root, "-o", tmp_path / "more", "--target", "onnxruntime", "--max-images", 4)
+    assert refused.code == 2
+    assert "exported for up to 3" in refused.stderr
