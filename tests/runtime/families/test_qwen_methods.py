@@ -20,7 +20,7 @@ from sinkprune.export.source import ExportRequest
 from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.masking import Array, assert_equals_masked, embedded, masked_forward
-from support.references.qwen_sequences import qwen_sequence
+from support.references.pruned_prompts import prompt_rows
 from support.references.reference import sanitize
 from support.references.reference_methods import BEFORE_LLM, IN_LLM, asking_rows, visionzip
 from support.references.steps import ask, deepstack_output, tower_output
@@ -115,9 +115,8 @@ def test_answers_equal_the_masked_full_sequence(
     rows, index = kept_of(method, plan, [array[0] for array in tower_output(pipe, image)], flat)
     width = torch_model.model.language_model.embed_tokens.weight.shape[1]
     sets = [rows[:, place : place + width] for place in range(width, rows.shape[1], width)]
-    sequence = qwen_sequence(
-        torch_model, pipe, image, PROMPT, rows[:, :width], index, np.stack(sets) if sets else None
-    )
+    beside = np.stack(sets) if sets else None
+    sequence = prompt_rows(torch_model, pipe, image, PROMPT, rows[:, :width], [index], beside)
 
     answer, logits = ask(pipe, image, budget, NEW_TOKENS, PROMPT, method)
     assert answer.kept.index.tolist() == [index]

@@ -5,32 +5,45 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor, smart_resize
 
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-from sinkprune.runtime.media.clip import Clip, ClipSize, Shown, sampled, shown
-from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.media.clip import Clip, ClipSize, Shown, sampled, sampled_to_the_end, shown
+from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.clips import LIMITS, frames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 
-QWEN = read_family("preset", PRESETS["qwen2.5-vl-7b"])
+QWEN, QWEN3 = (read_family("preset", PRESETS[name]) for name in ("qwen2.5-vl-7b", "qwen3-vl-2b"))
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+PROCESSORS: dict[str, tuple[Any, type[QwenProcessor], int, dict[str, Any]]] = {
+    "qwen2.5-vl": (QWEN, QwenProcessor, 14, {"min_pixels": 784, "max_pixels": 50000, "max_frames": 16}),
+    "qwen3-vl": (
+        QWEN3,
+        Qwen3Processor,
+        16,
+        {**HALVES, "video_processor": {"size": {"shortest_edge": 4096, "longest_edge": 400000}}, "max_frames": 4},
+    ),
+}
+"""Each family's preset, processor, patch size, and settings of a checkpoint."""
 
 
 @given(st.integers(2, 4000), st.floats(1, 60), st.integers(4, 768), st.floats(0.5, 4))
-def test_frames_are_sampled_as_the_models_processor_does(count: int, fps: float, most: int, target: float) -> None:
+def test_frames_are_sampled_as_the_processor_of_qwen2_does(count: int, fps: float, most: int, target: float) -> None:
     """Qwen2VLVideoProcessor.sample_frames; the class itself needs torchvision."""
     most_even = min(most, count) // 2 * 2
     number = min(max(count / fps * target, 4), most_even, count)
@@ -39,6 +52,16 @@ def test_frames_are_sampled_as_the_models_processor_does(count: int, fps: float,
     found = sampled(count, fps, {**LIMITS, "fps": target, "max_frames": most}, 2)
     assert found == expected
     assert len(found) == number
+
+
+@given(st.integers(1, 4000), st.floats(1, 60), st.integers(2, 768), st.floats(0.5, 4))
+def test_frames_are_sampled_as_the_processor_of_qwen3_does(count: int, fps: float, most: int, target: float) -> None:
+    limits = SimpleNamespace(fps=target, min_frames=min(4, most), max_frames=most)
+    metadata = SimpleNamespace(total_num_frames=count, fps=fps)
+    expected = Qwen3VLVideoProcessor.sample_frames(limits, metadata).tolist()
+    found = sampled_to_the_end(count, fps, {**LIMITS, **vars(limits)}, 2)
+    assert found == expected
+    assert len(found) <= most
 
 
 @given(st.integers(1, 40), st.floats(0.1, 60), st.integers(1, 12))
@@ -56,28 +79,43 @@ def test_eight_frames_of_two_a_second_are_shown_as_they_are(photo: Image.Image) 
     assert shown(Clip(frames(1, (112, 84), photo), fps=2), LIMITS, 2).size == ClipSize(112, 84, 1, 2.0)
 
 
-@pytest.mark.parametrize(
-    "size", [(112, 84), (100, 61), (300, 200), (37, 500), (640, 480)], ids=lambda size: f"{size[0]}x{size[1]}"
-)
+@pytest.mark.parametrize("size", [(112, 84), (100, 61), (300, 200), (37, 500), (640, 480)], ids=str)
 @pytest.mark.parametrize("count", [1, 4, 5])
-def test_patches_are_those_of_the_models_processor(count: int, size: tuple[int, int], photo: Image.Image) -> None:
-    """uint8 tensors, resized by what torchvision calls for them on a CPU, then cut as the model is given."""
-    known = QWEN.processor({"min_pixels": 784, "max_pixels": 50000, "max_frames": 16})
-    processor, clip = QwenProcessor(known), Clip(frames(count, size, photo), fps=2)
-    taken = shown(clip, {**known["video"], "min_frames": 1}, 2)
-    assert taken.size.frames == (count if count < 5 else 4)
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_patches_are_those_of_the_models_processor(
+    name: str, count: int, size: tuple[int, int], photo: Image.Image
+) -> None:
+    """uint8 tensors, resized by what torchvision calls for them on a CPU, then cut as both processors cut them."""
+    preset, processing, patch, hub = PROCESSORS[name]
+    known = preset.processor(hub)
+    taken = Shown(frames(count, size, photo), ClipSize(*size, count, 2.0))
+    processor = processing(known)
     grid = processor.grid(taken.size)
-    assert grid == processor.grid(size)._replace(t=-(-taken.size.frames // 2))
     pixels = torch.from_numpy(np.stack([np.asarray(frame) for frame in taken.frames])).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(pixels, size=(grid.h * 14, grid.w * 14), mode="bicubic", antialias=True)
+    whole = (grid.h * patch, grid.w * patch)
+    resized = torch.nn.functional.interpolate(pixels, size=whole, mode="bicubic", antialias=True)
     mean, std = (torch.tensor(known[f"image_{which}"]).view(1, 3, 1, 1) for which in ("mean", "std"))
-    values = (resized / 255 - mean) / std
-    values = torch.cat([values, *[values[-1:]] * (len(values) % 2)])
-    # frames, rows of tokens, columns of tokens, rows and columns within them, colours, frames within, rows, columns
-    expected = values.reshape(grid.t, 2, 3, grid.h // 2, 2, 14, grid.w // 2, 2, 14).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    own, *shape = Qwen3VLVideoProcessor.patchify(None, ((resized / 255 - mean) / std)[None], patch, 2, 2)
     found = processor(taken)
     assert found.dtype == np.float32
-    assert np.abs(found - expected.reshape(grid.patches, -1).numpy()).max() < 1e-5
+    assert tuple(shape) == tuple(grid)
+    assert name == "qwen3-vl" or grid == processor.grid(size)._replace(t=grid.t), "as large as an image"
+    assert np.abs(found - own[0].numpy()).max() < 1e-5
+
+
+@given(st.tuples(st.integers(1, 3000), st.integers(1, 3000)), st.integers(2, 16))
+def test_frames_are_as_large_as_the_processor_of_qwen3_makes_them(size: tuple[int, int], count: int) -> None:
+    """In the longest clip; the frames of shorter ones are no larger, nor are those of an odd number of frames."""
+    assume(max(size) <= 150 * min(size))
+    video = {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}
+    known = QWEN3.processor({**HALVES, "max_pixels": 1 << 24, "video_processor": video, "max_frames": count})
+    grid = Qwen3Processor(known).grid(ClipSize(*size, count, 2.0))
+    limits = {"min_pixels": 4096, "max_pixels": 25165824 // count * count}
+    own = smart_resize(count, size[1], size[0], 2, 32, **limits)
+    assert (grid.h * 16, grid.w * 16) == own or (count % 2 and own[0] * own[1] * count > limits["max_pixels"])
+    assert grid.h * grid.w // 4 <= known["video"]["most_tokens"]
+    one = Qwen3Processor(known).grid(ClipSize(*size, 2, 2.0))
+    assert one.h * one.w // 4 <= known["video"]["most_tokens"]
 
 
 def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:

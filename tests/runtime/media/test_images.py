@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import struct
 import zlib
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers.image_utils import load_image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import ImageError
@@ -26,7 +26,7 @@ def encoded(image: Image.Image, kind: str) -> bytes:
 
 
 def refusal(path: Path) -> str:
-    """The message a file is refused with, which must name it and say what to do."""
+    """Return the message about a file that cannot be read; it must have the file's name and what to do."""
     with pytest.raises(ImageError) as caught:
         read_image(path)
     message = str(caught.value)
@@ -35,18 +35,15 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    assert "no such file" in refusal(tmp_path / "missing.jpg")
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "no such file"), (b"", r"is empty \(0 bytes\)"), (b"this is no photo\n", r"not an image.*17 bytes")],
+)
+def test_what_is_no_picture_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "photo.jpg").write_bytes(content)
+    assert re.search(said, refusal(tmp_path / "photo.jpg"))
     assert "is a folder" in refusal(tmp_path)
-
-
-def test_an_empty_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "empty.png"
-    path.touch()
-    assert "is empty (0 bytes)" in refusal(path)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
@@ -55,18 +52,10 @@ def test_a_truncated_image_is_refused(kind: str, share: float, photo: Image.Imag
     data = encoded(photo, kind)
     path = tmp_path / f"truncated.{kind.lower()}"
     path.write_bytes(data[: int(share * len(data))])
-    message = refusal(path)
-    assert "damaged or truncated" in message or "not an image Pillow can read" in message
-
-
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_file_that_ends_within_its_pixels_is_called_truncated(
-    kind: str, photo: Image.Image, tmp_path: Path
-) -> None:
-    data = encoded(photo, kind)
-    path = tmp_path / "half"
-    path.write_bytes(data[: len(data) // 2])
-    assert "damaged or truncated" in refusal(path)
+    within_pixels = share == 0.5 and kind != "WEBP"
+    assert re.search(
+        "damaged or truncated" + ("" if within_pixels else "|not an image Pillow can read"), refusal(path)
+    )
 
 
 @pytest.mark.parametrize("place", [1, 11, 16, 34, 0.3, 0.7])
@@ -78,35 +67,13 @@ def test_a_png_with_an_altered_byte_is_refused(place: float, photo: Image.Image,
     refusal(path)
 
 
-def test_text_named_jpg_is_refused_with_its_size(tmp_path: Path) -> None:
-    path = tmp_path / "notes.jpg"
-    path.write_text("this is no photo\n")
-    message = refusal(path)
-    assert "not an image" in message
-    assert "17 bytes" in message
-
-
-def png_that_claims(width: int, height: int) -> bytes:
-    """A tiny valid PNG file whose header promises `width` x `height` pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(b"\0" * 64))
-        + chunk(b"IEND", b"")
-    )
-
-
-def test_a_decompression_bomb_is_refused_by_its_header_alone(tmp_path: Path) -> None:
+def test_a_decompression_bomb_is_refused_by_its_header_alone(photo: Image.Image, tmp_path: Path) -> None:
+    data = bytearray(encoded(photo.resize((8, 8)), "PNG"))
+    data[16:24] = struct.pack(">II", 60000, 60000)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     path = tmp_path / "bomb.png"
-    path.write_bytes(png_that_claims(60000, 60000))
-    message = refusal(path)
-    assert "too large" in message
-    assert str(MOST_PIXELS) in message
+    path.write_bytes(data)
+    assert re.search(f"too large.*{MOST_PIXELS}", refusal(path))
 
 
 def test_damaged_files_are_read_or_refused_but_never_crash(photo: Image.Image, tmp_path: Path) -> None:
@@ -138,10 +105,6 @@ def test_a_single_pixel_is_an_image(tmp_path: Path) -> None:
     assert read_image(path).getpixel((0, 0)) == (77, 77, 77)
 
 
-def test_a_path_may_be_a_string_and_the_pixels_are_those_transformers_reads(photo_file: Path) -> None:
-    assert np.array_equal(np.asarray(read_image(str(photo_file))), np.asarray(load_image(str(photo_file))))
-
-
 def test_reading_leaves_no_open_file_behind(photo_file: Path, recwarn: pytest.WarningsRecorder) -> None:
     image = read_image(photo_file)
     image.load()
@@ -158,18 +121,9 @@ def test_an_rgb_array_becomes_the_same_pixels(photo: Image.Image) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((4, 4, 3), np.float32),
-        ((4, 4, 3), np.uint16),
-        ((4, 4, 3), np.int8),
-        ((4, 4, 3), np.bool_),
-        ((4, 4), np.uint8),
-        ((4, 4, 1), np.uint8),
-        ((4, 4, 4), np.uint8),
-        ((3, 4, 4), np.uint8),
-        ((1, 4, 4, 3), np.uint8),
-        ((0, 4, 3), np.uint8),
-        ((4, 0, 3), np.uint8),
-        ((), np.uint8),
+        *(((4, 4, 3), dtype) for dtype in (np.float32, np.uint16, np.int8, np.bool_)),
+        *((shape, np.uint8) for shape in ((4, 4), (4, 4, 1), (4, 4, 4), (3, 4, 4), (1, 4, 4, 3))),
+        *((shape, np.uint8) for shape in ((0, 4, 3), (4, 0, 3), ())),
     ],
     ids=str,
 )

@@ -89,8 +89,10 @@ def test_only_the_group_of_a_frame_is_decoded(
                 seen.append(packet.pts)
                 yield packet
 
-    group = KeyframeIndex._group
-    monkeypatch.setattr(KeyframeIndex, "_group", lambda self, container, *rest: group(self, Stream(container), *rest))
+    group = KeyframeIndex._decode_group
+    monkeypatch.setattr(
+        KeyframeIndex, "_decode_group", lambda self, container, *rest: group(self, Stream(container), *rest)
+    )
     assert len(video.read([3, 4, 33])) == 3
     assert 0 < len(seen) < 32
 

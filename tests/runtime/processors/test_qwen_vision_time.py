@@ -30,20 +30,11 @@ pytestmark = pytest.mark.slow
 SIZES = [(364, 280), (728, 560), (1260, 952)]
 
 
-def small_config(depth: int, full_attention_blocks: list[int]) -> dict[str, Any]:
+def small_config(preset: str, layers: int, **tower: Any) -> dict[str, Any]:
     """A tower of true width and few blocks, in front of next to nothing."""
-    config = copy.deepcopy(PRESETS["qwen2.5-vl-3b"])
-    config["vision_config"] |= {
-        "depth": depth,
-        "fullatt_block_indexes": full_attention_blocks,
-        "out_hidden_size": 256,
-    }
-    config["text_config"] |= {
-        "hidden_size": 256,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "vocab_size": 151936,
-    }
+    config = copy.deepcopy(PRESETS[preset])
+    config["vision_config"] |= {"out_hidden_size": 256, **tower}
+    config["text_config"] |= {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": layers}
     config["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     return config
 
@@ -82,7 +73,7 @@ def tower(pipeline: Pipeline, image: Image.Image) -> Callable[[], Any]:
 
 
 def test_windowed_blocks_take_time_in_proportion_to_the_pixels(photo: Image.Image, tmp_path: Path) -> None:
-    pipeline = load(tmp_path, small_config(depth=4, full_attention_blocks=[]))
+    pipeline = load(tmp_path, small_config("qwen2.5-vl-3b", 4, depth=4, fullatt_block_indexes=[]))
     towers = [tower(pipeline, photo.resize(size)) for size in SIZES]
     pixels = [width * height for width, height in SIZES]
     # Sizes take turns, so that a slow moment is slow for all. By FLOPs, n x n attention would make this 1.7.
@@ -92,28 +83,20 @@ def test_windowed_blocks_take_time_in_proportion_to_the_pixels(photo: Image.Imag
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_the_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Image.Image, tmp_path: Path) -> None:
-    # One full-attention block in eight, as in the real tower
-    config = small_config(depth=8, full_attention_blocks=[7])
-    pipeline = load(tmp_path, config)
-    ours = tower(pipeline, photo.resize(size))
-    torchs = Qwen2_5_VisionTransformerPretrainedModel._from_config(Qwen2_5_VLConfig.from_dict(config).vision_config)
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "qwen3-vl"])
+def test_the_tower_is_within_a_fifth_of_torchs(
+    name: str, size: tuple[int, int], photo: Image.Image, tmp_path: Path
+) -> None:
+    if name == "qwen3-vl":
+        config = small_config("qwen3-vl-2b", 24, depth=8, deepstack_visual_indexes=[2, 4, 6])
+        torchs = Qwen3VLVisionModel._from_config(Qwen3VLConfig.from_dict(config).vision_config)
+    else:
+        # One full-attention block in eight, as in the real tower
+        config = small_config("qwen2.5-vl-3b", 4, depth=8, fullatt_block_indexes=[7])
+        vision = Qwen2_5_VLConfig.from_dict(config).vision_config
+        torchs = Qwen2_5_VisionTransformerPretrainedModel._from_config(vision)
     torchs = torchs.eval()
-    pixels = torch.from_numpy(pipeline.family.inputs(photo.resize(size))["pixel_values"][0])
-    grid = torch.tensor([patch_grid(pipeline, photo.resize(size))])
-    with torch.no_grad():
-        seconds, torch_seconds = best_seconds([ours, lambda: torchs(pixels, grid_thw=grid)])
-    assert seconds < 1.2 * torch_seconds
-
-
-@pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_qwen3s_tower_is_within_a_fifth_of_torchs(size: tuple[int, int], photo: Image.Image, tmp_path: Path) -> None:
-    config = copy.deepcopy(PRESETS["qwen3-vl-2b"])
-    config["vision_config"] |= {"depth": 8, "deepstack_visual_indexes": [2, 4, 6], "out_hidden_size": 256}
-    config["text_config"] |= {"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 24}
-    config["text_config"] |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     pipeline, image = load(tmp_path, config), photo.resize(size)
-    torchs = Qwen3VLVisionModel._from_config(Qwen3VLConfig.from_dict(config).vision_config).eval()
     pixels = torch.from_numpy(pipeline.family.inputs(image)["pixel_values"][0])
     grid = torch.tensor([patch_grid(pipeline, image)])
     with torch.no_grad():

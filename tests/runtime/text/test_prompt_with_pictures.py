@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from transformers import AutoTokenizer
 
 from sinkprune import Clip, Pipeline
 from sinkprune.runtime.steps.pictures import decoded
@@ -22,7 +21,7 @@ from support.models.clips import frames
 from support.models.qwen_checkpoints import VIDEO_TOKEN
 from support.models.small_models import CLIPS_IN_ONE_PIECE
 from support.programs.slow_cases import each_once
-from support.references.picture_prompts import PIECES, SIZES, images_of, reference_inputs, rendered
+from support.references.picture_prompts import PIECES, SIZES, clip_ids, images_of, reference_inputs
 from support.references.steps import QUESTION
 
 THREE = ["", " ", "\n Wie groß? ", "What differs? "]
@@ -68,9 +67,7 @@ def test_ids_with_a_clip_equal_transformers(
 ) -> None:
     pipe = pipeline(name, max_frames=8)
     clip = Clip(frames(7, (170, 140), photo), fps=2)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint(name))
-    # Three pairs of frames, each of 5 x 6 tokens of 28 pixels; the published template writes <|video_pad|> for clips.
-    text = rendered(tokenizer, name, 1, question).replace("<|image_pad|>", "<|video_pad|>" * 90)
-    expected = tokenizer(text)["input_ids"]
+    expected = clip_ids(pipe, checkpoint(name), pipe.family.shown(clip), 2, question)
+    # Three pairs of frames, each of 5 x 6 tokens of 28 pixels
     assert expected.count(VIDEO_TOKEN) == 90
     assert found(pipe, [clip], question, VIDEO_TOKEN) == expected

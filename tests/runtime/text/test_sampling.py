@@ -107,21 +107,17 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
     assert "--precision fp32" in str(caught.value)
 
 
-@pytest.mark.parametrize("temperature", [-0.1, -1e-300, float("nan"), float("-inf")])
-def test_a_temperature_out_of_range_is_refused(temperature: float) -> None:
-    with pytest.raises(UsageError, match="temperature is"):
-        Sampler(temperature)
-
-
-@pytest.mark.parametrize("top_p", [0.0, -0.5, 1.0001, float("nan"), float("inf")])
-def test_a_top_p_out_of_range_is_refused(top_p: float) -> None:
-    with pytest.raises(UsageError, match="top-p is"):
-        Sampler(1.0, top_p)
-
-
-def test_a_negative_seed_is_refused() -> None:
-    with pytest.raises(UsageError, match="seed is -1"):
-        Sampler(1.0, seed=-1)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        *(({"temperature": bad}, "temperature is") for bad in (-0.1, -1e-300, float("nan"), float("-inf"))),
+        *(({"top_p": bad}, "top-p is") for bad in (0.0, -0.5, 1.0001, float("nan"), float("inf"))),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Sampler(**options)
 
 
 @given(

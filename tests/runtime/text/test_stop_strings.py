@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sinkprune import Pipeline, UsageError
-from sinkprune.runtime.text.stop_strings import StopStrings
+from sinkprune.runtime.text.answer_text import StopStrings
 from support.programs.commands import run
 
 Pipelines = Callable[..., Pipeline]

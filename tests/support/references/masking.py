@@ -113,9 +113,9 @@ def assert_equals_masked(answer: Answer, logits: Array, sequence: Sequence, mask
 
 def assert_survivors(answer: Answer, sequence: Sequence, masked: Masked) -> None:
     """That the stages of an answer left those visual rows that the masked full sequence still sees."""
-    start = sequence.visual[0]
+    number = {row: place for place, row in enumerate(sequence.visual)}
     assert {layer: kept.tolist() for layer, kept in answer.kept.after_stage.items()} == {
-        layer: [row - start for row in kept if row in sequence.visual] for layer, kept in masked.survivors.items()
+        layer: sorted(number[row] for row in kept if row in number) for layer, kept in masked.survivors.items()
     }
 
 

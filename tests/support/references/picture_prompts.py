@@ -1,11 +1,14 @@
-"""Prompts with several pictures and text between them, as each family's own processor takes them."""
+"""Prompts with images or a clip and text between them, as each family's own processor makes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from PIL import Image
 from transformers import (
     AutoTokenizer,
@@ -14,6 +17,14 @@ from transformers import (
     LlavaNextProcessor,
     Qwen2VLImageProcessorPil,
 )
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+
+from sinkprune import Pipeline
+from sinkprune.runtime.media.clip import Shown
+from support.models.qwen_checkpoints import VIDEO_TOKEN
+from support.models.small_models import NEXT_SHAPES
+from support.references.pruned_prompts import seconds_per_patch
+from support.references.steps import QUESTION, patch_grid
 
 Size = tuple[int, int]
 
@@ -50,10 +61,10 @@ def images_of(name: str, photo: Image.Image) -> list[Image.Image]:
 def reference_inputs(
     name: str, folder: Path, images: Sequence[Image.Image], pieces: str | list[str]
 ) -> dict[str, Any]:
-    """What the family's processor gives."""
+    """Return what the family's processor gives for images: those of the checkpoint `name` in `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = rendered(tokenizer, name, len(images), pieces)
-    if name == "next-mistral":
+    if name in NEXT_SHAPES:
         kind = LlavaNextImageProcessorPil.from_pretrained(folder)
         facts = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
         processor = LlavaNextProcessor(kind, tokenizer, **facts)
@@ -68,6 +79,43 @@ def reference_inputs(
     ids = tokenizer(text, return_tensors="pt")
     token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     return {**ids, "mm_token_type_ids": (ids["input_ids"] == token).int(), **pictures}
+
+
+def clip_ids(pipe: Pipeline, folder: Path, clip: Shown, fps: float, pieces: str | list[str] = QUESTION) -> list[int]:
+    """Return the ids that the model's own processor gives a prompt about a clip of `fps` frames a second."""
+    tokenizer, grid = AutoTokenizer.from_pretrained(folder), torch.tensor([patch_grid(pipe, clip)])
+    family, written = pipe.bundle.manifest.family, "<|video_pad|>" * (int(grid.prod()) // 4)
+    if family == "qwen3-vl":
+        written = _with_times(clip, grid, fps)
+    # The published template writes <|video_pad|> where a clip stands, and nothing else is different.
+    text = rendered(tokenizer, family, 1, pieces).replace("<|image_pad|>", written)
+    ids: list[int] = tokenizer(text)["input_ids"]
+    return ids
+
+
+def _with_times(clip: Shown, grid: torch.Tensor, fps: float) -> str:
+    """Return what the processor of Qwen3-VL writes in the place of a clip's token."""
+    processor = Qwen3VLProcessor.__new__(Qwen3VLProcessor)
+    processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"
+    processor.vision_end_token = "<|vision_end|>"
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    indices = np.array([round(second * fps) for second in clip.seconds])
+    metadata = [SimpleNamespace(fps=fps, frames_indices=indices)]
+    text: str = processor.replace_video_token({"video_grid_thw": grid, "video_metadata": metadata}, 0)
+    return text
+
+
+def clip_inputs(model: Any, pipe: Pipeline, folder: Path, clip: Shown, fps: float) -> dict[str, Any]:
+    """Return the inputs of transformers' `model` for a question about a clip of `fps` frames a second."""
+    ids = torch.tensor([clip_ids(pipe, folder, clip, fps)])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": 2 * (ids == VIDEO_TOKEN).int(),
+        "pixel_values_videos": torch.from_numpy(pipe.family.inputs(clip)["pixel_values"]).flatten(0, 1),
+        "video_grid_thw": torch.tensor([patch_grid(pipe, clip)]),
+        **seconds_per_patch(model, clip),
+    }
 
 
 def rendered(tokenizer: Any, name: str, images: int, pieces: str | list[str]) -> str:

@@ -12,7 +12,7 @@ from sinkprune import Pipeline
 from sinkprune.contract.layout import VisualLayout
 from sinkprune.runtime.families import Family, Seen
 from sinkprune.runtime.media.clip import Picture
-from sinkprune.runtime.processors.qwen import QwenProcessor
+from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.decoding import Prefill
 from sinkprune.runtime.steps.encoding import Encoded
@@ -100,5 +100,7 @@ def layout_of(family: Family, size: tuple[int, int]) -> VisualLayout:
 
 
 def patch_grid(pipeline: Pipeline, picture: Picture) -> list[int]:
-    """How many patches Qwen's processor makes of a picture, along time, height and width."""
-    return list(QwenProcessor(pipeline.bundle.manifest.processor).grid(picture.size))
+    """Return how many patches Qwen's processor makes of a picture, along time, height and width."""
+    manifest = pipeline.bundle.manifest
+    processor = Qwen3Processor if manifest.family == "qwen3-vl" else QwenProcessor
+    return list(processor(manifest.processor).grid(picture.size))

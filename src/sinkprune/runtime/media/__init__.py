@@ -1,1 +1,1 @@
-"""Pictures and videos: files, cameras' arrays and clips to RGB frames."""
+"""Files, arrays and clips as RGB frames."""

@@ -1,7 +1,7 @@
-"""Whether the blocks of a GIF or Matroska (MKV, WebM) file lead from one to the next up to the end.
+"""Checks whether the blocks of a GIF or Matroska (MKV, WebM) file follow each other up to its end.
 
-Only the blocks' sizes are read, not what is in them. Kept, because nothing maintained sees all
-of it: PyAV sees no cut, Pillow none between a GIF's blocks, MediaInfo none in a GIF, and one in every live recording.
+Only the sizes of blocks are read. No maintained library detects all missing ends: PyAV detects none, Pillow none
+between a GIF's blocks, and MediaInfo none in a GIF, but one in every live recording.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 from typing import BinaryIO
 
-# Matroska's elements whose content is elements
+# Elements of Matroska that contain elements
 _SEGMENT, _CLUSTER = 0x18538067, 0x1F43B675
-# All ones, as live recordings leave it
+# A size with all bits set is unknown, as in live recordings.
 _UNKNOWN = {2 ** (7 * width) - 1 for width in range(1, 9)}
 
 
 def gif_is_whole(file: BinaryIO) -> bool:
-    """Whether extensions and images (GIF89a, appendix B) of an open file follow each other up to the trailer."""
+    """Return whether extensions and images (GIF89a, appendix B) of an open file lead up to the trailer."""
     file.seek(10)
-    _skip(file, 2 + _table(file.read(1)))
+    _skip(file, 2 + _colour_table_bytes(file.read(1)))
     while kind := file.read(1):
         if kind == b"\x3b":
             return True
@@ -26,7 +26,7 @@ def gif_is_whole(file: BinaryIO) -> bool:
             _skip(file, 1)
         elif kind == b"\x2c":
             _skip(file, 8)
-            _skip(file, 1 + _table(file.read(1)))
+            _skip(file, 1 + _colour_table_bytes(file.read(1)))
         else:
             return False
         while size := int.from_bytes(file.read(1), "big"):
@@ -34,8 +34,8 @@ def gif_is_whole(file: BinaryIO) -> bool:
     return False
 
 
-def _table(flags: bytes) -> int:
-    """Bytes of the colour table that `flags` announce."""
+def _colour_table_bytes(flags: bytes) -> int:
+    """Return the size of the colour table that `flags` announce."""
     return 3 * 2 ** ((flags[0] & 7) + 1) if flags and flags[0] & 0x80 else 0
 
 
@@ -44,9 +44,9 @@ def _skip(file: BinaryIO, length: int) -> None:
 
 
 def matroska_is_whole(file: BinaryIO) -> bool:
-    """Whether elements (RFC 8794) of an open file follow each other up to the segment's end, or the file's.
+    """Return whether elements (RFC 8794) of an open file lead up to the end of the segment.
 
-    The file's is the end where the segment's is unknown.
+    A segment of unknown size ends with the file.
     """
     length = file.seek(0, os.SEEK_END)
     end, place = length, 0
@@ -65,7 +65,7 @@ def matroska_is_whole(file: BinaryIO) -> bool:
 
 
 def _number(file: BinaryIO, *, keep_length: bool = False) -> int | None:
-    """A number of as many bytes as its first has zeros in front, and one more; None where there is none."""
+    """Return a number whose first byte has as many leading zeros as bytes follow; None at the end of the file."""
     first = file.read(1)
     if not first or not first[0]:
         return None

@@ -1,4 +1,4 @@
-"""Clips: frames in a list or a video file, and which of them a model is shown."""
+"""Clips: frames in a list or a video file, and the frames of them that a model sees."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.images import to_rgb
 
 MOST_SHOWN_PIXELS = 1 << 27
-"""The most pixels the frames of a clip may have that a model is shown, together: 16 frames of 3840x2160."""
+"""The most pixels of all frames of a clip that a model sees: 16 frames of 3840x2160."""
 
 
 class ClipSize(NamedTuple):
-    """What a family must know of a clip to tell how many tokens it has and where they stand."""
+    """The facts about a clip that determine its tokens and their positions."""
 
     width: int
     height: int
     frames: int
-    """How many frames the model is shown."""
+    """The number of frames that the model sees."""
     fps: float
-    """How many of the shown frames a second has."""
+    """How many of these frames show one second."""
 
 
 class Video(Protocol):
@@ -37,19 +37,19 @@ class Video(Protocol):
 
     @property
     def count(self) -> int:
-        """How many frames the video has."""
+        """The number of frames."""
 
     @property
     def fps(self) -> float:
-        """How many frames a second of the video has."""
+        """The number of frames a second."""
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """The frames at `indices`, ascending, as RGB images; raises `VideoError`."""
+        """Return the frames at the ascending `indices` as RGB images; raises `VideoError`."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Frames, `fps` of them a second; raises `VideoError` for what is neither. An iterator is read at once."""
+    """Frames in memory, `fps` of them a second. An iterator is read at once. Raises `VideoError` for other types."""
 
     frames: Sequence[Image.Image | Array]
     fps: float
@@ -59,7 +59,7 @@ class Clip:
             raise VideoError(
                 f"a clip's frames are a {type(self.frames).__name__}, expected images. Give a list of them."
             )
-        # Python has whole numbers that are larger than any float.
+        # A whole number of Python may be larger than any float.
         too_large = isinstance(self.fps, int) and self.fps > sys.float_info.max
         if not isinstance(self.fps, Real) or isinstance(self.fps, bool) or too_large:
             raise VideoError(
@@ -69,30 +69,30 @@ class Clip:
 
     @property
     def count(self) -> int:
-        """How many frames the clip has."""
+        """The number of frames."""
         return len(self.frames)
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """The frames at `indices` as RGB images; raises `ImageError`."""
+        """Return the frames at `indices` as RGB images; raises `ImageError`."""
         return collected(to_rgb(self.frames[index]) for index in indices)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The frames of a clip that a model is shown, of one size."""
+    """The frames of a clip that a model sees, of one size."""
 
     frames: list[Image.Image]
     size: ClipSize
     seconds: tuple[float, ...] = ()
-    """When each of them comes in the video, from its first frame on."""
+    """The time of each of them after the video's first frame."""
 
 
 Picture = Image.Image | Shown
-"""What a model sees: an RGB image, or the frames of a clip."""
+"""The visual input of a model: an RGB image, or the frames of a clip."""
 
 
 def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
-    """All of `frames`; raises `VideoError` as soon as they have more than `MOST_SHOWN_PIXELS`."""
+    """Return all `frames`; raises `VideoError` as soon as they have more than `MOST_SHOWN_PIXELS`."""
     taken: list[Image.Image] = []
     pixels = 0
     for frame in frames:
@@ -106,20 +106,45 @@ def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
     return taken
 
 
+def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Return which of `count` frames a model sees: evenly spaced, `settings["fps"]` a second within the limits.
+
+    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Of fewer than `together` frames all are used, but at
+    most `settings["max_frames"]`.
+    """
+    most = math.floor(min(settings["max_frames"], count) / together) * together
+    wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
+    number = math.floor(wanted / together) * together
+    if number == 0:
+        return list(range(min(count, settings["max_frames"])))
+    # transformers' step may round down, and its range then has one more element, after the last frame.
+    steps = np.arange(number) * (count / number)
+    return [int(step) for step in steps.astype(np.float32)]
+
+
+def sampled_to_the_end(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+    """Return which of `count` frames a model sees: evenly spaced from the first to the last, within the limits.
+
+    Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
+    """
+    wanted = min(max(int(count / fps * settings["fps"]), settings["min_frames"]), settings["max_frames"], count)
+    return [int(index) for index in np.linspace(0, count - 1, wanted).round()]
+
+
 Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
-"""Which of so many frames, at so many a second, are shown by a processor's settings, so many together to a token."""
+"""`sampled`, or a function with the same arguments."""
 
 
-def shown(video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling | None = None) -> Shown:
-    """The frames of `video` by a processor's settings, so many `together` to a token; raises `VideoError`.
+def shown(video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling = sampled) -> Shown:
+    """Return the frames of `video` that a model sees by a processor's `settings`, `together` of them to a token.
 
-    `sampling` is `sampled` unless given.
+    Raises `VideoError` for a video without frames, without a rate, or with frames of several sizes.
     """
     if video.count < 1:
         raise VideoError("the video has no frames. Give one with a picture in it.")
     if not (math.isfinite(video.fps) and video.fps > 0):
         raise VideoError(f"the video has {video.fps} frames a second, expected a positive number.")
-    indices = (sampling or sampled)(video.count, video.fps, settings, together)
+    indices = sampling(video.count, video.fps, settings, together)
     frames = video.read(indices)
     sizes = {frame.size for frame in frames}
     if len(sizes) > 1:
@@ -127,28 +152,3 @@ def shown(video: Video, settings: Mapping[str, Any], together: int, sampling: Sa
     (width, height), fps = frames[0].size, len(indices) / video.count * video.fps
     seconds = tuple(index / video.fps for index in indices)
     return Shown(frames, ClipSize(width, height, len(indices), fps), seconds)
-
-
-def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
-    """Which of `count` frames are shown: evenly spaced, `settings["fps"]` a second within the limits on their number.
-
-    Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Fewer than `together` frames are shown as they are,
-    and never more than `settings["max_frames"]`.
-    """
-    most = math.floor(min(settings["max_frames"], count) / together) * together
-    wanted = min(max(count / fps * settings["fps"], settings["min_frames"]), most, count)
-    number = math.floor(wanted / together) * together
-    if number == 0:
-        return list(range(min(count, settings["max_frames"])))
-    # One more would come where the step's rounding lets it, and lie behind the last frame.
-    steps = np.arange(number) * (count / number)
-    return [int(step) for step in steps.astype(np.float32)]
-
-
-def sampled_to_the_end(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
-    """Which of `count` frames are shown: evenly spaced from the first to the last, as many as by `settings`.
-
-    Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
-    """
-    wanted = min(max(int(count / fps * settings["fps"]), settings["min_frames"]), settings["max_frames"], count)
-    return [int(index) for index in np.linspace(0, count - 1, wanted).round()]

@@ -1,4 +1,4 @@
-"""Image files to RGB images, as transformers' image processors take them."""
+"""Image files, Pillow images and arrays as RGB images, as transformers' image processors take them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.metered_file import MeteredFile
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-"""What an image file may be. Pillow knows more: some start other programs, others fail in ways of their own."""
+"""The formats that are read. Some of Pillow's other formats start programs, and others fail in unusual ways."""
 MOST_PIXELS = 1 << 26
-"""The most pixels an image file may have: 8192x8192. It takes less than 1 GB to decode."""
+"""The most pixels of an image: 8192x8192. Decoding takes less than 1 GB."""
 MOST_WEBP_PIXELS = 3 << 24
-"""The most pixels a WebP file may have: 8192x6144. Its decoder holds each of them four times."""
+"""The most pixels of a WebP file: 8192x6144. Its decoder holds each of them four times."""
 MOST_BYTES = 257 << 20
-"""The most bytes an image file may have: those of `MOST_PIXELS` of 32 bits, and 1 MiB more."""
+"""The most bytes of an image file: `MOST_PIXELS` of 32 bits, and 1 MiB more."""
 MOST_TILES = 1 << 16
 """The most strips or tiles of a TIFF: libtiff decodes all of them in one call, which nothing interrupts."""
 
-# Pillow decodes JPEG files in blocks. In small ones a file cannot ask for much work between two checks of the time.
+# Pillow decodes JPEG files in blocks. Small blocks limit the work between two checks of the time.
 _JPEG_BLOCK = 1 << 12
 _GIVE = f"Give a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file."
 # Greyscale of 16 bits, by Pillow's mode. A 16-bit PGM, and before Pillow 10.3 a PNG, is of mode "I", as 32 bits are.
@@ -36,15 +36,15 @@ _FORMATS_OF_16_BITS = ("PPM", "PNG")
 _HAD_16_BITS = "sinkprune_had_16_bits"
 # TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
-# Pixels of a picture that are converted at a time.
+# Pixels that are converted at a time
 _STRIP = 1 << 20
 
 
 def read_image(path: str | os.PathLike[str]) -> Image.Image:
-    """The RGB image in a file, turned as its EXIF data says. Greyscale of 16 bits is divided by 257, to 8 bits.
+    """Return the RGB image in a file, turned by its EXIF data. Greyscale of 16 bits is divided by 257, to 8 bits.
 
-    Raises `ImageError` for what is no regular file, none of `FORMATS`, damaged, of 32 bits a channel, or larger than
-    `MOST_PIXELS`, and where decoding reads or takes more than a `MeteredFile` allows.
+    Raises `ImageError` if the file is missing, not regular, none of `FORMATS`, damaged, of 32 bits a channel, larger
+    than `MOST_PIXELS`, or exceeds the limits of `MeteredFile`.
     """
     try:
         file = open_regular(path)
@@ -69,7 +69,7 @@ def read_image(path: str | os.PathLike[str]) -> Image.Image:
 
 
 def to_rgb(image: Image.Image | Array) -> Image.Image:
-    """An RGB image from a Pillow image or a [height,width,3] uint8 array; raises `ImageError`."""
+    """Return a Pillow image or a [height,width,3] uint8 array as an RGB image; raises `ImageError`."""
     if isinstance(image, np.ndarray):
         if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
             raise ImageError(
@@ -92,12 +92,12 @@ def to_rgb(image: Image.Image | Array) -> Image.Image:
 
 
 def had_16_bits(image: Image.Image) -> bool:
-    """Whether the values of an image that `read_image` or `to_rgb` returned were divided by 257, to 8 bits."""
+    """Return whether `read_image` or `to_rgb` divided the values of this image by 257, to 8 bits."""
     return _HAD_16_BITS in image.info
 
 
 def _decoded(file: BinaryIO) -> Image.Image:
-    """The image in an open file; raises `ImageError`, and `UnidentifiedImageError` for none of our formats."""
+    """Return the image in an open file; raises `ImageError`, and `UnidentifiedImageError` for other formats."""
     with _damage_as_error(), Image.open(file, formats=FORMATS) as image:
         _check_size(*image.size, MOST_WEBP_PIXELS if image.format == "WEBP" else MOST_PIXELS)
         if image.format == "TIFF":
@@ -106,7 +106,7 @@ def _decoded(file: BinaryIO) -> Image.Image:
             image.decodermaxblock = _JPEG_BLOCK
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
-        # A WebP's pixels stand there once more.
+        # The file object of a WebP holds its pixels once more.
         image.fp = None
         return _opaque(_with_8_bits(image, image.format))
 
@@ -120,7 +120,7 @@ def _check_size(width: int, height: int, most: int = MOST_PIXELS) -> None:
 
 
 def _check_tiles(image: Image.Image) -> None:
-    """Refuse a TIFF whose tiles, most of them outside the picture, have more pixels than a picture may have."""
+    """Raise `ImageError` for a TIFF with too many tiles, or with too many pixels in tiles, outside included."""
     tags = cast(Any, image).tag_v2
     width = int(tags.get(_TILE_WIDTH, image.width))
     height = int(tags.get(_TILE_LENGTH, min(image.height, tags.get(_ROWS_PER_STRIP, image.height))))
@@ -136,10 +136,10 @@ def _check_tiles(image: Image.Image) -> None:
 
 @contextmanager
 def _damage_as_error() -> Iterator[None]:
-    """Whatever Pillow raises over bytes and pixels, as an `ImageError`."""
+    """Raise an `ImageError` for any error that Pillow raises."""
     try:
         with warnings.catch_warnings():
-            # Pillow warns of large images and of untidy EXIF data; neither is the user's concern here.
+            # Pillow warns of large images and of untidy EXIF data, which users need not know.
             warnings.simplefilter("ignore")
             yield
     except (ImageError, UnidentifiedImageError):
@@ -151,7 +151,7 @@ def _damage_as_error() -> Iterator[None]:
     except MemoryError as error:
         raise ImageError("there is not enough memory for the image. Scale it down first.") from error
     except Exception as error:
-        # Its readers raise what their arithmetic happens to stumble over: struct.error, IndexError, KeyError ...
+        # Damaged bytes cause any error of Python's arithmetic: struct.error, IndexError, KeyError ...
         reason = str(error) or type(error).__name__
         raise ImageError(
             f"the image is damaged or truncated: {reason.rstrip('.')}. Give a complete image file."
@@ -159,9 +159,9 @@ def _damage_as_error() -> Iterator[None]:
 
 
 def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
-    """`image`, which came from a file of that format, with 16-bit greyscale divided by 257.
+    """Return `image` with 16-bit greyscale divided by 257. Pillow itself makes all values above 255 white.
 
-    Kept, because Pillow itself makes all values above 255 white.
+    `from_format` is the format of its file.
     """
     of_16_bits = image.mode in _MODES_OF_16_BITS or (image.mode == "I" and from_format in _FORMATS_OF_16_BITS)
     if not of_16_bits:
@@ -171,7 +171,7 @@ def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
             )
         return image
     grey = Image.new("L", image.size)
-    # Conversions keep it.
+    # Conversions keep `info`.
     grey.info[_HAD_16_BITS] = True
     transparent, rows = image.info.get("transparency"), max(1, _STRIP // max(1, image.width))
     for top in range(0, image.height, rows):
@@ -187,11 +187,11 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def _opaque(image: Image.Image) -> Image.Image:
-    """A copy in RGB: transparency over white, as the image processors of transformers show it to a model."""
+    """Return a copy in RGB, with transparency over white, as in the image processors of transformers."""
     if not _has_alpha(image):
         return image.convert("RGB")
     opaque, rows = Image.new("RGB", image.size), max(1, _STRIP // max(1, image.width))
-    # Strip by strip, because three more copies of a large picture are gigabytes.
+    # In strips, because three more copies of a large picture are gigabytes.
     for top in range(0, image.height, rows):
         strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
         white = Image.new("RGBA", strip.size, (255, 255, 255, 255))

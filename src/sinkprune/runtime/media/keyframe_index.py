@@ -1,4 +1,4 @@
-"""The frames of a video by time, and the keyframes from which they can be decoded."""
+"""An index of a video's frames by time, and of the keyframes where decoding can start."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterator
 from itertools import groupby
 from typing import Any
 
-# Their packets bear the time of their frame, and their headers list the keyframes.
+# Packets of these containers have the time of their frame, and headers list the keyframes.
 _CONTAINERS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 
 
 class LostFrameError(Exception):
-    """A frame that did not come where the index has it."""
+    """A frame was not where the index has it."""
 
 
 class KeyframeIndex:
-    """When each frame of a video stream is shown, and which of its packets can be decoded without any before."""
+    """The times of a video stream's frames, and its packets that can be decoded without earlier ones."""
 
     def __init__(self, container: str) -> None:
-        """For a container of the kind that FFmpeg calls `container`."""
+        """Start an empty index. `container` is FFmpeg's name of the file's kind."""
         self._known = container in _CONTAINERS
         self._times: list[int] = []
         self._keys: set[int] = set()
@@ -35,28 +35,28 @@ class KeyframeIndex:
             self._times.append(packet.pts)
 
     def close(self) -> None:
-        """Sort what was recorded."""
+        """Sort the times after the last packet."""
         self._times.sort()
         self._known = self._known and len(set(self._times)) == len(self._times) and len(self._keys) > 1
         self._sorted_keys = sorted(self._keys)
 
     @property
     def can_seek(self) -> bool:
-        """Whether frames can be found by time, without decoding all before them."""
+        """Whether a frame can be found by its time, without decoding all frames before it."""
         return self._known
 
     def frames(self, container: Any, stream: Any, wanted: Collection[int]) -> Iterator[Any]:
-        """Decode the frames with the numbers `wanted`, in ascending order, each group from the keyframe before it.
+        """Yield the frames with the numbers `wanted`, ascending, each decoded from the keyframe before it.
 
-        Raises `LostFrameError` where the file holds something else at those places.
+        Raises `LostFrameError` if the file has something else in their place.
         """
         times = sorted(self._times[number] for number in wanted)
         for place, group in groupby(times, lambda time: bisect_right(self._sorted_keys, time) - 1):
             if place < 0:
                 raise LostFrameError
-            yield from self._group(container, stream, self._sorted_keys[place], list(group))
+            yield from self._decode_group(container, stream, self._sorted_keys[place], list(group))
 
-    def _group(self, container: Any, stream: Any, key: int, times: list[int]) -> Iterator[Any]:
+    def _decode_group(self, container: Any, stream: Any, key: int, times: list[int]) -> Iterator[Any]:
         container.seek(key, stream=stream, backward=True)
         left, start = iter(times), None
         time = next(left)
@@ -66,7 +66,7 @@ class KeyframeIndex:
                     raise LostFrameError
                 start = packet.pts
             for frame in packet.decode():
-                # Frames before the keyframe may need others that were not decoded.
+                # Frames that are shown before the keyframe may need frames that were not decoded.
                 if frame.pts is None or (frame.pts > time and frame.pts >= start):
                     raise LostFrameError
                 if frame.pts == time:

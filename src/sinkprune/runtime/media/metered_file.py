@@ -1,7 +1,7 @@
-"""The one bound on what decoding a picture may take, whatever its format.
+"""A bound on the time and bytes for decoding a picture of any format.
 
-Kept, because Pillow has none: it walks over millions of empty segments in Python, keeps each of them, reads the same
-bytes for every tag that points to them, and decodes a JPEG anew for each of its scans.
+Pillow has no bound. It walks over millions of empty segments in Python and keeps each of them, reads the same bytes
+for every tag that points to them, and decodes a JPEG again for each scan.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import BinaryIO
 from sinkprune.contract.errors import ImageError
 
 MOST_SECONDS = 10.0
-"""The most processor time that decoding may take: five times that of the largest pictures on a processor of 2020."""
+"""The most processor time for decoding: five times that of the largest pictures on a processor of 2020."""
 _MOST_TIMES, _SPARE_BYTES = 2, 1 << 20
 
 
 class MeteredFile:
-    """An open picture file that raises `ImageError` when its decoder reads too many bytes, or computes for too long.
+    """An open picture file that raises `ImageError` when its decoder reads too much or computes for too long.
 
-    All of Pillow's loops over a file read between their steps, so every read checks both. A read asks for no more
-    bytes than the file has: Python reserves memory for what is asked before it reads.
+    All of Pillow's loops over a file read between their steps, so every read checks both. A read requests no more
+    bytes than the file has, because Python reserves memory for the request first.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
-        """For `file`, which has `size` bytes. The time counts from here, for this thread."""
+        """Wrap `file` of `size` bytes, and start to count the time of this thread."""
         self._file, self._size = file, size
         self._left = _MOST_TIMES * size + _SPARE_BYTES
         self._until = time.thread_time() + MOST_SECONDS
         self.seek, self.tell = file.seek, file.tell
 
     def fileno(self) -> int:
-        """The number of the open file, by which libtiff reads."""
+        """Return the file's descriptor, which libtiff reads from."""
         return self._file.fileno()
 
     def read(self, count: int = -1) -> bytes:
-        """Up to `count` bytes, or all that are left."""
+        """Return up to `count` bytes, or all bytes that are left."""
         if time.thread_time() > self._until:
             raise ImageError(
                 f"decoding the image takes more than {MOST_SECONDS:g} seconds of processor time. Give one that is "

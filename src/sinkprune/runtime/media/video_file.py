@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,57 +17,69 @@ from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular
 from sinkprune.runtime.media.block_chain import gif_is_whole, matroska_is_whole
 from sinkprune.runtime.media.clip import collected
-from sinkprune.runtime.media.display_matrix import turned
 from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
 
 CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
-"""What a video file may be, by FFmpeg's names; `mov` is MP4 too, `matroska` WebM, `asf` WMV. None names other files:
-playlists do, and have them opened."""
+"""The containers that are read, by FFmpeg's names: `mov` includes MP4, `matroska` WebM, and `asf` WMV. None of them
+refers to other files, as playlists do."""
 MOST_FRAME_PIXELS = 1 << 24
-"""The most pixels a frame of a video file may have: 4096x4096. Decoders hold several at a time."""
+"""The most pixels of a frame: 4096x4096. Decoders hold several frames at a time."""
 MOST_FRAMES = 1 << 18
-"""The most frames a video file may have: two hours at 30 a second."""
+"""The most frames of a file: two hours at 30 a second."""
 MOST_PACKETS = 4 * MOST_FRAMES
-"""The most packets a video file may have, those of its sound among them."""
+"""The most packets of a file, sound included."""
 
-# What decoders check; more than that, and they refuse what sloppy encoders write.
+# More checks would reject the files of sloppy encoders.
 _CHECKS = "crccheck+bitstream+buffer+explode"
 _OPTIONS = {
     "format_whitelist": ",".join(CONTAINERS),
-    # No file is opened but the one that was given.
+    # FFmpeg opens no file by name, and no address.
     "protocol_whitelist": "none",
-    # Of a frame as it is coded, which is a little larger than what is shown of it.
+    # A coded frame is a little larger than the picture in it.
     "max_pixels": str(MOST_FRAME_PIXELS * 9 // 8),
 }
 _GIVE = "Give a complete MP4, MOV, MKV, WebM, AVI, GIF, MPEG, FLV or WMV file."
-_WALKS: dict[str, Callable[[BinaryIO], bool]] = {"gif": gif_is_whole, "matroska,webm": matroska_is_whole}
+_WHOLE: dict[str, Callable[[BinaryIO], bool]] = {"gif": gif_is_whole, "matroska,webm": matroska_is_whole}
+_TURN = Image.Transpose
+# By a, b, c and d of a display matrix: it shows the pixel (x, y) at (a x + c y, b x + d y), with y downwards.
+_TURNS = {
+    (1, 0, 0, 1): None,
+    (0, 1, -1, 0): _TURN.ROTATE_270,
+    (-1, 0, 0, -1): _TURN.ROTATE_180,
+    (0, -1, 1, 0): _TURN.ROTATE_90,
+    (-1, 0, 0, 1): _TURN.FLIP_LEFT_RIGHT,
+    (1, 0, 0, -1): _TURN.FLIP_TOP_BOTTOM,
+    (0, 1, 1, 0): _TURN.TRANSPOSE,
+    (0, -1, -1, 0): _TURN.TRANSVERSE,
+}
 
 
 class VideoFile:
     """The first video stream of a file.
 
-    A file that is cut off or damaged is refused, as far as that can be known. Opening reads every packet and compares
-    with the length in the header (MP4, AVI, WMV, FLV) or follows the blocks to the end (MKV, WebM, GIF). Reading
-    decodes, in MP4, MOV, MKV and WebM, from the keyframe before each frame that is read, and all frames of other
-    files. What cannot be known: damage in frames that are not decoded; where an MPEG stream (TS, PS) should end, or
-    an MKV or MP4 that was recorded live, whose header says no length; frames lost from the middle of an AVI or WMV
-    file; and damage within a frame that its codec can decode to something, as VP8, VP9, HEVC and GIF often can.
+    Incomplete and damaged files are rejected where that can be detected. Opening reads every packet. It compares
+    their end with the length in the header (MP4, AVI, WMV, FLV), or follows the blocks to the end (MKV, WebM, GIF).
+    Reading decodes from the keyframe before each wanted frame in MP4, MOV, MKV and WebM, and all frames in others.
 
-    Frames are turned and mirrored as the file's display matrix says.
+    This cannot be detected: damage in frames that are not decoded; the end of an MPEG stream (TS, PS) and of a live
+    recording (MKV, MP4), whose header has no length; frames lost from the middle of an AVI or WMV file; and damage
+    within a frame that the codec decodes anyway, as VP8, VP9, HEVC and GIF often do.
+
+    Frames are turned and mirrored by the file's display matrix.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Opens the file and reads all its packets.
+        """Open the file and read all its packets.
 
-        Raises `VideoError` if it is missing, no regular file, cut off, no video, none of `CONTAINERS`, or beyond
-        `MOST_FRAME_PIXELS`, `MOST_FRAMES` or `MOST_PACKETS`; `TypeError` for what is no path.
+        Raises `VideoError` if it is missing, no regular file, incomplete, no video, none of `CONTAINERS`, or beyond
+        `MOST_FRAME_PIXELS`, `MOST_FRAMES` or `MOST_PACKETS`; `TypeError` if `path` is no path.
         """
         check_path("path", path)
         self._path = Path(path)
         with self._stream() as (container, stream, file):
             rate = stream.average_rate or stream.guessed_rate
             self.fps = float(rate) if rate else 0.0
-            # Frames before and behind what an edit list shows are decoded and not shown.
+            # An edit list may leave out frames at both ends. They are decoded and not counted.
             self.count, end, end_of_all = 0, 0.0, 0.0
             self._index = KeyframeIndex(container.format.name)
             for number, packet in enumerate(container.demux()):
@@ -91,22 +104,21 @@ class VideoFile:
 
     @property
     def can_seek(self) -> bool:
-        """Whether a few frames can be read without decoding all: the file lists its keyframes and has several."""
+        """Whether a few frames can be read without decoding all: the file lists several keyframes."""
         return self._index.can_seek
 
     def read(self, indices: Sequence[int]) -> list[Image.Image]:
-        """The frames at `indices` as RGB images; raises `VideoError` for those that cannot be decoded.
+        """Return the frames at `indices` as RGB images; raises `VideoError` if one cannot be decoded.
 
-        Where `can_seek` is false, or all are read, every frame is decoded: one that cannot be is an error, and so is
-        a stream that ends before all have come.
+        If `can_seek` is false, or all frames are read, every frame must be decodable, and the stream complete.
         """
         wanted = set(indices)
         if self.can_seek and len(wanted) < self.count:
             try:
                 with self._stream() as (container, stream, _):
-                    return collected(map(turned, self._index.frames(container, stream, wanted)))
+                    return collected(map(_upright, self._index.frames(container, stream, wanted)))
             except (LostFrameError, VideoError):
-                # Whether the file is broken or its index misleads, decoding all of it shows.
+                # The file is broken or its index misleads. Decoding everything shows which.
                 pass
         with self._stream() as (container, stream, _):
             return collected(self._frames(container, stream, wanted))
@@ -119,37 +131,37 @@ class VideoFile:
             if count == self.count:
                 raise self._broken(f"more than the {count} frames in the file could be decoded")
             if count in wanted:
-                yield turned(frame)
+                yield _upright(frame)
             count += 1
         if count != self.count:
             raise self._broken(f"{self.count} frames are in the file and {count} could be decoded")
 
     def _check_end(self, container: Any, stream: Any, file: BinaryIO, end: float, end_of_all: float) -> None:
-        """Compare where the packets end, in seconds, with what the header says."""
-        kind, said = container.format.name, 0.0
-        if kind in _WALKS:
+        """Compare the end of the packets, in seconds, with the length in the header."""
+        kind, expected = container.format.name, 0.0
+        if kind in _WHOLE:
             with os.fdopen(os.dup(file.fileno()), "rb") as buffered:
-                if not _WALKS[kind](buffered):
+                if not _WHOLE[kind](buffered):
                     raise self._broken("it ends too early, or blocks are missing in it")
         if kind.startswith("mov,") and stream.duration:
-            said = float(stream.duration * stream.time_base)
+            expected = float(stream.duration * stream.time_base)
         elif kind == "avi" and self.fps:
-            # Frames that repeat the one before are counted and have no packet.
-            said = stream.frames / self.fps
+            # Repeated frames are counted and have no packet.
+            expected = stream.frames / self.fps
         elif kind in ("flv", "asf"):
-            # The longest stream's. The reader of ASF (WMV) leaves it out where the file's size is not the header's.
+            # The duration of the longest stream. It is missing from an ASF (WMV) file whose size is not the header's.
             if container.duration is None:
                 raise self._broken("its size is not what its header says")
-            end, said = end_of_all, container.duration / 1e6
-        if self.fps and said - end > 2.5 / self.fps:
-            raise self._broken(f"its header says {said:.2f} seconds and it ends after {end:.2f}")
+            end, expected = end_of_all, container.duration / 1e6
+        if self.fps and expected - end > 2.5 / self.fps:
+            raise self._broken(f"its header says {expected:.2f} seconds and it ends after {end:.2f}")
 
-    def _broken(self, what: str) -> VideoError:
-        return VideoError(f"video '{self._path}' is broken: {what}. Repair it or give a complete one.")
+    def _broken(self, problem: str) -> VideoError:
+        return VideoError(f"video '{self._path}' is broken: {problem}. Repair it or give a complete one.")
 
     @contextmanager
     def _stream(self) -> Iterator[tuple[Any, Any, BinaryIO]]:
-        """The container, its first video stream and the file they are in; raises `VideoError`."""
+        """Yield the container, its first video stream and their file; raises `VideoError`."""
         try:
             import av
         except ImportError as error:
@@ -185,13 +197,14 @@ class VideoFile:
         except MemoryError as error:
             raise VideoError(f"there is not enough memory for video '{self._path}'. Scale it down.") from error
         except Exception as error:
-            # PyAV has errors of its own; what headers say without meaning goes through Python's arithmetic besides.
-            reason = "it ends before any frame" if isinstance(error, EOFError) else _reason(error)
+            # PyAV has its own errors, and senseless headers cause any error of Python's arithmetic.
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = "it ends before any frame" if isinstance(error, EOFError) else reason
             raise VideoError(f"video '{self._path}' is broken or no video: {reason}. {_GIVE}") from error
 
 
 class _Reader:
-    """An open file as FFmpeg reads it, which asks for places that no file has and wants to be told by a number."""
+    """An open file for FFmpeg, which seeks to impossible places and expects a negative error number."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.read, self.tell = file, file.read, file.tell
@@ -203,5 +216,21 @@ class _Reader:
             return -(error.errno or errno.EINVAL)
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+def _upright(frame: Any) -> Image.Image:
+    """Return a decoded frame as an RGB image, turned and mirrored by its display matrix.
+
+    Raises `VideoError` for an angle that is no multiple of 90 degrees.
+    """
+    image: Image.Image = frame.to_image()
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return image
+    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
+    found = [round(number / (1 << 16), 2) for number in (a, b, c, d)]
+    if tuple(found) not in _TURNS:
+        raise VideoError(
+            f"the video's display matrix is {found}, expected a turn by 0, 90, 180 or 270 degrees. Encode the video "
+            "again, turned as it is to be shown."
+        )
+    turn = _TURNS[tuple(found)]
+    return image if turn is None else image.transpose(turn)

@@ -1,8 +1,8 @@
-"""Chat templates: programs from checkpoints, in Jinja's language, rendered in bounded time and memory.
+"""Chat templates: untrusted Jinja programs from checkpoints, rendered in bounded time and memory.
 
-Jinja's sandbox compiles and runs them. `TemplateEnvironment` counts what is computed; what Jinja computes without
-asking its environment (rounds of a loop, comparisons, slices) is made to ask. So a template renders what transformers
-would, or fails; the same template with the same conversation always does the same.
+Jinja's sandbox compiles and runs them. `TemplateEnvironment` counts each operation. `_CountingTransformer` adds calls
+for operations that Jinja runs without its environment, such as rounds of a loop, comparisons and slices. A template
+renders the text of transformers or fails, and always does the same with the same conversation.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from sinkprune.runtime.text.template_environment import TemplateEnvironment
 
 _WORDS, _DEPTH = 10_000, 100
 _WRITTEN, _TIMES_GIVEN = 1 << 15, 16
-"""How many characters a template may write of its own, and how often it may repeat the conversation."""
+"""The characters that a template may add, and the times that it may repeat the conversation."""
 _REASON = 300
 _TAGS = (
     "break call continue elif else endcall endfilter endfor endgeneration endif endmacro endset endwith filter for "
     "generation if macro set with"
 )
 _READ, _SPEND = " read", " spend"
-"""Filters whose names no template can write."""
+"""Names of filters that no template can spell."""
 
 
 class ChatTemplate:
-    """A checkpoint's chat template. Raises `BundleError` for what is none, or does what no chat template needs."""
+    """A checkpoint's chat template."""
 
     def __init__(self, source: bytes) -> None:
-        """`source` is the template's file, in UTF-8."""
+        """Compile the template's file in UTF-8; raises `BundleError` if it is invalid or uses unknown constructs."""
         self._environment = TemplateEnvironment(["jinja2.ext.loopcontrols", _ChatTags])
         self._environment.filters |= {_READ: self._environment.read, _SPEND: self._environment.spend}
         self._turn = threading.Lock()
         try:
-            # Line ends as a file that is opened as text has them
+            # transformers opens the file as text, which translates line ends.
             text = decoded_text(source).replace("\r\n", "\n").replace("\r", "\n")
-            tree = _Counting().visit(self._environment.parse(text))
+            tree = _CountingTransformer().visit(self._environment.parse(text))
             self._template = self._environment.from_string(tree)
         except (TemplateError, UnreadableError, RecursionError, MemoryError, ValueError, SyntaxError) as error:
-            # The last two are of Python: for numbers of thousands of digits, and for twenty loops in each other.
-            raise _refusal("is no valid chat template", error) from error
+            # Python raises the last two for numbers of thousands of digits and for twenty nested loops.
+            raise _template_error("is no valid chat template", error) from error
 
     def render(self, messages: list[dict[str, Any]], bos: str, eos: str) -> str:
-        """The conversation `messages` as text, with the start of an answer.
+        """Return the conversation `messages` as text, with the start of an answer.
 
-        Raises `BundleError` where the template fails, for a reason of its own or because it computes too much.
+        Raises `BundleError` if the template fails or computes too much.
         """
         variables = {"messages": messages, "add_generation_prompt": True, "bos_token": bos, "eos_token": eos}
         given = len(str(messages))
         try:
-            # The environment counts for one rendering at a time.
+            # The environment has one counter.
             with self._turn:
                 self._environment.begin(given)
                 rendered = self._template.render(variables)
@@ -66,29 +66,30 @@ class ChatTemplate:
                 raise TemplateError(f"it makes {len(rendered)} characters of a conversation of {given}")
             rendered.encode()
         except Exception as error:
-            # A template is a program from the checkpoint: it may fail in any way.
-            raise _refusal("cannot take an image with a question", error) from error
+            # An untrusted program may fail in any way.
+            raise _template_error("cannot take an image with a question", error) from error
         return rendered
 
 
-def _refusal(what: str, error: Exception) -> BundleError:
+def _template_error(problem: str, error: Exception) -> BundleError:
     reason = "it nests too deep" if isinstance(error, (RecursionError, MemoryError)) else str(error)[:_REASON]
-    shown = "".join(letter if letter.isprintable() else " " for letter in reason).removesuffix(".")
+    reason = "".join(letter if letter.isprintable() else " " for letter in reason).removesuffix(".")
     return BundleError(
-        f"the bundle's chat_template.jinja {what}: {shown}. Mend the checkpoint's chat template and export it again."
+        f"the bundle's chat_template.jinja {problem}: {reason}. Mend the checkpoint's chat template and export it "
+        "again."
     )
 
 
 class _ChatTags(Extension):
-    """The tags of chat templates: those that published ones use, in no more words and signs than they need.
+    """Allows only the tags that published chat templates use, and limits the number of words and signs.
 
-    `{% generation %}` marks what the model writes, in LLaVA's own template. It changes no text.
+    In LLaVA's own template `{% generation %}` marks the text of the model. It changes no text.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 reads it from the class)
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
-        """The tokens of `stream`; raises `TemplateError`."""
+        """Yield the tokens of `stream`; raises `TemplateError` for other tags and too many tokens."""
         before = None
         for number, token in enumerate(stream):
             if number >= _WORDS:
@@ -99,16 +100,16 @@ class _ChatTags(Extension):
             yield token
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The nodes between `generation` and its end."""
+        """Return the nodes between `generation` and its end."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Counting(NodeTransformer):
-    """Has a template count what Jinja would compute without asking its environment."""
+class _CountingTransformer(NodeTransformer):
+    """Adds calls that count the operations that Jinja runs without its environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Each round counts, and each item that the loop's own condition is asked about."""
+        """Count each round, and each item that the loop's condition tests."""
         test = node.test and nodes.And(_spend(node.test), node.test, lineno=node.lineno)
         self._visit_body(node)
         node.test = test
@@ -123,7 +124,7 @@ class _Counting(NodeTransformer):
     visit_Macro = visit_CallBlock = _visit_body
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """`a ~ b` reads both."""
+        """Count both values of `a ~ b`."""
         self.generic_visit(node)
         node.nodes = [_read(part) for part in node.nodes]
         return node
@@ -136,12 +137,12 @@ class _Counting(NodeTransformer):
     visit_Compare = visit_Operand = _visit_operand
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        """A slice is a copy."""
+        """Count a slice, which is a copy."""
         self.generic_visit(node)
         return _read(node) if isinstance(node.arg, nodes.Slice) else node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
-        """The hash of a key takes as long as the key has parts."""
+        """Count a key, whose hash takes as long as the key has parts."""
         self.generic_visit(node)
         node.key = _read(node.key)
         return node
@@ -152,7 +153,7 @@ def _read(node: Any) -> nodes.Filter:
 
 
 def _spend(*body: nodes.Node) -> nodes.Filter:
-    """What counts a run of `body`, by its size."""
+    """Return a call that counts one run of `body`, by its size."""
     units = nodes.Const(8 + sum(_size(node, 0) for node in body), lineno=body[0].lineno if body else 1)
     return nodes.Filter(units, _SPEND, [], [], None, None, lineno=units.lineno)
 

@@ -1,8 +1,8 @@
-"""The Jinja environment of chat templates: what they may call, and how much they may compute.
+"""The Jinja environment of chat templates: an allow-list of operations, and a limit on computation.
 
-A template is a program that a stranger wrote. It gets what published templates use, with the results that
-transformers gives; nothing else can be reached. What an operation reads is counted before the operation runs, so that
-a rendering ends soon and stays small.
+A template is an untrusted program. It can use only the filters, tests and methods of published templates, with the
+results of transformers. The size of an operation's values is counted before the operation runs, so that a rendering
+ends soon and stays small.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from jinja2.tests import TESTS
 from jinja2.utils import Namespace
 
 _UNITS, _UNITS_A_CHARACTER = 1 << 20, 64
-"""What a rendering may compute, and how much more for each character of the conversation. A value that an operation
-reads is 8 units, and one more for each of its characters. Published templates take some thousands."""
+"""The units that a rendering may spend, and the further units for each character of the conversation. Reading a value
+costs 8 units and one for each of its characters. Published templates spend some thousands."""
 _BITS, _DATE_CHARACTERS = 1024, 100
 _FILTERS = (
     "abs capitalize count d default dictsort e escape first float indent int items join last length list lower map "
@@ -38,13 +38,13 @@ _METHODS = (
     "title upper"
 )
 _PRODUCTS = "* indent join lstrip replace rfind rpartition rsplit rstrip round strip tojson trim"
-"""What may make or compare more than it reads: up to the product of the sizes of its values."""
+"""Operations that may produce or compare up to the product of the sizes of their values."""
 _LOOP = "changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0"
 _ATTRIBUTES = [(str, _METHODS.split()), (dict, ["get", "items", "keys", "values"]), (LoopContext, _LOOP.split())]
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as transformers sets it up for chat templates, with a limit to what a rendering may compute."""
+    """Jinja as transformers configures it for chat templates, with a limit on the computation of a rendering."""
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
 
@@ -66,18 +66,18 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         }
 
     def begin(self, characters: int) -> None:
-        """Begin the rendering of a conversation of so many characters."""
+        """Reset the counter for a conversation of so many characters."""
         self._units = _UNITS + _UNITS_A_CHARACTER * characters
 
     def spend(self, units: int) -> bool:
-        """Count `units`; true, so that it can stand in a condition. Raises `TemplateError` when all are spent."""
+        """Count `units` and return True, for use in conditions. Raises `TemplateError` when all units are spent."""
         self._units -= units
         if self._units < 0:
             raise TemplateError("it computes too much: it takes too long, or makes too much text")
         return True
 
     def read(self, value: Any) -> Any:
-        """`value`, after all its parts were counted; those that occur twice are counted twice."""
+        """Return `value` after counting all its parts. A part that occurs twice counts twice."""
         if isinstance(value, str):
             self.spend(8 + len(value))
         elif isinstance(value, int):
@@ -89,20 +89,20 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, a filter or test of this name, with what it reads counted before it runs."""
+        """Return the filter or test `function`, which now counts its values before it runs."""
         passed = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
         def counted(*arguments: Any, **options: Any) -> Any:
             self._count(name, arguments[passed:], options)
             result = function(*arguments, **options)
-            # What is yet to be computed is computed: later it would be read uncounted.
+            # A lazy result would be read uncounted later.
             return iter(list(result)) if isinstance(result, Iterator) else result
 
         return counted
 
     def _count(self, name: str, values: tuple[Any, ...], options: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Count what an operation reads and makes."""
+        """Count the values of an operation, and the size of its result."""
         given = [self.read(value) for value in (*values, *options.values())]
         if name not in _PRODUCTS.split():
             return
@@ -112,9 +112,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.spend((1 + first) * sum(others))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a macro, a method or a function gives. Names as in the base class."""
+        """Count and run a call of a macro, a method or a function. The base class sets the names."""
         owner = getattr(__obj, "__self__", None)
-        # Jinja's own begin with an underscore, as a loop's variables do.
+        # Jinja's own options begin with an underscore.
         options = {name: value for name, value in kwargs.items() if not name.startswith("_")}
         if isinstance(owner, str):
             __self._count(__obj.__name__, (owner, *args), options)
@@ -123,7 +123,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """`left operator right`, counted by what it reads and makes."""
+        """Count and compute `left operator right`."""
         numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
         self._count("" if numbers else operator, (left, right))
         if operator == "%" and isinstance(left, str):
@@ -135,37 +135,37 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]`; the hash of a key takes as long as the key has parts."""
+        """Return `obj[argument]` after counting the key, whose hash takes as long as the key has parts."""
         return super().getitem(obj, self.read(argument))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether `attr` is one that templates may have of `obj`; keys of a dict are no attributes."""
+        """Whether templates may read the attribute `attr` of `obj`. Keys of a dict are no attributes."""
         if isinstance(obj, Namespace):
             return not attr.startswith("_")
         return any(isinstance(obj, kind) and attr in names for kind, names in _ATTRIBUTES)
 
     def wrap_str_format(self, value: Any) -> None:
-        """Nothing: `format` is a method like any other, and templates may not have it."""
+        """Return None: `format` is a method like any other, and is not on the list."""
 
 
 def _parts(value: Any) -> Any:
     if isinstance(value, dict):
         return (part for pair in value.items() for part in pair)
     if isinstance(value, Iterator):
-        # That of a list, since filters compute to the end.
+        # Filters return iterators of lists, so a copy reads the same items.
         return copy(value)
     return value if isinstance(value, (list, tuple, range, KeysView, ValuesView, ItemsView)) else ()
 
 
 class _Namespace(Namespace):
     def __getattribute__(self, name: str) -> Any:
-        """Hide special methods of the template's making: Markup would call them uncounted."""
+        """Hide special methods that a template sets, because Markup would call them uncounted."""
         if name.startswith("__") and name != "__class__":
             raise AttributeError(name)
         return super().__getattribute__(name)
 
     def __repr__(self) -> str:
-        """Return no more than a name: what a namespace holds is not counted with it."""
+        """Return a constant, because the values of a namespace are not counted with it."""
         return "<Namespace>"
 
 
@@ -176,7 +176,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers gives it to templates: Jinja's own would escape HTML."""
+    """Return `value` as JSON, as transformers does. Jinja's own filter escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

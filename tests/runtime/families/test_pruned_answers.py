@@ -1,0 +1,181 @@
+"""Pruned answers equal the full sequence with the dropped tokens masked, in every family but LLaVA-1.5.
+
+`tests/runtime/steps/test_pruned_chain.py` has LLaVA-1.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sinkprune import Clip, Pipeline
+from sinkprune.contract.budgets import prune_layers
+from sinkprune.contract.errors import PruningError
+from sinkprune.contract.families import parse_budget
+from sinkprune.export.bundle_writer import export_bundle
+from sinkprune.export.source import ExportRequest
+from support.models.clips import VIDEO_BUDGETS, frames
+from support.models.small_models import CLIPS_IN_ONE_PIECE, NEXT_SHAPES, QWEN_SHAPES
+from support.programs.slow_cases import each_once, every, slow_except
+from support.references.masking import assert_survivors, embedded, masked_forward
+from support.references.pruned_prompts import prompt_rows, sanitized
+from support.references.steps import QUESTION, ask
+
+NEW_TOKENS = 6
+NEXT_BUDGETS = ("retain-320", "retain-160", "retain-320+no-sanitizer", "retain-320+raster", "retain-160+compact")
+# The whole image and two, three and four tiles
+NEXT_SIZES = {(300, 150): 3, (100, 400): 4, (230, 200): 5}
+QWEN_BUDGETS = (
+    "prune-66.7",
+    "prune-77.8",
+    "prune-88.9",
+    "prune-77.8+raster",
+    "prune-77.8+no-sanitizer",
+    "prune-77.8+no-diversity",
+    "prune-88.9+keep-outliers+visual-keys",
+)
+# 480, 8, 275 and 4 visual tokens of 28 x 28 pixels
+QWEN_SIZES = [(672, 560), (112, 56), (300, 700), (56, 50)]
+# Of the others every pair of a checkpoint, a size and a budget. The decoder of Qwen3-VL is deep: every budget at one
+# size, and every size at one budget.
+QWEN_CASES = [
+    (name, size, budget)
+    for row, (name, shape) in enumerate(QWEN_SHAPES.items())
+    for column, size in enumerate(QWEN_SIZES)
+    for layer, budget in enumerate(QWEN_BUDGETS)
+    if ((row + column + layer) % 3 == 0 if shape.kind != "qwen3_vl" else size == (300, 700) or budget == "prune-66.7")
+]
+# Sanitised together and apart, and a stamp of time in front of each pair of frames
+STAMPED = [("qwen3-vl", budget) for budget in VIDEO_BUDGETS]
+CLIPS = [*each_once(CLIPS_IN_ONE_PIECE, VIDEO_BUDGETS), *slow_except({STAMPED[0], STAMPED[3], STAMPED[4]}, STAMPED)]
+
+
+def assert_equals_masked(model: Any, pipe: Pipeline, picture: Any, budget: str, groups: int) -> None:
+    """Assert that an answer about `picture` is that of the masked full sequence.
+
+    A stage keeps its share of the tokens of each of the `groups`, which are pruned apart.
+    """
+    seen = pipe.family.shown(picture) if isinstance(picture, Clip) else picture
+    kept, indices, beside = sanitized(pipe, seen, budget)
+    sequence = prompt_rows(model, pipe, seen, QUESTION, kept, indices, beside)
+    answer, logits = ask(pipe, picture, budget, NEW_TOKENS)
+    assert answer.kept.index.tolist() == indices
+
+    manifest = pipe.bundle.manifest
+    layers, tokens = manifest.language_model.num_layers, answer.kept.norms.size // groups
+    shares = parse_budget(manifest.family, budget).stages
+    stages = {
+        cut: groups * max(1, tokens * share.numerator // share.denominator)
+        for cut, share in zip(prune_layers(layers), shares, strict=True)
+    }
+    later = embedded(model, answer.token_ids[:-1])
+    masked = masked_forward(model, sequence, budget, stages, later=later)
+    assert_survivors(answer, sequence, masked)
+    expected = masked.logits[len(sequence.rows) - 1 :]
+    # Compact positions of later tokens are those of the pruned sequence.
+    compared = 1 if "compact" in budget else NEW_TOKENS
+    assert np.abs(logits - expected)[:compared].max() < 1e-3
+    assert answer.token_ids[:compared] == expected.argmax(axis=1).tolist()[:compared]
+
+    left, lengths = len(sequence.visual), []
+    for layer in range(layers):
+        lengths.append(left)
+        left = min(left, stages.get(layer, left))
+    assert answer.tokens_per_layer == lengths
+
+
+@pytest.mark.parametrize(("name", "size", "budget"), each_once(NEXT_SHAPES, NEXT_SIZES, NEXT_BUDGETS))
+def test_tiles_are_pruned_apart(
+    name: str,
+    size: tuple[int, int],
+    budget: str,
+    model: Callable[[str], Any],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    pipe = pipeline(name, "fp32", NEXT_BUDGETS)
+    assert_equals_masked(model(name), pipe, photo.resize(size), budget, NEXT_SIZES[size])
+
+
+@pytest.mark.parametrize(("name", "size", "budget"), every(4, QWEN_CASES))
+def test_images_of_any_size(
+    name: str,
+    size: tuple[int, int],
+    budget: str,
+    model: Callable[[str], Any],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    assert_equals_masked(model(name), pipeline(name, "fp32", QWEN_BUDGETS), photo.resize(size), budget, 1)
+
+
+@pytest.mark.parametrize(("name", "budget"), CLIPS)
+def test_clips(
+    name: str, budget: str, model: Callable[[str], Any], pipeline: Callable[..., Pipeline], photo: Image.Image
+) -> None:
+    pipe = pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
+    assert_equals_masked(model(name), pipe, Clip(frames(8, (170, 140), photo), fps=2), budget, 1)
+
+
+@pytest.mark.parametrize(
+    ("budget", "lengths"), [("retain-320", (645, 550, 370, 210)), ("retain-160", (325, 270, 180, 110))]
+)
+def test_five_tiles_of_576_have_the_counts_of_the_paper(budget: str, lengths: tuple[int, ...]) -> None:
+    counts = parse_budget("llava-next", budget).resolve(576).of_groups(5)
+    assert (5 * counts.kept, *counts.stages) == lengths
+
+
+def test_other_methods_keep_the_same_mean_of_every_tile(
+    checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
+) -> None:
+    methods = ("sinkpruner", "fastervlm", "visionzip", "sinkpruner-no-diversity", "sinkpruner-no-text-pruner")
+    request = ExportRequest(str(checkpoint("next-mistral")), budgets=("retain-320",), methods=methods)
+    export_bundle(request, tmp_path / "bundle")
+    pipe = Pipeline.load(tmp_path / "bundle")
+    means = []
+    for method in methods:
+        answer = pipe.generate(photo, QUESTION, budget="retain-320", method=method, max_new_tokens=1)
+        means.append(sum(answer.tokens_per_layer) / len(answer.tokens_per_layer) / len(answer.kept.norms))
+    assert means == pytest.approx([means[0]] * len(methods), abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "budget", "lengths"),
+    [
+        ("next", (230, 200), "retain-320", [75, 60, 40, 40, 20, 20]),
+        ("qwen", (672, 560), "prune-88.9", [121, 86, 52, 52, 28, 28]),
+    ],
+)
+def test_fp16_keeps_the_same_lengths(
+    name: str,
+    size: tuple[int, int],
+    budget: str,
+    lengths: list[int],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    pipe = pipeline(name, "fp16", (budget,))
+    assert pipe.generate(photo.resize(size), QUESTION, budget=budget, max_new_tokens=3).tokens_per_layer == lengths
+
+
+def test_an_image_of_one_token_has_nothing_to_prune(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
+    for budget in QWEN_BUDGETS:
+        with pytest.raises(PruningError, match="1 visual tokens and the budget"):
+            pipe.generate(photo.resize((28, 28)), QUESTION, budget=budget, max_new_tokens=1)
+
+
+def test_a_bundle_answers_images_of_any_size_in_turn(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+    pipe = pipeline("qwen", "fp32", QWEN_BUDGETS)
+    sizes = [(672, 560), (56, 56), (100, 400)]
+    first, again = (
+        [pipe.generate(photo.resize(size), QUESTION, budget="prune-77.8", max_new_tokens=4) for size in sizes]
+        for _ in range(2)
+    )
+    assert [answer.visual_tokens for answer in first] == [480, 4, 56]
+    assert [answer.token_ids for answer in first] == [answer.token_ids for answer in again]

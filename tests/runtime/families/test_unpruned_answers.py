@@ -1,0 +1,74 @@
+"""Unpruned answers about images and clips equal transformers, logits and words, in every family but LLaVA-1.5.
+
+`tests/runtime/steps/test_unpruned_chain.py` has LLaVA-1.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoTokenizer
+
+from sinkprune import Clip, Pipeline
+from support.models.clips import VIDEO_BUDGETS, frames
+from support.models.small_models import CLIPS_IN_ONE_PIECE, NEXT_SHAPES, QWEN_SHAPES
+from support.programs.slow_cases import each_once
+from support.references.picture_prompts import clip_inputs, reference_inputs
+from support.references.steps import QUESTION, ask
+from support.references.transformers_answers import greedy_answer
+
+IMAGES = [
+    # Square, wide, tall, smaller than a tile, a panorama whose height is padding almost alone
+    *each_once(NEXT_SHAPES, [(224, 224), (640, 210), (150, 500), (30, 20), (900, 20)]),
+    # Square, wide with ragged windows, tall, one merged token, below min_pixels, above max_pixels
+    *each_once(QWEN_SHAPES, [(224, 224), (700, 200), (90, 500), (28, 28), (10, 12), (1200, 900)]),
+]
+CLIPS = [*((name, 2) for name in CLIPS_IN_ONE_PIECE), ("qwen", 1.3), ("qwen3-vl", 2), ("qwen3-vl", 1.3)]
+
+
+def assert_equals(model: Any, inputs: dict[str, Any], folder: Path, pipe: Pipeline, picture: Any, count: int) -> None:
+    """Assert that logits, tokens and text of an answer of `count` tokens are those of transformers."""
+    expected = greedy_answer(model, inputs, count)
+    answer, logits = ask(pipe, picture, "none", count)
+    length = inputs["input_ids"].shape[1]
+    new = expected.sequences[0, length:].tolist()
+    assert np.abs(logits - torch.stack(expected.logits)[:, 0].numpy()).max() < 1e-3
+    assert answer.token_ids == new
+    assert answer.text == AutoTokenizer.from_pretrained(folder).decode(new, skip_special_tokens=True)
+    assert answer.tokens_per_layer[0] + answer.prompt_tokens == length
+
+
+@pytest.mark.parametrize(("name", "size"), IMAGES, ids=str)
+def test_answers_about_images(
+    name: str,
+    size: tuple[int, int],
+    model: Callable[[str], Any],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    folder, image = checkpoint(name), photo.resize(size)
+    inputs = reference_inputs(name, folder, [image], QUESTION)
+    assert_equals(model(name), inputs, folder, pipeline(name), image, 16)
+
+
+@pytest.mark.parametrize(("name", "fps"), CLIPS)
+def test_answers_about_clips(
+    name: str,
+    fps: float,
+    model: Callable[[str], Any],
+    checkpoint: Callable[[str], Path],
+    pipeline: Callable[..., Pipeline],
+    photo: Image.Image,
+) -> None:
+    """Ragged windows; 8 frames make 4 groups."""
+    folder, pipe = checkpoint(name), pipeline(name, "fp32", VIDEO_BUDGETS, max_frames=8)
+    clip = Clip(frames(8, (170, 140), photo), fps)
+    inputs = clip_inputs(model(name), pipe, folder, pipe.family.shown(clip), fps)
+    assert_equals(model(name), inputs, folder, pipe, clip, 6)
