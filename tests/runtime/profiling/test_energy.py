@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.reports.energy import IdlePower
 from sinkprune.contract.reports.report import OF_TTFT, PARTS
-from sinkprune.runtime.power import Reading
 from sinkprune.runtime.power.curve import EnergyCurve
+from sinkprune.runtime.power.sensor import Reading
 from sinkprune.runtime.profiling.energy import budget_energy
 from sinkprune.runtime.profiling.stage_spans import Span, StageSpans
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from sinkprune.runtime.power import Reading, rapl
+from sinkprune.runtime.power import rapl
+from sinkprune.runtime.power.sensor import Reading, Sensor
 
 ORIN_NANO = (
     "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,"
@@ -150,44 +151,38 @@ class Powercap:
 
         The counters are written when they are read: a thread that moves them would starve on a busy machine.
         """
-        number, before = rapl._number, time.monotonic()
+        read_number, before = rapl._read_number, time.monotonic()
 
         def read(path: Path) -> int:
             nonlocal before
             now = time.monotonic()
             self.use(int(1e6 * watts * (now - before)))
             before = now
-            return number(path)
+            return read_number(path)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rapl, "_number", read)
+            patch.setattr(rapl, "_read_number", read)
             yield
 
 
-class SteadyDraw:
-    """A sensor whose joules are exact at the moment of each reading, also on a busy machine."""
-
-    name, measures = "rapl", "a stand-in"
+class SteadyPower:
+    """A power whose joules are exact at the moment of each reading, also on a busy machine."""
 
     def __init__(self, watts: float) -> None:
         self._steps = [(time.monotonic(), watts)]
+        self.sensor = Sensor("rapl", "a stand-in", self._readings)
 
-    def draw(self, watts: float) -> None:
+    def set_to(self, watts: float) -> None:
         """Draw `watts` from now on."""
         self._steps.append((time.monotonic(), watts))
 
-    def start(self) -> None:
-        pass
-
-    def read(self) -> Reading:
-        time.sleep(0.02)
-        now = time.monotonic()
-        ends = [moment for moment, _ in self._steps[1:]] + [now]
-        used = [watts * (min(end, now) - began) for (began, watts), end in zip(self._steps, ends, strict=False)]
-        return Reading(now, sum(used))
-
-    def stop(self) -> None:
-        pass
+    def _readings(self) -> Generator[Reading]:
+        while True:
+            time.sleep(0.02)
+            now = time.monotonic()
+            ends = [moment for moment, _ in self._steps[1:]] + [now]
+            used = [watts * (min(end, now) - began) for (began, watts), end in zip(self._steps, ends, strict=False)]
+            yield Reading(now, sum(used))
 
 
 _PYNVML = """
