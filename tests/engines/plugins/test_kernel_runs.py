@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
-from sinkprune.engines.plugins.binaries import binary
+from sinkprune.engines.plugins.kernel_runner import KernelRunner
+from sinkprune.engines.plugins.launches import Launch
 from support.stand_ins import kernel_runs
 from support.stand_ins.fake_device import FakeDevice
 from support.stand_ins.kernel_runs import Case
 
 
-class FakeGpu(FakeDevice):
-    """Records kernels in place of running them."""
+class FakeRunner(KernelRunner):
+    """Records launches in place of running them."""
 
     def __init__(self) -> None:
-        super().__init__(compute_capability=87)
-        self.launched: list[tuple[Any, ...]] = []
+        self.device = FakeDevice()
+        self.launched: list[Launch] = []
 
-    def load_kernel(self, image: bytes, name: str) -> Any:
-        return image, name
-
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: Sequence[Any]
-    ) -> None:
-        addresses = [int(argument) for argument in arguments if argument.dtype == "uint64"]
-        assert set(addresses) <= set(self.allocations)
-        self.launched.append((*kernel, grid, threads, shared_bytes, len(addresses)))
+    def run(self, launches: Sequence[Launch], stream: int) -> None:
+        assert stream == self.device.stream
+        for launch in launches:
+            addresses = {int(argument) for argument in launch.arguments if argument.dtype == "uint64"}
+            assert addresses <= set(self.device.allocations)
+            assert len(addresses) == (4 if launch.kernel == "top_rho" else 5)
+        self.launched += launches
 
 
 def cases(dtype: torch.dtype) -> list[Case]:
@@ -47,25 +45,20 @@ def cases(dtype: torch.dtype) -> list[Case]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_tensors_go_to_the_device_and_come_back(dtype: torch.dtype) -> None:
     for case in cases(dtype):
-        device = FakeGpu()
-        found = kernel_runs.on(device)(case)
-        assert device.allocations == {}
+        runner = FakeRunner()
+        found = kernel_runs.on(runner.device, runner)(case)
+        assert runner.device.allocations == {}
         for name, tensor in case.memory.items():
             assert found[name].dtype == tensor.dtype
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_shipped_kernels_are_launched() -> None:
+def test_the_shipped_kernels_are_launched_on_memory_of_the_device() -> None:
     for case, kernels in zip(
         cases(torch.float16), (["top_rho"], ["diversity_phase"] * 4, ["diversity_select"]), strict=True
     ):
-        device = FakeGpu()
-        kernel_runs.on(device)(case)
-        assert len(device.launched) == len(kernels)
-        for (image, entry, grid, threads, shared_bytes, addresses), kernel in zip(
-            device.launched, kernels, strict=True
-        ):
-            code = binary(kernel, "float16", 87)
-            assert (image, entry, threads, shared_bytes) == (code.image, code.entry, code.threads, code.shared_bytes)
-            assert grid[1:] == (2, 1)
-            assert addresses == (4 if kernel == "top_rho" else 5)
+        runner = FakeRunner()
+        kernel_runs.on(runner.device, runner)(case)
+        assert [launch.kernel for launch in runner.launched] == kernels
+        for launch in runner.launched:
+            assert launch.dtype == "float16" and launch.grid[1:] == (2, 1)
