@@ -27,7 +27,7 @@ from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.errors import BackendError, UsageError
 from sinkprune.contract.files.output_files import check_writable, write_whole
 from sinkprune.engines.plugins import launches
-from sinkprune.engines.plugins.binaries import binary
+from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.export.dialects import opset24
 from sinkprune.export.graph import Graph
 from sinkprune.export.precision import PRECISIONS
@@ -238,17 +238,14 @@ def _kernels(
     sizes |= {"R": shape.reserve, "count": shape.diverse, "batch": shape.batch}
     diverse = launches.diversity_launches(addresses, sizes, shape.dtype)
     torch.cuda.synchronize()
-    ready = []
-    for launch in (*top, *(launches.in_one_launch(diverse) if single else diverse)):
-        code = binary(launch.kernel, launch.dtype, device.compute_capability)
-        kernel = device.load_kernel(code.image, code.entry)
-        ready.append((kernel, launch.grid, code.threads, code.shared_bytes, launch.arguments))
+    both = [*top, *(launches.in_one_launch(diverse) if single else diverse)]
+    runner = KernelRunner()
+    runner.prepare(both)
     # Held by what is returned, so that their memory is not given out again.
     held = (given, filled)
 
     def enqueue() -> None:
-        for launch in ready:
-            device.launch(*launch)
+        runner.run(both, device.stream)
         assert held
 
     return enqueue, chosen

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import sanitizer_kernels
 from sinkprune.contract.errors import BackendError
+from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.runtime.device import open_device
 from support.models import graphs
 from support.programs.slow_cases import slow_except
@@ -38,7 +39,7 @@ AGAIN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCh
 def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
     if request.param == "gpu":
         try:
-            yield kernel_runs.on(open_device())
+            yield kernel_runs.on(open_device(), KernelRunner())
         except BackendError as error:
             pytest.skip(str(error))
     else:

@@ -1,4 +1,4 @@
-"""The memory pool gives the same addresses for the same requests, and never more memory than it needs to."""
+"""The memory pool returns the same addresses for the same allocations, and takes no more memory than needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Frame = Callable[[MemoryPool], list[int]]
 
 
 class DownwardsDevice(FakeDevice):
-    """Each allocation lies below the one before, as a driver may well do."""
+    """A device whose addresses descend, as those of a driver may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class DownwardsDevice(FakeDevice):
 
 
 def frame(seed: int) -> Frame:
-    """Requests of all sizes, released in another order than they came."""
+    """Allocations of all sizes, freed in another order."""
 
     def run(pool: MemoryPool) -> list[int]:
         generator = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def test_a_block_comes_back_with_its_last_reference() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 1023, 1024, 1025, 1536, 1537, 2048, 2049, 10**6, 10**9])
-def test_size_classes_hold_what_was_asked_and_little_more(size: int) -> None:
+def test_size_classes_hold_the_size_and_little_more(size: int) -> None:
     held = size_class(size)
     assert size <= held <= max(1024, size * 1.5)
     assert held % 256 == 0
@@ -82,7 +82,7 @@ def test_an_empty_tensor_has_an_address() -> None:
     assert MemoryPool(FakeDevice()).allocate(0).address != 0
 
 
-def test_free_blocks_make_room_before_memory_is_said_to_be_out() -> None:
+def test_free_blocks_make_room_before_memory_is_out() -> None:
     device = FakeDevice(total=10_000)
     pool = MemoryPool(device)
     kept, small = pool.allocate(1000), pool.allocate(4000)
@@ -92,7 +92,7 @@ def test_free_blocks_make_room_before_memory_is_said_to_be_out() -> None:
     assert device.calls[-4:] == ["allocate", "synchronize", "free", "allocate"]
 
 
-def test_out_of_memory_tells_need_and_free() -> None:
+def test_out_of_memory_names_need_and_free() -> None:
     pool = MemoryPool(FakeDevice(total=10_000))
     block = pool.allocate(8000)
     with pytest.raises(BackendError, match="4096 bytes are needed, 1808 of 10000 are free"):

@@ -1,4 +1,4 @@
-"""Joules of requests and their parts, beside sums over small steps of time."""
+"""Joules of requests and their parts, compared with sums over small steps of time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sinkprune.contract.reports.energy import IdlePower
 from sinkprune.contract.reports.report import OF_TTFT, PARTS
-from sinkprune.runtime.power import Reading
 from sinkprune.runtime.power.curve import EnergyCurve
+from sinkprune.runtime.power.sensor import Reading
 from sinkprune.runtime.profiling.energy import budget_energy
 from sinkprune.runtime.profiling.stage_spans import Span, StageSpans
 
@@ -24,7 +24,7 @@ STEP = 1e-4
 
 
 class HostClock:
-    """A backend that does all at once."""
+    """A backend that does all work at once."""
 
     def mark(self) -> Any:
         return None
@@ -34,7 +34,7 @@ class HostClock:
 
 
 def request(start: float, tokens: int = 5, scale: float = 1.0) -> StageSpans:
-    """Parts of known lengths, one after the other with pauses between them."""
+    """Return parts of known lengths, one after the other with pauses between them."""
     found = StageSpans(HostClock())
     at = start
     for part, seconds in (("preprocess", 0.05), ("vision", 0.4), ("sanitizer", 0.01), ("projector", 0.02)):
@@ -49,7 +49,7 @@ def request(start: float, tokens: int = 5, scale: float = 1.0) -> StageSpans:
 
 
 def readings(period: float, seconds: float, watts: Callable[[float], float]) -> list[Reading]:
-    """What a counter tells every `period` seconds of a power that changes with time."""
+    """Return the readings of a counter every `period` seconds, for a power that changes with time."""
     moments = np.arange(0, seconds, STEP)
     joules = np.concatenate([[0.0], np.cumsum([watts(at) * STEP for at in moments])[:-1]])
     return [Reading(float(moments[at]), float(joules[at])) for at in range(0, len(moments), round(period / STEP))]
@@ -60,7 +60,7 @@ def curve(found: list[Reading]) -> EnergyCurve:
 
 
 def plain_joules(found: list[Reading], span: Span) -> float:
-    """Joules between two moments: those of each stretch between two readings, by the share of it that lies inside."""
+    """Return the joules of a span: of each stretch between two readings, the share that lies inside."""
     used = 0.0
     for before, after in itertools.pairwise(found):
         inside = min(span.end, after.seconds) - max(span.start, before.seconds)
@@ -106,15 +106,15 @@ def test_parts_add_up_whatever_the_period(period: float, start: float, scale: fl
     assert all(use.deviation is None and 0 <= use.sampled <= 1 for use in energy.joules.values() if use)
 
 
-def test_what_is_shorter_than_the_period_is_called_estimated() -> None:
+def test_parts_shorter_than_the_period_are_estimated() -> None:
     energy = budget_energy([request(1.0)], curve(readings(0.1, 5, lambda at: 9.0)), IDLE)
     assert energy is not None
-    told = {part: use.estimated for part, use in energy.joules.items() if use}
-    assert not any(told[part] for part in ("vision", "prefill", "ttft", "latency", "per_token"))
-    assert all(told[part] for part in ("preprocess", "sanitizer", "projector", "select", "rest"))
+    estimated = {part: use.estimated for part, use in energy.joules.items() if use}
+    assert not any(estimated[part] for part in ("vision", "prefill", "ttft", "latency", "per_token"))
+    assert all(estimated[part] for part in ("preprocess", "sanitizer", "projector", "select", "rest"))
     vision = energy.joules["vision"]
     assert vision is not None and vision.sampled == pytest.approx(0.3 / 0.4, abs=0.01)
-    # Four times as fast, and only the whole is measured.
+    # Four times as fast, only the whole is measured.
     fast = budget_energy([request(1.0, scale=0.25)], curve(readings(0.1, 5, lambda at: 9.0)), IDLE)
     assert fast is not None
     assert {part for part, use in fast.joules.items() if use and not use.estimated} == {"latency", "ttft"}
@@ -138,8 +138,8 @@ def test_one_token_has_no_joules_of_later_ones_and_parts_that_did_not_run_have_n
     assert {part for part, use in energy.joules.items() if use is None} == {"per_token", "select", "sanitizer"}
 
 
-def test_spans_wait_for_the_device_and_tell_another_observer() -> None:
-    waited, told = [], []
+def test_spans_wait_for_the_device_and_pass_parts_on() -> None:
+    waited, parts = [], []
 
     class Device(HostClock):
         def elapsed_ms(self, start: Any, end: Any) -> float:
@@ -148,12 +148,12 @@ def test_spans_wait_for_the_device_and_tell_another_observer() -> None:
 
     class Also(StageSpans):
         def during(self, part: str) -> Any:
-            told.append(part)
+            parts.append(part)
             return super().during(part)
 
     spans = StageSpans(Device(), also=Also(HostClock()))
     with spans.during("prefill"), spans.during("select"):
         pass
-    assert len(waited) == 4 and told == ["prefill", "select"]
+    assert len(waited) == 4 and parts == ["prefill", "select"]
     (outer,), (inner,) = spans.parts["prefill"], spans.parts["select"]
     assert outer.start <= inner.start <= inner.end <= outer.end

@@ -1,4 +1,4 @@
-"""Power sensors on stand-ins: what they count, and how they say that they cannot."""
+"""Power sensors on stand-ins: their joules, and their errors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from sinkprune.contract.errors import NoSensorError, PowerError
-from sinkprune.runtime.power import Reading, Sensor, open_sensor
+from sinkprune.runtime.power import open_sensor
 from sinkprune.runtime.power.meter import measuring
+from sinkprune.runtime.power.sensor import Reading, Sensor
 from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
 
@@ -23,12 +26,9 @@ NOBODY = 65534
 
 
 def readings(sensor: Sensor, count: int) -> list[Reading]:
-    """The first `count` of a sensor."""
-    sensor.start()
-    try:
-        return [sensor.read() for _ in range(count)]
-    finally:
-        sensor.stop()
+    """Return the first readings of a sensor."""
+    with closing(sensor.readings()) as found:
+        return list(islice(found, count))
 
 
 def watts(found: list[Reading]) -> float:
@@ -60,7 +60,7 @@ def test_the_power_between_two_lines_is_the_mean_of_both(monkeypatch: pytest.Mon
     assert watts(found) == pytest.approx(5.0)
 
 
-def test_a_clock_that_jumps_and_lines_that_are_none_change_no_joules(
+def test_time_stamps_that_jump_and_other_lines_change_no_joules(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     jumping = [
@@ -73,6 +73,7 @@ def test_a_clock_that_jumps_and_lines_that_are_none_change_no_joules(
         assert meter.idle.p5 == pytest.approx(4.761) == pytest.approx(meter.idle.p95)
         report = meter.report()
     assert report.failure is None and 80 < report.period_ms < 250
+    assert "power" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize(
@@ -80,12 +81,12 @@ def test_a_clock_that_jumps_and_lines_that_are_none_change_no_joules(
     [
         (
             [boards.WITHOUT_RAILS],
-            "tells of no power rails. Some boards tell them to root only: run this command with sudo",
+            "prints no power rails. Some boards print them for root only: run this command with sudo",
         ),
-        ([boards.XAVIER], "tells of the rails CPU, GPU, SOC, SYS5V, VDDRQ, expected VIN, or VDD_IN, or "),
+        ([boards.XAVIER], "prints the rails CPU, GPU, SOC, SYS5V, VDDRQ, expected VIN, or VDD_IN, or "),
     ],
 )
-def test_a_board_whose_power_is_not_told_is_refused(
+def test_a_board_that_does_not_print_its_power_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], said: str
 ) -> None:
     install_tegrastats(monkeypatch, tmp_path / "bin", lines)
@@ -93,7 +94,7 @@ def test_a_board_whose_power_is_not_told_is_refused(
         open_sensor("auto", on_gpu=False, root=tmp_path)
 
 
-def test_a_tegrastats_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_tegrastats_that_ends_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR], last=3, end="cannot open ina3221.")
     sensor = open_sensor("tegrastats", on_gpu=False)
     with pytest.raises(PowerError, match=r"bin/tegrastats' ended with exit code 1: cannot open ina3221\.$"):
@@ -102,7 +103,7 @@ def test_a_tegrastats_that_ends_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_tegrastats_that_falls_silent_is_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR], last=2)
-    with pytest.raises(PowerError, match=r"has told nothing for 3 seconds\.$"):
+    with pytest.raises(PowerError, match=r"has printed no line for 3 seconds\.$"):
         readings(open_sensor("tegrastats", on_gpu=False), 3)
 
 
@@ -111,7 +112,8 @@ def test_a_tegrastats_that_loses_a_rail_is_dead_and_a_short_loss_is_a_gap(
 ) -> None:
     rail, other = "VDD_IN 4000mW/1mW", "VDD_SOC 9000mW/1mW"
     install_tegrastats(monkeypatch, tmp_path / "bin", [rail, *[other] * 5])
-    found = readings(open_sensor("tegrastats", on_gpu=False), 3)
+    # Longer in all than a dead sensor is waited for.
+    found = readings(open_sensor("tegrastats", on_gpu=False), 7)
     assert watts(found) == pytest.approx(4.0) and found[1].seconds - found[0].seconds > 0.4
     install_tegrastats(monkeypatch, tmp_path / "bin", [rail, rail, *[other] * 1000])
     with pytest.raises(PowerError, match=r"has printed no VDD_IN for 3 seconds\.$"):
@@ -122,7 +124,7 @@ def test_a_tegrastats_that_loses_a_rail_is_dead_and_a_short_loss_is_a_gap(
     ("program", "said"),
     [
         ("import sys\nwhile True: sys.stdout.write('x' * 4096)", "prints a line without end, expected one of some"),
-        ("import time\nwhile True: print(end='x', flush=True); time.sleep(0.2)", "has told nothing for 3 seconds"),
+        ("import time\nwhile True: print(end='x', flush=True); time.sleep(0.2)", "has printed no line for 3 seconds"),
     ],
 )
 def test_a_tegrastats_that_never_ends_a_line_is_dead(
@@ -152,7 +154,7 @@ def test_a_counter_that_stands_still_is_dead(tmp_path: Path) -> None:
 
 @contextmanager
 def open_to_all() -> Iterator[Path]:
-    """A folder whose parents anybody may pass, and where the block has no rights of root's."""
+    """Yield a folder that every user can reach. The user is restored after the block."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     user = os.geteuid()
@@ -163,7 +165,7 @@ def open_to_all() -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def test_a_counter_for_root_only_says_how_to_read_it() -> None:
+def test_the_error_for_a_counter_of_root_explains_how_to_read_it() -> None:
     with open_to_all() as folder:
         for path in Powercap(folder).files():
             path.chmod(0o400)
@@ -179,9 +181,9 @@ def test_a_counter_for_root_only_says_how_to_read_it() -> None:
     assert f"sudo chmod a+r {folder}/sys/class/powercap/intel-rapl:*/energy_uj" in str(refused.value)
 
 
-def test_a_counter_that_says_no_number_is_told(tmp_path: Path) -> None:
+def test_a_counter_without_a_number_is_rejected(tmp_path: Path) -> None:
     Powercap(tmp_path).files()[1].write_text("asleep")
-    with pytest.raises(PowerError, match=r"intel-rapl:0/energy_uj' tells no number: invalid literal"):
+    with pytest.raises(PowerError, match=r"intel-rapl:0/energy_uj' holds no number: invalid literal"):
         open_sensor("rapl", on_gpu=False, root=tmp_path)
 
 
@@ -202,7 +204,7 @@ def test_a_gpu_without_a_counter_is_read_by_its_power(monkeypatch: pytest.Monkey
     state.write_text(json.dumps(told | {"temperature": "NVMLError_NotSupported", "clock": "NVMLError_NotSupported"}))
     sensor = open_sensor("nvml", on_gpu=True)
     found = readings(sensor, 5)
-    assert watts(found) == pytest.approx(300) and "the mean of a second" in sensor.measures
+    assert watts(found) == pytest.approx(300) and "average over a second" in sensor.measures
     assert (found[0].temperatures, found[0].clocks) == ({}, {})
 
 
@@ -218,7 +220,7 @@ def test_of_several_gpus_the_one_that_computes_must_be_known(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
     if gpu is None:
-        with pytest.raises(PowerError, match=r"has 4 GPUs, and which of them computes is not said\. Set CUDA_VIS"):
+        with pytest.raises(PowerError, match=r"has 4 GPUs, and the one in use is not known\. Set CUDA_VIS"):
             open_sensor("nvml", on_gpu=True)
     else:
         assert f"NVIDIA H100 {gpu}, " in open_sensor("nvml", on_gpu=True).measures
@@ -227,13 +229,18 @@ def test_of_several_gpus_the_one_that_computes_must_be_known(
 @pytest.mark.parametrize(
     ("answers", "said", "absent"),
     [
-        ({"init": "NVMLError_LibraryNotFound"}, "NVIDIA's driver cannot be asked: NVMLError_LibraryNotFound", True),
-        ({"count": 0}, "knows of no GPU", True),
+        ({"init": "NVMLError_LibraryNotFound"}, "NVIDIA's driver does not answer: NVMLError_LibraryNotFound", True),
+        ({"count": 0}, "finds no GPU", True),
         ({"milliwatts_counted": "NVMLError_NoPermission"}, "may not be read: no permission. Run", False),
+        (
+            dict.fromkeys(("milliwatts_counted", "milliwatts"), "NVMLError_NotSupported"),
+            "power cannot be read: NVMLError_NotSupported",
+            False,
+        ),
         ({"name": "NVMLError_LibraryNotFound"}, "power cannot be read: NVMLError_LibraryNotFound", False),
     ],
 )
-def test_a_gpu_that_cannot_be_asked_is_told(
+def test_a_gpu_that_cannot_be_read_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answers: dict[str, object], said: str, absent: bool
 ) -> None:
     state = install_pynvml(monkeypatch, tmp_path / "nvml")
@@ -244,17 +251,17 @@ def test_a_gpu_that_cannot_be_asked_is_told(
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_no_sensor_names_all_that_was_looked_for(
+def test_the_error_without_a_sensor_names_all_that_were_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, on_gpu: bool
 ) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "pynvml", None)
     if on_gpu:
-        # It does not see what computes.
+        # It does not cover the GPU.
         Powercap(tmp_path)
-    with pytest.raises(NoSensorError, match=r"^no power sensor was found: tegrastats: there is no ") as none:
+    with pytest.raises(NoSensorError, match=r"^no power sensor was found\. Tried tegrastats: there is no ") as none:
         open_sensor("auto", on_gpu=on_gpu, root=tmp_path)
-    rapl = "does not see the GPU" if on_gpu else f"there is no RAPL counter of a processor below '{tmp_path}/sys"
+    rapl = "does not cover the GPU" if on_gpu else f"there is no RAPL counter of a processor below '{tmp_path}/sys"
     assert f"; rapl: {rapl}" in str(none.value)
     assert "; nvml: nvidia-ml-py is not installed. Install it with: pip install 'sinkprune[nvml]'. " in str(
         none.value

@@ -19,7 +19,7 @@ from sinkprune.runtime.power.meter import measuring
 from sinkprune.runtime.profiling.profile import profile
 from support.programs.commands import assert_refused, run
 from support.stand_ins import power_stand_ins as boards
-from support.stand_ins.power_stand_ins import SteadyDraw, install_tegrastats
+from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
 
 ASK = ("--prompt", "What is this?", "--new-tokens", 3)
 
@@ -70,9 +70,9 @@ def test_without_power_nothing_is_told_of_it(bundle: Callable[..., Path], photo_
 
 
 def test_idle_power_is_subtracted(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    sensor = SteadyDraw(watts=11)
-    with measuring(sensor, 0.5) as meter:
-        sensor.draw(watts=33)
+    power = SteadyPower(watts=11)
+    with measuring(power.sensor, 0.5) as meter:
+        power.set_to(watts=33)
         # Waits for a reading: between two, energy is interpolated.
         meter.curve()
         report = profile(pipeline("mha-336"), photo, "What?", ["none"], new_tokens=24, repeat=3, meter=meter)
@@ -106,7 +106,7 @@ def test_a_sensor_that_dies_is_told_and_the_times_are_kept(
 
 
 @pytest.mark.parametrize(
-    ("end", "said"), [("no sensor", "exit code 1: no sensor."), ("silence", "told nothing for 3")]
+    ("end", "said"), [("no sensor", "exit code 1: no sensor."), ("silence", "printed no line for 3")]
 )
 def test_a_sensor_that_dies_while_idle_ends_the_command(
     bundle: Callable[..., Path],
@@ -133,9 +133,9 @@ def test_engines_for_a_gpu_want_a_sensor_that_sees_it(monkeypatch: pytest.Monkey
             return str(error)
         return str(sensor and sensor.name)
 
-    assert "rapl: does not see the GPU; nvml: " in found("tensorrt")
+    assert "rapl: does not cover the GPU; nvml: " in found("tensorrt")
     # Sensors of the machine that runs this test are not known.
-    assert "does not see" not in found("ort-cpu")
+    assert "does not cover" not in found("ort-cpu")
 
 
 def test_idle_power_of_no_sensor_is_refused(bundle: Callable[..., Path], photo_file: Path) -> None:

@@ -18,7 +18,7 @@ from sinkprune.runtime.profiling.frame_clock import frame_clock
 from sinkprune.runtime.profiling.rate import at_rate
 from support.programs.commands import assert_refused, run
 from support.stand_ins import power_stand_ins as boards
-from support.stand_ins.power_stand_ins import SteadyDraw, install_tegrastats
+from support.stand_ins.power_stand_ins import SteadyPower, install_tegrastats
 
 ASK = ("--prompt", "What is this?", "--new-tokens", 2)
 
@@ -112,9 +112,9 @@ def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> N
 
 
 def test_joules_of_a_frame_are_those_of_the_whole_time(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    sensor = SteadyDraw(watts=11)
-    with measuring(sensor, 0.5) as meter:
-        sensor.draw(watts=33)
+    power = SteadyPower(watts=11)
+    with measuring(power.sensor, 0.5) as meter:
+        power.set_to(watts=33)
         # Waits for a reading: between two, energy is interpolated.
         meter.curve()
         pipe, frames = pipeline("gqa-112"), frame_clock(10, 1.0)

@@ -1,4 +1,4 @@
-"""Lines that boards of each generation printed, and every odd form they are known to have."""
+"""Lines that boards of each generation printed, with all their known forms."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from support.stand_ins import power_stand_ins as boards
         (boards.XAVIER, {"GPU": 0, "CPU": 311, "SOC": 932, "VDDRQ": 621, "SYS5V": 1482}, None),
         (boards.WITHOUT_RAILS, {}, None),
         (boards.AGX_ORIN.replace("VDD_CPU_CV 14312mW", "VDD_CPU_CV mW"), None, None),
-        # Cut off where the command was ended: nine watts are none.
+        # Cut off where the command ended: this is not 9 mW.
         ("RAM 1/2MB (lfb 1x4MB) VDD_IN 9", {}, None),
         ("RAM 1/2MB (lfb 1x4MB) VDD_IN 9000mW/90", {}, None),
         ("", {}, None),
@@ -64,11 +64,11 @@ def test_rails_and_their_total(line: str, rails: dict[str, int] | None, total: i
         ("CPU [off,off] GR3D_FREQ @[]", {}),
     ],
 )
-def test_clocks_are_those_of_what_is_on(line: str, clocks: dict[str, float]) -> None:
+def test_clocks_are_means_of_the_units_that_are_on(line: str, clocks: dict[str, float]) -> None:
     assert parse_line(line).clocks == pytest.approx(clocks)
 
 
-def test_temperatures_are_of_now_and_of_what_is_there() -> None:
+def test_temperatures_are_present_ones_of_sensors_that_work() -> None:
     nano = parse_line(boards.ORIN_NANO).temperatures
     assert nano == {"cpu": 48.468, "soc2": 47.531, "soc0": 48.062, "gpu": 48.562, "tj": 49.156, "soc1": 49.156}
     assert parse_line(boards.ORIN_NX_7_2).temperatures["tj"] == 59.687

@@ -1,4 +1,4 @@
-"""A recording fake of `Device` on host memory, for machines without a GPU: memory and a stream, no kernels.
+"""A recording fake of `Device` on host memory, for machines without a GPU: memory and a stream.
 
 Like a stream, it runs nothing before the host waits for it: work that relies on a host array that has changed since,
 or on memory that was given out too early, gives other numbers here too.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -120,14 +120,6 @@ class FakeDevice:
         self._run()
         assert start.seconds is not None and end.seconds is not None
         return (end.seconds - start.seconds) * 1e3
-
-    def load_kernel(self, image: bytes, name: str) -> Any:
-        raise NotImplementedError("this fake runs no kernels")
-
-    def launch(
-        self, kernel: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: Sequence[Any]
-    ) -> None:
-        raise NotImplementedError("this fake runs no kernels")
 
     def begin_capture(self) -> None:
         self.calls.append("begin_capture")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sinkprune.engines.plugins import launches
-from sinkprune.engines.plugins.binaries import binary
+from sinkprune.engines.plugins.kernel_runner import KernelRunner
 from sinkprune.engines.plugins.launches import Launch
 from sinkprune.runtime.device import Device
 
@@ -117,21 +117,18 @@ def _interpret(pickled: bytes) -> Memory:
     return case.memory
 
 
-def on(device: Device) -> Runner:
-    """Runs the shipped kernels on a GPU."""
-    return partial(_on_device, device)
+def on(device: Device, kernels: KernelRunner) -> Runner:
+    """Return what runs the shipped kernels on a GPU."""
+    return partial(_on_device, device, kernels)
 
 
-def _on_device(device: Device, case: Case) -> Memory:
+def _on_device(device: Device, kernels: KernelRunner, case: Case) -> Memory:
     arrays = {name: _array(tensor.clone()) for name, tensor in case.memory.items()}
     addresses = {name: device.allocate(max(array.nbytes, 1)) for name, array in arrays.items()}
     try:
         for name, array in arrays.items():
             device.copy_in(addresses[name], array)
-        for launch in case.launches(addresses, case.sizes, case.dtype):
-            code = binary(launch.kernel, launch.dtype, device.compute_capability)
-            kernel = device.load_kernel(code.image, code.entry)
-            device.launch(kernel, launch.grid, code.threads, code.shared_bytes, launch.arguments)
+        kernels.run(case.launches(addresses, case.sizes, case.dtype), device.stream)
         for name, array in arrays.items():
             device.copy_out(array, addresses[name])
     finally:

@@ -1,17 +1,18 @@
-"""Stand-ins for power sensors: lines that boards printed, a tree of counters, a module. They measure nothing."""
+"""Stand-ins for power sensors: lines that boards printed, a tree of counters, a module."""
 
 from __future__ import annotations
 
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from sinkprune.runtime.power import Reading, rapl
+from sinkprune.runtime.power import rapl
+from sinkprune.runtime.power.sensor import Reading, Sensor
 
 ORIN_NANO = (
     "04-27-2026 14:59:41 RAM 775/7620MB (lfb 3x4MB) SWAP 0/3810MB (cached 0MB) CPU [1%@729,0%@729,0%@729,0%@729,"
@@ -62,7 +63,7 @@ TX2 = (
     "EMC_FREQ 1%@1866 GR3D_FREQ 10%@1300 APE 150 MTS fg 1% bg 1% PLL@42.5C PMIC@50C GPU@39.5C thermal@41.3C "
     "VDD_SYS_GPU 182/182 VDD_4V0_WIFI 0/0 VDD_IN 5297/5297 VDD_SYS_DDR 1241/1241"
 )
-"""JetPack 4, TX2: no units behind the values."""
+"""JetPack 4, TX2: values without units."""
 WITHOUT_RAILS = (
     "RAM 2130/7774MB (lfb 1004x4MB) SWAP 0/3887MB (cached 0MB) CPU [11%@1190] EMC_FREQ 0% GR3D_FREQ 0% CPU@33C"
 )
@@ -70,9 +71,9 @@ WITHOUT_RAILS = (
 XAVIER = (
     "RAM 721/31927MB (lfb 7291x4MB) CPU [2%@1190,off] GPU 0/0 CPU 311/311 SOC 932/932 VDDRQ 621/621 SYS5V 1482/1482"
 )
-"""JetPack 4, AGX Xavier: rails of which no total is known here."""
+"""JetPack 4, AGX Xavier: rails without a known total."""
 
-# Prints what it holds at the interval asked for, from the first line again; behind `last` lines it does as told.
+# Prints its lines in turn, at the interval of --interval. After `last` lines it ends, or falls silent.
 _TEGRASTATS = """#!{python} -S
 import sys, time
 interval = int(sys.argv[sys.argv.index("--interval") + 1]) / 1e3
@@ -96,9 +97,9 @@ def install_tegrastats(
     last: int | None = None,
     end: str = "silence",
 ) -> Path:
-    """Put a `tegrastats` into an otherwise empty PATH, which prints `lines` in turn.
+    """Put a `tegrastats` that prints `lines` in turn into an otherwise empty PATH, and return its path.
 
-    Behind the line number `last` it falls silent, or ends with exit code 1 and the words `end`.
+    After `last` lines it falls silent, or ends with exit code 1 and the words `end`.
     """
     folder.mkdir(exist_ok=True)
     command = folder / "tegrastats"
@@ -109,7 +110,7 @@ def install_tegrastats(
 
 
 class Powercap:
-    """A tree below `root` like that of /sys/class/powercap: a package with cores in it, memory, and the platform."""
+    """A tree like /sys/class/powercap below `root`: a package with its cores, memory, and the platform."""
 
     RANGE = 262_143_328_850
 
@@ -118,7 +119,7 @@ class Powercap:
         self._microjoules = 0
         self._first = microjoules
         names = {"intel-rapl:0": "package-0", "intel-rapl:0:0": "core", "intel-rapl:0:1": "dram"}
-        # A second view of the package, and all of the machine.
+        # The whole machine, and a second view of the package.
         names |= {"intel-rapl:1": "psys", "intel-rapl-mmio:0": "package-0"}
         for zone, name in names.items():
             (self._folder / zone).mkdir(parents=True)
@@ -128,66 +129,60 @@ class Powercap:
         self.use(0)
 
     def use(self, microjoules: int) -> None:
-        """Count so many more in the package, and a tenth of them in memory."""
+        """Add microjoules to the package, and a tenth of them to memory."""
         self._microjoules += microjoules
         counts = {"intel-rapl:0": self._microjoules, "intel-rapl:0:1": self._microjoules // 10}
         counts |= {"intel-rapl:0:0": 3 * self._microjoules, "intel-rapl:1": 5 * self._microjoules}
         counts["intel-rapl-mmio:0"] = 7 * self._microjoules
         for zone, count in counts.items():
             path = self._folder / zone / "energy_uj"
-            # In one step, as the kernel answers.
+            # In one step, as the kernel does.
             beside = path.with_suffix(".new")
             beside.write_text(f"{(self._first + count) % self.RANGE}\n")
             beside.replace(path)
 
     def files(self) -> list[Path]:
-        """The counters."""
+        """Return the files of the counters."""
         return sorted(self._folder.glob("*/energy_uj"))
 
     @contextmanager
     def drawing(self, watts: float) -> Iterator[None]:
-        """The package draws `watts` while the block runs.
+        """Let the package draw `watts` while the block runs.
 
-        The counters are written when they are read: a thread that moves them would starve on a busy machine.
+        The counters move when they are read, because a thread that moves them would starve on a busy machine.
         """
-        number, before = rapl._number, time.monotonic()
+        read_number, before = rapl._read_number, time.monotonic()
 
         def read(path: Path) -> int:
             nonlocal before
             now = time.monotonic()
             self.use(int(1e6 * watts * (now - before)))
             before = now
-            return number(path)
+            return read_number(path)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rapl, "_number", read)
+            patch.setattr(rapl, "_read_number", read)
             yield
 
 
-class SteadyDraw:
-    """A sensor whose joules are exact at the moment of each reading, also on a busy machine."""
-
-    name, measures = "rapl", "a stand-in"
+class SteadyPower:
+    """A power whose joules are exact at the moment of each reading, also on a busy machine."""
 
     def __init__(self, watts: float) -> None:
         self._steps = [(time.monotonic(), watts)]
+        self.sensor = Sensor("rapl", "a stand-in", self._readings)
 
-    def draw(self, watts: float) -> None:
+    def set_to(self, watts: float) -> None:
         """Draw `watts` from now on."""
         self._steps.append((time.monotonic(), watts))
 
-    def start(self) -> None:
-        pass
-
-    def read(self) -> Reading:
-        time.sleep(0.02)
-        now = time.monotonic()
-        ends = [moment for moment, _ in self._steps[1:]] + [now]
-        used = [watts * (min(end, now) - began) for (began, watts), end in zip(self._steps, ends, strict=False)]
-        return Reading(now, sum(used))
-
-    def stop(self) -> None:
-        pass
+    def _readings(self) -> Generator[Reading]:
+        while True:
+            time.sleep(0.02)
+            now = time.monotonic()
+            ends = [moment for moment, _ in self._steps[1:]] + [now]
+            used = [watts * (min(end, now) - began) for (began, watts), end in zip(self._steps, ends, strict=False)]
+            yield Reading(now, sum(used))
 
 
 _PYNVML = """
@@ -205,39 +200,39 @@ class NVMLError_NoPermission(NVMLError):
 class NVMLError_LibraryNotFound(NVMLError):
     pass
 _ERRORS = {kind.__name__: kind for kind in NVMLError.__subclasses__()}
-def _told(name):
+def _answer(name):
     found = json.loads(STATE.read_text()).get(name)
     if isinstance(found, str) and found in _ERRORS:
         raise _ERRORS[found](found)
     return found
 def nvmlInit():
-    _told("init")
+    _answer("init")
 def nvmlShutdown():
     pass
 def nvmlDeviceGetCount():
-    return _told("count")
+    return _answer("count")
 def nvmlDeviceGetHandleByIndex(index):
     return f"GPU-{index}"
 def nvmlDeviceGetHandleByUUID(uuid):
     return uuid
 def nvmlDeviceGetName(gpu):
-    return f"{_told('name')} {gpu}"
+    return f"{_answer('name')} {gpu}"
 def nvmlDeviceGetTotalEnergyConsumption(gpu):
-    rate = _told("milliwatts_counted")
+    rate = _answer("milliwatts_counted")
     return int(rate * time.monotonic())
 def nvmlDeviceGetPowerUsage(gpu):
-    return _told("milliwatts")
+    return _answer("milliwatts")
 def nvmlDeviceGetTemperature(gpu, sensor):
-    return _told("temperature")
+    return _answer("temperature")
 def nvmlDeviceGetClockInfo(gpu, kind):
-    return _told("clock")
+    return _answer("clock")
 """
 
 
 def install_pynvml(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Put a module `pynvml` first, and return the file of what it answers; the GPU draws 300 W.
+    """Put a module `pynvml` first on the path, and return the file of its answers. The GPU draws 300 W.
 
-    A name of an error in the place of an answer is raised.
+    An answer that is an error's name is raised.
     """
     folder.mkdir(exist_ok=True)
     (folder / "pynvml.py").write_text(_PYNVML)

@@ -38,7 +38,7 @@ class Binary:
     """The code of one kernel for one type of tokens and one GPU, and the parameters of its launch."""
 
     image: bytes
-    """A cubin or PTX, for `Device.load_kernel`."""
+    """A cubin or PTX, for `KernelRunner`."""
     entry: str
     """The name of the function in the image."""
     threads: int

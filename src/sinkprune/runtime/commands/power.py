@@ -11,8 +11,9 @@ from sinkprune.contract.errors import PowerError, UsageError
 from sinkprune.contract.reports.energy import IDLE_SECONDS, PartEnergy, PowerReport
 from sinkprune.runtime.backends.known import KNOWN
 from sinkprune.runtime.commands import status
-from sinkprune.runtime.power import AUTO, SENSORS, Sensor, open_sensor
+from sinkprune.runtime.power import AUTO, SENSORS, open_sensor
 from sinkprune.runtime.power.meter import IDLE, EnergyMeter, measuring
+from sinkprune.runtime.power.sensor import Sensor
 
 
 def add_power_options(parser: argparse.ArgumentParser) -> None:

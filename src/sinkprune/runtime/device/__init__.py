@@ -1,53 +1,51 @@
-"""A CUDA device behind one small interface: memory, one stream, kernels, and graphs where the library has them.
+"""One interface to a CUDA device: its memory, one stream, and CUDA graphs if the library has them.
 
-`cuda-python` is the default; `pycuda`, which many JetPack 6 images carry, has no graphs and runs everything eagerly.
-Both share the device's primary context with TensorRT.
+`cuda-python` is the default. `pycuda`, which many JetPack 6 images carry, has no graphs and runs everything eagerly.
+Both share the device's primary context with TensorRT. Kernels are launched by `engines/plugins/kernel_runner.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-import numpy as np
-
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
+from sinkprune.contract.system.system_memory import available_bytes
 
 Address = int
 """A device address in bytes."""
 
 
 class Device(Protocol):
-    """One GPU with one stream; every copy, launch and replay is enqueued on it, in order."""
+    """One GPU with one stream. Every copy and replay is enqueued on this stream, in order."""
 
     name: str
-    """The GPU's name, as its driver tells it."""
+    """The name that the driver gives the GPU."""
     compute_capability: int
-    """The GPU's, without a point: 87 for sm_87."""
+    """The GPU's compute capability without a point: 87 for sm_87."""
     stream: int
     """The CUstream handle, as TensorRT takes it."""
     has_graphs: bool
-    """Whether the library can capture CUDA graphs; without, `begin_capture` and its like must not be called."""
+    """Whether the library can capture CUDA graphs, so that `begin_capture` and the methods after it may be called."""
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device's memory.
+        """Return the free and total bytes of the device's memory.
 
-        On a board that shares its memory with the CPU, free is what the system can make free.
+        On a board that shares its memory with the CPU, the free bytes include what the system can reclaim.
         """
 
     def allocate(self, size: int) -> Address:
-        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
+        """Return the address of `size` new bytes. Raises `BackendError` with needed and free bytes."""
 
     def free(self, address: Address) -> None:
-        """Give back the memory that `allocate` gave at `address`; waits for all work enqueued before."""
+        """Free memory of `allocate`, after all work enqueued before."""
 
     def copy_in(self, address: Address, array: Array) -> None:
-        """Enqueue a copy of a C-contiguous host array to the device; the array may be reused at once."""
+        """Enqueue a copy of a C-contiguous host array to the device. The array may be changed at once."""
 
     def copy_out(self, array: Array, address: Address) -> None:
-        """Fill a C-contiguous host array from the device, after all that was enqueued before."""
+        """Fill a C-contiguous host array from the device, and wait for it and all work enqueued before."""
 
     def copy(self, destination: Address, source: Address, size: int) -> None:
         """Enqueue a copy of `size` bytes, at least one, within the device's memory."""
@@ -57,49 +55,36 @@ class Device(Protocol):
     ) -> None:
         """Enqueue a copy of `lines` lines of `size` bytes, at least one of each, within the device's memory.
 
-        A line starts `pitch` bytes behind the one before in the destination, `source_pitch` in the source.
+        Lines start `pitch` bytes apart in the destination, and `source_pitch` bytes apart in the source.
         """
 
     def zero_lines(self, destination: Address, pitch: int, size: int, lines: int) -> None:
         """Enqueue zeros for `lines` lines of `size` bytes, at least one of each, that start `pitch` bytes apart."""
 
     def synchronize(self) -> None:
-        """Wait until the stream has done all it was given."""
+        """Wait for all work enqueued before."""
 
     def record_event(self) -> Any:
-        """A mark behind all work enqueued so far; `elapsed_ms` tells the time on the device between two."""
+        """Return a mark after all work enqueued before, for `elapsed_ms`."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds on the device between two marks of `record_event`; waits for the second."""
-
-    def load_kernel(self, image: bytes, name: str) -> Any:
-        """The kernel `name` of `image`, a cubin or PTX, for `launch`; raises `BackendError` if refused."""
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        arguments: Sequence[np.uint64 | np.int32],
-    ) -> None:
-        """Enqueue a kernel of `load_kernel` on `grid` blocks of `threads` threads.
-
-        A block has `shared_bytes` of dynamic shared memory. Of the arguments, addresses are uint64, integers int32.
-        """
+        """Return the milliseconds on the device between two marks of `record_event`, after waiting for `end`."""
 
     def begin_capture(self) -> None:
-        """From here on what is enqueued is recorded, not run; only where `has_graphs`."""
+        """Record what is enqueued from here on, in place of running it. Only if `has_graphs`."""
+        raise RuntimeError("begin_capture needs has_graphs")
 
     def end_capture(self) -> Any:
-        """The CUDA graph of what was enqueued since `begin_capture`, for `replay`."""
+        """Return the CUDA graph of the work enqueued since `begin_capture`, for `replay`."""
+        raise RuntimeError("end_capture needs has_graphs")
 
     def replay(self, graph: Any) -> None:
         """Enqueue a CUDA graph of `end_capture`: the same work at the same addresses."""
+        raise RuntimeError("replay needs has_graphs")
 
 
 def out_of_memory(device: Device, size: int) -> BackendError:
-    """What to say of a device that has no `size` bytes left."""
+    """Return the error for a device without `size` free bytes."""
     free, total = device.memory()
     return BackendError(
         f"out of memory on {device.name}: {size / 1e6:.1f} MB are needed, {free / 1e6:.1f} of {total / 1e6:.1f} MB "
@@ -107,8 +92,14 @@ def out_of_memory(device: Device, size: int) -> BackendError:
     )
 
 
+def free_bytes(free: int, *, integrated: bool) -> int:
+    """Return the bytes that programs can use of a device with `free` bytes; `integrated` shares the CPU's memory."""
+    # CUDA counts the page cache of files just read as used, but the system reclaims it.
+    return max(free, available_bytes()) if integrated else free
+
+
 def open_device() -> Device:
-    """The first CUDA device (`CUDA_VISIBLE_DEVICES` chooses), by cuda-python, or by pycuda if only that is installed.
+    """Return the first CUDA device (`CUDA_VISIBLE_DEVICES` chooses), by cuda-python or, if it is missing, by pycuda.
 
     Raises `BackendError` if neither is installed, or if there is no driver or no GPU.
     """
@@ -121,6 +112,6 @@ def open_device() -> Device:
 
         return PycudaDevice()
     raise BackendError(
-        "a CUDA device is driven by cuda-python or pycuda, and neither is installed. "
-        "Install one with: pip install cuda-python"
+        "a CUDA device needs cuda-python or pycuda, and neither is installed. Install one with: pip install "
+        "cuda-python"
     )

@@ -1,28 +1,22 @@
 """A CUDA device by cuda-python (`cuda.bindings.driver`): asynchronous copies, CUDA graphs.
 
-Written after the CUDA driver API's documentation; never run on a GPU yet.
+Source: CUDA Driver API. Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.runtime.device import Address, Device, out_of_memory
-
-# A kernel that wants more shared memory than this must say so first.
-_DEFAULT_SHARED_BYTES = 48 << 10
+from sinkprune.runtime.device import Address, Device, free_bytes, out_of_memory
 
 
 class CudaPythonDevice(Device):
-    """The first CUDA device; its primary context is the one TensorRT uses too. Calls may come from any thread."""
+    """The first CUDA device, in the primary context that TensorRT uses too. Calls may come from any thread."""
 
     has_graphs = True
 
@@ -32,7 +26,7 @@ class CudaPythonDevice(Device):
         try:
             (status,) = cuda.cuInit(0)
         except RuntimeError as error:
-            # The bindings find libcuda at their first call, and say so in an error of their own.
+            # The bindings load libcuda at their first call, and raise an error of their own.
             raise BackendError(f"no NVIDIA driver is installed here: libcuda is not found. {_NEEDS_GPU}") from error
         if status != cuda.CUresult.CUDA_SUCCESS:
             raise BackendError(f"CUDA does not start: {self._reason(status)}. {_NEEDS_GPU}")
@@ -51,22 +45,16 @@ class CudaPythonDevice(Device):
         )
         self.compute_capability = 10 * major + minor
         self._integrated = bool(integrated)
-        # TensorRT synchronises more than it must on the default stream, and that one cannot be captured.
+        # On the default stream TensorRT synchronises needlessly, and a capture is not allowed.
         self._stream = self._do(cuda.cuStreamCreate, cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.stream = int(self._stream)
         self._staging: list[_Staging] = []
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device's memory.
-
-        On a board that shares its memory with the CPU, free is what the system can make free.
-        """
         free, total = self._do(self._cuda.cuMemGetInfo)
-        # What was just read from disk counts as used there, though it is only cached.
-        return (max(free, available_bytes()) if self._integrated else free), total
+        return free_bytes(free, integrated=self._integrated), total
 
     def allocate(self, size: int) -> Address:
-        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
         self._enter()
         # Not cuMemAllocAsync: Tegra boards may lack memory pools.
         status, address = self._cuda.cuMemAlloc(size)
@@ -120,29 +108,8 @@ class CudaPythonDevice(Device):
         milliseconds: float = self._do(self._cuda.cuEventElapsedTime, start.handle, end.handle)
         return milliseconds
 
-    def load_kernel(self, image: bytes, name: str) -> Any:
-        # PTX is text and must end in a zero byte; a cubin does not mind one.
-        module = self._do(self._cuda.cuModuleLoadData, image + b"\0")
-        return self._do(self._cuda.cuModuleGetFunction, module, name.encode())
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        arguments: Sequence[np.uint64 | np.int32],
-    ) -> None:
-        if shared_bytes > _DEFAULT_SHARED_BYTES:
-            most = self._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._do(self._cuda.cuFuncSetAttribute, kernel, most, shared_bytes)
-        values = tuple(int(argument) for argument in arguments)
-        types = tuple(ctypes.c_uint64 if isinstance(value, np.uint64) else ctypes.c_int32 for value in arguments)
-        block = (threads, 1, 1)
-        self._do(self._cuda.cuLaunchKernel, kernel, *grid, *block, shared_bytes, self._stream, (values, types), 0)
-
     def begin_capture(self) -> None:
-        # Other threads, TensorRT's own too, may go on as they like.
+        # Other threads, such as TensorRT's, may use CUDA during the capture.
         mode = self._cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         self._do(self._cuda.cuStreamBeginCapture, self._stream, mode)
 
@@ -157,7 +124,7 @@ class CudaPythonDevice(Device):
         self._do(self._cuda.cuGraphLaunch, graph.handle, self._stream)
 
     def _free_staging(self, size: int) -> _Staging:
-        """Pinned host memory of at least `size` bytes whose last copy is done."""
+        """Return pinned host memory of at least `size` bytes whose last copy is done."""
         for staging in self._staging:
             if staging.size >= size and self._is_done(staging.copied):
                 return staging
@@ -165,7 +132,7 @@ class CudaPythonDevice(Device):
         event = self._do(self._cuda.cuEventCreate, self._cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         staging = _Staging(int(self._do(self._cuda.cuMemHostAlloc, size, 0)), size, event)
         self._staging.append(staging)
-        # The smallest that fits is found first.
+        # The smallest that fits comes first.
         self._staging.sort(key=lambda staging: staging.size)
         return staging
 
@@ -178,7 +145,7 @@ class CudaPythonDevice(Device):
         return True
 
     def _enter(self) -> None:
-        """Every thread has a current context of its own."""
+        """Make the context current, which CUDA tracks for each thread."""
         self._checked(self._cuda.cuCtxSetCurrent(self._context))
 
     def _do(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -186,7 +153,7 @@ class CudaPythonDevice(Device):
         return self._checked(function(*arguments))
 
     def _checked(self, result: tuple[Any, ...]) -> Any:
-        """What a driver function gave behind its status; raises `BackendError`."""
+        """Return what a driver function returned after its status. Raises `BackendError` for a failure."""
         status, *values = result
         if status != self._cuda.CUresult.CUDA_SUCCESS:
             raise BackendError(f"CUDA refused: {self._reason(status)}. After such an error, start the program again.")
@@ -194,12 +161,12 @@ class CudaPythonDevice(Device):
 
     def _reason(self, status: Any) -> str:
         found, text = self._cuda.cuGetErrorString(status)
-        told = text.decode() if found == self._cuda.CUresult.CUDA_SUCCESS else "unknown error"
-        return f"{told} ({getattr(status, 'name', status)})"
+        reason = text.decode() if found == self._cuda.CUresult.CUDA_SUCCESS else "unknown error"
+        return f"{reason} ({getattr(status, 'name', status)})"
 
 
 class _Staging:
-    """Pinned host memory, and the event behind the last copy from it."""
+    """Pinned host memory, and the event after the last copy from it."""
 
     def __init__(self, address: Address, size: int, copied: Any) -> None:
         self.address, self.size, self.copied = address, size, copied

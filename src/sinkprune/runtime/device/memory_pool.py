@@ -1,7 +1,7 @@
-"""Device memory for tensors: blocks that come back when nobody holds them, and are given out in a fixed order.
+"""Device memory for tensors, in blocks that are reused in a fixed order after their last reference is gone.
 
-All work runs on one stream, in order, so a block may be given out again while the work that used it is still to be
-done: what writes into it comes after what reads from it.
+All work runs on one stream, in order. So a block may be reused while earlier work on it is still enqueued: later
+writes run after earlier reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SMALLEST = 1024
 
 
 class Block:
-    """A piece of device memory; it goes back to its pool with the last reference to this object."""
+    """A piece of device memory, which its pool reuses when the last reference to this object is gone."""
 
     __slots__ = ("__weakref__", "address", "size")
 
@@ -25,10 +25,10 @@ class Block:
 
 
 class MemoryPool:
-    """Gives out blocks of device memory by size class. Among the free ones the oldest is given out first.
+    """Allocates blocks of device memory by size class, the oldest free block first.
 
-    So the same requests, starting with the same blocks held, get the same addresses, from the first time on and
-    however the pool grew in between. Captured CUDA graphs, which hold addresses, can be replayed in every frame.
+    So the same allocations, starting with the same blocks held, get the same addresses, from the first time on and
+    however the pool grew in between. Captured CUDA graphs hold addresses, and can be replayed in every frame.
     """
 
     def __init__(self, device: Device) -> None:
@@ -37,9 +37,9 @@ class MemoryPool:
         self._free: dict[int, list[tuple[int, Address]]] = {}
 
     def allocate(self, size: int) -> Block:
-        """A block of at least `size` bytes, never at address 0, also for 0 bytes.
+        """Return a block of at least `size` bytes, never at address 0, also for 0 bytes.
 
-        Raises `BackendError`, which tells need and free, where the device has no room and no block is free.
+        Raises `BackendError` with needed and free bytes if the device has no room and no block is free.
         """
         size = size_class(size)
         free = self._free.setdefault(size, [])
@@ -62,9 +62,9 @@ class MemoryPool:
         return self._device.allocate(size)
 
     def _trim(self) -> bool:
-        """Give the free blocks of all sizes back to the device; False if there was none."""
+        """Free the unused blocks of all sizes. Return whether there were any."""
         addresses = [address for free in self._free.values() for _, address in free]
-        # What was enqueued may still use them.
+        # Enqueued work may still use them.
         self._device.synchronize()
         for address in addresses:
             self._device.free(address)
@@ -74,6 +74,6 @@ class MemoryPool:
 
 
 def size_class(size: int) -> int:
-    """The bytes of a block for `size` bytes: the least power of two, or three quarters of one, that holds them."""
+    """Return the bytes of a block for `size` bytes: the least power of two, or three quarters of one, that fits."""
     power = 1 << (max(size, _SMALLEST) - 1).bit_length()
     return power * 3 // 4 if _SMALLEST < size <= power * 3 // 4 else power

@@ -1,55 +1,47 @@
 """A CUDA device by pycuda, which many JetPack 6 images carry: no CUDA graphs, everything runs eagerly.
 
-Never run: pycuda builds on the board, with its nvcc, and could not be installed where this was written.
+Not run yet: pycuda builds on the board, with its nvcc, and cannot be installed on the development machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-import numpy as np
 
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.precision import Array
-from sinkprune.contract.system.system_memory import available_bytes
-from sinkprune.runtime.device import Address, Device, out_of_memory
+from sinkprune.runtime.device import Address, Device, free_bytes, out_of_memory
 
 T = TypeVar("T")
 
 
 class PycudaDevice(Device):
-    """The first CUDA device; its primary context is the one TensorRT uses too. Calls must come from one thread."""
+    """The first CUDA device, in the primary context that TensorRT uses too. All calls must come from one thread."""
 
     has_graphs = False
 
     def __init__(self) -> None:
         """Open the first device; raises `BackendError` if pycuda, a driver or a GPU is missing."""
         self._cuda = _import_driver()
-        device = self._do(self._start)
+        self._do(self._cuda.init)
+        device = self._do(self._cuda.Device, 0)
         self._context = device.retain_primary_context()
         self._context.push()
         self.name = device.name()
         major, minor = device.compute_capability()
         self.compute_capability = 10 * major + minor
         self._integrated = bool(device.get_attribute(self._cuda.device_attribute.INTEGRATED))
-        # pycuda makes streams that wait for the default stream; nothing of ours runs there.
+        # Streams of pycuda wait for the default stream, on which nothing of ours runs.
         self._stream = self._cuda.Stream()
         self.stream = int(self._stream.handle)
         self._allocations: dict[Address, Any] = {}
         self._staging: list[tuple[Any, Any]] = []
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device's memory.
-
-        On a board that shares its memory with the CPU, free is what the system can make free.
-        """
         free, total = self._do(self._cuda.mem_get_info)
-        # What was just read from disk counts as used there, though it is only cached.
-        return (max(free, available_bytes()) if self._integrated else free), total
+        return free_bytes(free, integrated=self._integrated), total
 
     def allocate(self, size: int) -> Address:
-        """The address of `size` new bytes; raises `BackendError`, which tells need and free."""
         try:
             allocation = self._cuda.mem_alloc(size)
         except self._cuda.MemoryError as error:
@@ -101,35 +93,6 @@ class PycudaDevice(Device):
     def elapsed_ms(self, start: Any, end: Any) -> float:
         self._do(end.synchronize)
         return float(end.time_since(start))
-
-    def load_kernel(self, image: bytes, name: str) -> Any:
-        return self._do(self._cuda.module_from_buffer, image + b"\0").get_function(name)
-
-    def launch(
-        self,
-        kernel: Any,
-        grid: tuple[int, int, int],
-        threads: int,
-        shared_bytes: int,
-        arguments: Sequence[np.uint64 | np.int32],
-    ) -> None:
-        if shared_bytes > 48 << 10:
-            # More than a kernel gets unasked.
-            kernel.set_attribute(self._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
-        kernel(*arguments, block=(threads, 1, 1), grid=grid, shared=shared_bytes, stream=self._stream)
-
-    def begin_capture(self) -> None:
-        raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
-
-    def end_capture(self) -> Any:
-        raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
-
-    def replay(self, graph: Any) -> None:
-        raise NotImplementedError("pycuda has no CUDA graphs; has_graphs says so")
-
-    def _start(self) -> Any:
-        self._cuda.init()
-        return self._cuda.Device(0)
 
     def _do(self, function: Callable[..., T], *arguments: Any) -> T:
         try:

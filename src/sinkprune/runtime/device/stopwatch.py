@@ -1,4 +1,4 @@
-"""Wall-clock times of a request's parts, in the device's own time: measuring never makes the host wait for it."""
+"""Times of a request's parts by the device's own clock, so that measuring never makes the host wait."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, Protocol
 
 
 class Clock(Protocol):
-    """What a stopwatch reads; every `Backend` is one."""
+    """The clock of a stopwatch. Every `Backend` is one."""
 
     def mark(self) -> Any:
-        """The moment at which all work enqueued before is done."""
+        """Return a mark after all work enqueued before."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks; waits for the second."""
+        """Return the milliseconds between two marks, after waiting for `end`."""
 
 
 class Stopwatch:
-    """Milliseconds by name; parts of one name add up, and parts may lie within others."""
+    """Milliseconds by name. Times of one name add up, and parts may be nested."""
 
     def __init__(self, clock: Clock, during: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        """`during` is entered with the name of each block that is measured, around it."""
+        """Take the clock, and a context manager that is entered around each part with its name."""
         self._clock, self._during = clock, during
         self._spans: list[tuple[str, Any, Any]] = []
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Add the time the block takes to `name`."""
+        """Add the time of the block to `name`."""
         with self._during(name):
             start = self._clock.mark()
             try:
@@ -37,7 +37,7 @@ class Stopwatch:
                 self._spans.append((name, start, self._clock.mark()))
 
     def ms(self) -> dict[str, float]:
-        """Milliseconds by name; waits for the work measured."""
+        """Return milliseconds by name, after waiting for the measured work."""
         milliseconds: dict[str, float] = defaultdict(float)
         for name, start, end in self._spans:
             milliseconds[name] += self._clock.elapsed_ms(start, end)

@@ -1,22 +1,30 @@
-"""Temperatures and clocks, as Linux tells of them to everybody."""
+"""Temperatures, clocks and power of a machine, once a second while a program does its work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sinkprune.runtime.power import ROOT
+from sinkprune.contract.reports.rate_report import ConditionsReport
+from sinkprune.runtime.power.meter import EnergyMeter
+from sinkprune.runtime.power.sensor import ROOT, Reading
 
+PERIOD_SECONDS = 1.0
 _ZONES = "sys/class/thermal/thermal_zone*"
-_CPU_CLOCKS = "sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq"
-# A Jetson's GPU: 17000000.gpu or .ga10b on Orin, gpu-gpc-0 and on on Thor.
+_CPU_CLOCKS = ("sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq",)
+# A Jetson's GPU: 17000000.gpu or .ga10b on Orin, gpu-gpc-0 and higher on Thor.
 _GPU_CLOCKS = ("sys/class/devfreq/*gpu*/cur_freq", "sys/class/devfreq/*.ga10b/cur_freq")
 
 
 class Conditions(NamedTuple):
-    """What a machine is like at one moment."""
+    """Temperatures and clocks at one moment."""
 
     temperatures: Mapping[str, float]
     """Degrees Celsius, by the place's name."""
@@ -24,42 +32,101 @@ class Conditions(NamedTuple):
     """MHz of `cpu` and, on a Jetson, `gpu`: the mean of the clusters."""
 
 
+class _Row(NamedTuple):
+    seconds: float
+    conditions: Conditions
+    reading: Reading | None
+    """The newest of the power sensor; None without a sensor that lives."""
+
+
+class ConditionsLog:
+    """The conditions that `logging_conditions` has read so far."""
+
+    def __init__(self) -> None:
+        self._rows: list[_Row] = []
+
+    def add(self, meter: EnergyMeter | None, root: Path) -> None:
+        """Add the present conditions, from the system's files below `root` and from `meter`."""
+        conditions, reading = read_conditions(root), meter.newest if meter else None
+        if reading is not None:
+            # tegrastats has names of its own for the system's zones.
+            conditions = Conditions(
+                {**conditions.temperatures, **reading.temperatures}, {**conditions.clocks, **reading.clocks}
+            )
+        self._rows.append(_Row(time.monotonic(), conditions, reading))
+
+    def report(self, start: float) -> ConditionsReport:
+        """Return all conditions, with seconds counted from `start`, a moment of `time.monotonic`."""
+        return ConditionsReport(
+            seconds=tuple(row.seconds - start for row in self._rows),
+            temperatures_c=_by_name([row.conditions.temperatures for row in self._rows]),
+            clocks_mhz=_by_name([row.conditions.clocks for row in self._rows]),
+            watts=tuple(_watts([None, *(row.reading for row in self._rows)])),
+        )
+
+
+@contextmanager
+def logging_conditions(meter: EnergyMeter | None = None, root: Path = ROOT) -> Iterator[ConditionsLog]:
+    """Yield a log of the conditions at the block's beginning and end, and once a second in between."""
+    log, ended = ConditionsLog(), threading.Event()
+
+    def add_periodically() -> None:
+        while not ended.wait(PERIOD_SECONDS):
+            log.add(meter, root)
+
+    log.add(meter, root)
+    thread = threading.Thread(target=add_periodically, name="conditions", daemon=True)
+    thread.start()
+    try:
+        yield log
+    finally:
+        ended.set()
+        thread.join()
+        log.add(meter, root)
+
+
 def read_conditions(root: Path = ROOT) -> Conditions:
-    """The conditions of now, by the system's files below `root`; what it does not tell is left out."""
-    temperatures: dict[str, float] = {}
+    """Return the present conditions from the system's files below `root`, without what cannot be read."""
+    temperatures, namesakes = {}, Counter[str]()
     for zone in sorted(root.glob(_ZONES)):
-        millidegrees = _number(zone / "temp")
+        millidegrees, name = _read_number(zone / "temp"), _read(zone / "type") or zone.name
         if millidegrees is not None:
-            temperatures[_new_name(_text(zone / "type") or zone.name, temperatures)] = millidegrees / 1e3
-    units = {"cpu": (_mean(root, (_CPU_CLOCKS,)), 1e3), "gpu": (_mean(root, _GPU_CLOCKS), 1e6)}
-    clocks = {unit: value / of_mhz for unit, (value, of_mhz) in units.items() if value is not None}
-    return Conditions(temperatures, clocks)
+            namesakes[name] += 1
+            temperatures[name if namesakes[name] == 1 else f"{name} {namesakes[name]}"] = millidegrees / 1e3
+    clocks = {"cpu": _mean(root, _CPU_CLOCKS, 1e3), "gpu": _mean(root, _GPU_CLOCKS, 1e6)}
+    return Conditions(temperatures, {unit: megahertz for unit, megahertz in clocks.items() if megahertz is not None})
 
 
-def _mean(root: Path, patterns: tuple[str, ...]) -> float | None:
-    found = [_number(path) for pattern in patterns for path in root.glob(pattern)]
-    values = [value for value in found if value is not None]
+def _by_name(rows: list[Mapping[str, float]]) -> dict[str, tuple[float | None, ...]]:
+    """Return the values of all rows by name, with None where a row lacks the name."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: tuple(row.get(name) for row in rows) for name in names}
+
+
+def _watts(readings: list[Reading | None]) -> Iterator[float | None]:
+    """Yield the mean power between every two adjacent readings; None if either is missing."""
+    for before, now in pairwise(readings):
+        if before is None or now is None or now.seconds <= before.seconds:
+            yield None
+        else:
+            yield (now.joules - before.joules) / (now.seconds - before.seconds)
+
+
+def _mean(root: Path, patterns: tuple[str, ...], per_mhz: float) -> float | None:
+    found = [_read_number(path) for pattern in patterns for path in root.glob(pattern)]
+    values = [value / per_mhz for value in found if value is not None]
     return fmean(values) if values else None
 
 
-def _new_name(name: str, taken: Mapping[str, object]) -> str:
-    """`name`, or where it is taken the first of `name 2`, `name 3`, ... that is not."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name} {number}"
-    return free
-
-
-def _number(path: Path) -> float | None:
+def _read_number(path: Path) -> float | None:
     try:
-        return float(_text(path) or "")
+        return float(_read(path) or "")
     except ValueError:
         return None
 
 
-def _text(path: Path) -> str | None:
-    """What a file says; None where it is not there, or the device behind it is asleep."""
+def _read(path: Path) -> str | None:
+    """Return the text of a file; None if it is missing, or if its device is asleep."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,26 +1,28 @@
-"""What a sensor's readings say of any stretch of time between them."""
+"""Energy over time, from a sensor's readings."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from sinkprune.contract.precision import Array
+
 MOST_GAP_SECONDS = 1.0
-"""Longer between two readings, and nothing is said of the time between them."""
+"""The longest time between two readings for which energy is interpolated."""
 
 
 class EnergyCurve:
-    """Joules over time: through the readings, and straight between two of them."""
+    """Joules over time, interpolated linearly between readings."""
 
     def __init__(self, seconds: Sequence[float], joules: Sequence[float]) -> None:
-        """Of readings as they came: moments of `time.monotonic`, and joules since the sensor was started."""
+        """Take the readings' moments, by `time.monotonic`, and joules since the sensor's start."""
         self._seconds, self._joules = np.array(seconds), np.array(joules)
 
     def joules(self, start: float, end: float) -> float | None:
-        """Those used from `start` to `end`, idle included; None without readings around them, or with long gaps."""
-        first, last = self._around(start, end)
+        """Return the joules from `start` to `end`, idle included; None without readings around them, or with gaps."""
+        first = int(np.searchsorted(self._seconds, start, side="right")) - 1
+        last = int(np.searchsorted(self._seconds, end, side="left"))
         if first < 0 or last >= len(self._seconds):
             return None
         if np.diff(self._seconds[first : last + 1]).max(initial=0.0) > MOST_GAP_SECONDS:
@@ -28,22 +30,21 @@ class EnergyCurve:
         return float(np.diff(np.interp([start, end], self._seconds, self._joules))[0])
 
     def sampled_seconds(self, start: float, end: float) -> float:
-        """How much of the time from `start` to `end` lies between two readings that both fell into it."""
-        inside = self._seconds[(self._seconds >= start) & (self._seconds <= end)]
+        """Return the time from the first to the last reading between `start` and `end`."""
+        inside = self._seconds[self._inside(start, end)]
         return float(inside[-1] - inside[0]) if len(inside) else 0.0
 
     def watts(self, start: float, end: float) -> list[float]:
-        """The power between each two readings next to each other that lie in the time from `start` to `end`."""
-        inside = (self._seconds >= start) & (self._seconds <= end)
-        points = zip(self._seconds[inside], self._joules[inside], strict=True)
-        pairs = itertools.pairwise(points)
-        return [float((joules - before) / (now - then)) for (then, before), (now, joules) in pairs if now > then]
+        """Return the mean power between every two adjacent readings from `start` to `end`."""
+        inside = self._inside(start, end)
+        seconds, joules = np.diff(self._seconds[inside]), np.diff(self._joules[inside])
+        watts: list[float] = (joules[seconds > 0] / seconds[seconds > 0]).tolist()
+        return watts
 
     def gaps(self) -> list[float]:
-        """Seconds between each two readings next to each other."""
-        return [float(gap) for gap in np.diff(self._seconds)]
+        """Return the seconds between every two adjacent readings."""
+        gaps: list[float] = np.diff(self._seconds).tolist()
+        return gaps
 
-    def _around(self, start: float, end: float) -> tuple[int, int]:
-        """The last reading at or before `start`, and the first at or behind `end`."""
-        first = int(np.searchsorted(self._seconds, start, side="right")) - 1
-        return first, int(np.searchsorted(self._seconds, end, side="left"))
+    def _inside(self, start: float, end: float) -> Array:
+        return (self._seconds >= start) & (self._seconds <= end)

@@ -1,4 +1,4 @@
-"""A sensor, read in a thread while a program does its work."""
+"""Reads a sensor in a thread while a program does its work."""
 
 from __future__ import annotations
 
@@ -7,42 +7,56 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import takewhile
 
 from sinkprune.contract.checks.ranges import RealNumber
 from sinkprune.contract.errors import PowerError
 from sinkprune.contract.reports.energy import IDLE_SECONDS, IdlePower, PowerReport
-from sinkprune.runtime.power import SILENT_SECONDS, Reading, Sensor
 from sinkprune.runtime.power.curve import EnergyCurve
+from sinkprune.runtime.power.sensor import SILENT_SECONDS, Reading, Sensor
 
 IDLE = RealNumber("--idle", 0.5, 3600, "from 0.5 to 3600 seconds")
 
 
 class EnergyMeter:
-    """All readings of a sensor since `measuring` began, and the idle power that came before anything else."""
+    """All readings of a sensor since `measuring` began. A day of them takes some tens of megabytes."""
 
-    def __init__(self, sensor: Sensor, readings: _Readings, idle: IdlePower) -> None:
-        """For `measuring`, which makes it."""
-        self._sensor, self._readings = sensor, readings
-        self.idle = idle
+    idle: IdlePower
+    """Measured before the block of `measuring` began."""
+
+    def __init__(self, sensor: Sensor) -> None:
+        """Start a thread that reads the sensor."""
+        self._sensor = sensor
+        self._seconds, self._joules = array("d"), array("d")
+        self._newest: Reading | None = None
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._read, name="power", daemon=True)
+        self._thread.start()
 
     @property
     def failure(self) -> str | None:
-        """Why the sensor tells nothing more; None while it does."""
-        return None if self._readings.failure is None else str(self._readings.failure)
+        """Why the sensor died; None while it lives."""
+        return None if self._error is None else str(self._error)
 
     @property
     def newest(self) -> Reading | None:
-        """The last reading; None where the sensor has died."""
-        return None if self._readings.failure else self._readings.newest
+        """The last reading; None if the sensor has died."""
+        return None if self._error else self._newest
 
     def curve(self) -> EnergyCurve:
-        """Through all readings, up to one that comes after this call where the sensor still lives."""
-        self._readings.wait_for_one()
-        return self._readings.curve()
+        """Return the energy over all readings. Waits for one more reading if the sensor lives."""
+        now = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or (self._newest and self._newest.seconds > now))
+            if self._error and not isinstance(self._error, PowerError):
+                raise self._error
+            return EnergyCurve(self._seconds, self._joules)
 
     def report(self) -> PowerReport:
-        """What was measured with, so far."""
+        """Describe the sensor and its readings so far."""
         gaps = self.curve().gaps()
         return PowerReport(
             sensor=self._sensor.name,
@@ -53,80 +67,56 @@ class EnergyMeter:
             failure=self.failure,
         )
 
+    def measure_idle(self, seconds: float) -> None:
+        """Measure idle power for this time. Raises `PowerError`."""
+        self.curve()
+        start = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._error, seconds)
+        end = time.monotonic()
+        curve = self.curve()
+        if self._error is not None:
+            raise self._error
+        joules, watts = curve.joules(start, end), curve.watts(start, end)
+        if joules is None or len(watts) < 2:
+            raise PowerError(
+                f"{self._sensor.name} gave {len(watts) + 1} values in {seconds:g} idle seconds, expected 3 or "
+                "more and none apart by more than a second. Give --idle more seconds, or end what keeps this machine "
+                "busy."
+            )
+        shares = statistics.quantiles(watts, n=20, method="inclusive")
+        self.idle = IdlePower(joules / (end - start), shares[0], shares[-1], end - start, len(watts) + 1)
+
+    def stop(self) -> None:
+        """End the thread, which ends the sensor."""
+        self._ended.set()
+        self._thread.join(2 * SILENT_SECONDS)
+
+    def _read(self) -> None:
+        """Read until `stop`, or until the sensor dies: the work of the thread."""
+        try:
+            with closing(self._sensor.readings()) as readings:
+                for reading in takewhile(lambda _: not self._ended.is_set(), readings):
+                    with self._changed:
+                        self._seconds.append(reading.seconds)
+                        self._joules.append(reading.joules)
+                        self._newest = reading
+                        self._changed.notify_all()
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
 
 @contextmanager
 def measuring(sensor: Sensor, idle_seconds: float = IDLE_SECONDS) -> Iterator[EnergyMeter]:
-    """A meter that reads `sensor` while the block runs, after `idle_seconds` that are taken for doing nothing.
+    """Yield a meter that reads `sensor` while the block runs, after it measured idle power for `idle_seconds`.
 
-    Raises `PowerError` where the sensor cannot be started, or tells nothing meanwhile.
+    Raises `PowerError` if the sensor cannot be started, or has no readings meanwhile.
     """
-    readings = _Readings(sensor)
-    sensor.start()
-    thread = threading.Thread(target=readings.take, name="power", daemon=True)
-    thread.start()
+    meter = EnergyMeter(sensor)
     try:
-        yield EnergyMeter(sensor, readings, _idle(sensor, readings, idle_seconds))
+        meter.measure_idle(idle_seconds)
+        yield meter
     finally:
-        readings.ended.set()
-        thread.join(2 * SILENT_SECONDS)
-        sensor.stop()
-
-
-class _Readings:
-    """What a thread reads. A day of it is some tens of megabytes."""
-
-    def __init__(self, sensor: Sensor) -> None:
-        self._sensor = sensor
-        self._seconds, self._joules = array("d"), array("d")
-        self._writing = threading.Lock()
-        self.newest: Reading | None = None
-        self.ended = threading.Event()
-        self.failure: PowerError | None = None
-        self._bug: Exception | None = None
-
-    def take(self) -> None:
-        """Read until `ended`, or until the sensor dies: the work of the thread."""
-        try:
-            while not self.ended.is_set():
-                reading = self._sensor.read()
-                with self._writing:
-                    self._seconds.append(reading.seconds)
-                    self._joules.append(reading.joules)
-                self.newest = reading
-        except PowerError as error:
-            self.failure = error
-        except Exception as error:
-            self._bug = error
-
-    def curve(self) -> EnergyCurve:
-        """Through all readings so far."""
-        with self._writing:
-            return EnergyCurve(self._seconds, self._joules)
-
-    def wait_for_one(self) -> None:
-        """Return when a reading of after this call is there, or none will come."""
-        now = time.monotonic()
-        # A sensor that tells nothing ends in a failure.
-        while self.failure is None and not (self.newest and self.newest.seconds > now):
-            if self._bug is not None:
-                raise self._bug
-            time.sleep(0.005)
-
-
-def _idle(sensor: Sensor, readings: _Readings, seconds: float) -> IdlePower:
-    readings.wait_for_one()
-    start = time.monotonic()
-    readings.ended.wait(seconds)
-    end = time.monotonic()
-    readings.wait_for_one()
-    if readings.failure is not None:
-        raise readings.failure
-    curve = readings.curve()
-    joules, watts = curve.joules(start, end), curve.watts(start, end)
-    if joules is None or len(watts) < 2:
-        raise PowerError(
-            f"{sensor.name} told {len(watts) + 1} values in {seconds:g} seconds of idling, expected 3 or more and "
-            "none apart by more than a second. Give --idle more seconds, or end what keeps this machine busy."
-        )
-    shares = statistics.quantiles(watts, n=20, method="inclusive")
-    return IdlePower(joules / (end - start), shares[0], shares[-1], end - start, len(watts) + 1)
+        meter.stop()

@@ -1,76 +1,47 @@
-"""The energy of x86 processors and their memory, by the RAPL counters of Linux: Intel's, and AMD's since Zen."""
+"""The energy of x86 processors and their memory, from Linux's RAPL counters (Intel, and AMD since Zen)."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
 
 from sinkprune.contract.errors import NoSensorError, PowerError
-from sinkprune.runtime.power import ROOT, Reading
-from sinkprune.runtime.power.counter import next_count
+from sinkprune.runtime.power.sensor import Reading, Sensor, count_steps
 
-_FOLDER = Path("sys/class/powercap")
-# The same domains show again as intel-rapl-mmio; psys holds the packages, and core and uncore lie within them.
+# The same domains are listed again as intel-rapl-mmio. psys includes packages, and packages include core and uncore.
 _ZONES = "intel-rapl:*"
 _COUNTED = re.compile(r"package-\d+|dram")
-_PERIOD = 0.02
 
 
-class Rapl:
-    """The counters of all packages, and of memory where it is counted apart."""
+def open_rapl(root: Path) -> Sensor:
+    """Return the counters of all packages, and of memory that no package includes.
 
-    name = "rapl"
+    Raises `NoSensorError` without a counter below `root`, and `PowerError` for one that cannot be read.
+    """
+    folder = root / "sys/class/powercap"
+    zones = {zone: (zone / "name").read_text().strip() for zone in sorted(folder.glob(_ZONES)) if zone.is_dir()}
+    counted = {zone: name for zone, name in zones.items() if _COUNTED.fullmatch(name)}
+    if not counted:
+        raise NoSensorError(
+            f"there is no RAPL counter of a processor below '{folder}' ({_ZONES}). Virtual machines have none, "
+            "and elsewhere the kernel's module is missing: modprobe intel_rapl_msr."
+        )
+    # A counter restarts at 0 after minutes to hours.
+    ranges = [_read_number(zone / "max_energy_range_uj") for zone in counted]
 
-    def __init__(self, root: Path = ROOT) -> None:
-        """Finds the counters below `root`, and that they may be read. Raises `NoSensorError` and `PowerError`."""
-        folder = root / _FOLDER
-        zones = [(zone, (zone / "name").read_text().strip()) for zone in sorted(folder.glob(_ZONES)) if zone.is_dir()]
-        self._domains = [_Domain.of(zone, name) for zone, name in zones if _COUNTED.fullmatch(name)]
-        if not self._domains:
-            raise NoSensorError(
-                f"there is no RAPL counter of a processor below '{folder}' ({_ZONES}). Virtual machines have none, "
-                "and elsewhere the kernel's module is missing: modprobe intel_rapl_msr."
-            )
-        self.measures = f"{' + '.join(domain.name for domain in self._domains)} of this machine's processors"
-        self._counts = self._read()
-        self._microjoules = 0
+    def read() -> list[int]:
+        return [_read_number(zone / "energy_uj") for zone in counted]
 
-    def start(self) -> None:
-        self._microjoules, self._counts = 0, self._read()
+    def readings() -> Generator[Reading]:
+        for seconds, microjoules in count_steps(read, ranges, "the RAPL counter"):
+            yield Reading(seconds, microjoules / 1e6)
 
-    def read(self) -> Reading:
-        now, counts = next_count(self._read, self._counts, _PERIOD, "the RAPL counter")
-        for domain, count, before in zip(self._domains, counts, self._counts, strict=True):
-            # Counters begin anew behind their range, after some minutes to hours.
-            self._microjoules += count - before + (domain.range if count < before else 0)
-        self._counts = counts
-        return Reading(now, self._microjoules / 1e6)
-
-    def stop(self) -> None:
-        """Nothing was begun."""
-
-    def _read(self) -> list[int]:
-        return [domain.microjoules() for domain in self._domains]
+    read()
+    return Sensor("rapl", f"{' + '.join(counted.values())} of this machine's processors", readings)
 
 
-class _Domain(NamedTuple):
-    """One counter."""
-
-    zone: Path
-    name: str
-    range: int
-    """Microjoules that it counts before it begins anew."""
-
-    @staticmethod
-    def of(zone: Path, name: str) -> _Domain:
-        return _Domain(zone, name, _number(zone / "max_energy_range_uj"))
-
-    def microjoules(self) -> int:
-        return _number(self.zone / "energy_uj")
-
-
-def _number(path: Path) -> int:
+def _read_number(path: Path) -> int:
     try:
         return int(path.read_text())
     except PermissionError as error:
@@ -80,4 +51,4 @@ def _number(path: Path) -> int:
             f"a+r {path.parents[1]}/{_ZONES}/energy_uj"
         ) from error
     except (OSError, ValueError) as error:
-        raise PowerError(f"'{path}' tells no number: {error}.") from error
+        raise PowerError(f"'{path}' holds no number: {error}.") from error

@@ -10,10 +10,10 @@ from sinkprune.contract.errors import UsageError
 from sinkprune.contract.reports.energy import RateEnergy
 from sinkprune.contract.reports.rate_report import BudgetRate, Latency, RateReport
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.power import ROOT
-from sinkprune.runtime.power.conditions_log import logging_conditions
+from sinkprune.runtime.power.conditions import logging_conditions
 from sinkprune.runtime.power.curve import EnergyCurve
 from sinkprune.runtime.power.meter import EnergyMeter
+from sinkprune.runtime.power.sensor import ROOT
 from sinkprune.runtime.profiling.frame_clock import FrameClock, Served
 from sinkprune.runtime.profiling.profile import WARMUP, described
 from sinkprune.runtime.steps.answer import Answer
