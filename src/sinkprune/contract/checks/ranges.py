@@ -1,4 +1,4 @@
-"""Numbers that a user gives, to a command or to a function."""
+"""Ranges of numbers, for options of commands and arguments of functions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True)
 class _Number(Generic[N]):
-    """A number from `least` to `most`, of a program (`check`) or of a command line (called with the word)."""
+    """A number from `least` to `most`: an argument (`check`), or a word of a command line (call it)."""
 
     name: str
-    """What messages call it, as in `--repeat`."""
+    """The name in messages, as in `--repeat`."""
     least: N
     most: N
     expected: str = ""
-    """What messages say is expected; its kind and bounds unless given."""
+    """The expectation in messages; by default the kind and the bounds."""
     kind: ClassVar[type]
     numbers: ClassVar[type]
 
     def check(self, value: object) -> N:
-        """`value` as Python's own number, where it is one of numpy's too; True is none. Raises `UsageError`."""
+        """Return `value`, a number of Python or numpy, as Python's. True is no number. Raises `UsageError`."""
         number, kind = value, Annotated[self.kind, Bounds(self.least, self.most)]
         if isinstance(value, self.numbers) and not isinstance(value, bool):
             try:
@@ -39,11 +39,11 @@ class _Number(Generic[N]):
         return number  # type: ignore[return-value]
 
     def __call__(self, word: str) -> N:
-        """The number that `word` says; raises `UsageError`."""
+        """Return the number in `word`. Raises `UsageError`."""
         try:
             return self.check(self.kind(word))
         except ValueError:
-            # No number, or one of more digits than Python reads.
+            # No number, or one with more digits than Python reads.
             return self.check(word)
 
 
