@@ -100,37 +100,32 @@ class Budget:
         return Counts(outliers, sink, reserve, diverse, stages)
 
 
-def _llava_row(reserve: int, diverse: int, *stages: int) -> Budget:
-    """Return a row of counts for the 576 tokens of LLaVA-1.5's 24x24 grid."""
-    return Budget(Share(reserve, 576), Share(diverse, 576), tuple(Share(stage, 576) for stage in stages))
-
-
-def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
-    """Return a row of shares of N, for families whose images differ in their number of tokens."""
-    return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
+def _row(tokens: int, reserve: int, diverse: int, *stages: int) -> Budget:
+    """Return the budget of a table's row, whose counts are of `tokens` visual tokens."""
+    return Budget(Share(reserve, tokens), Share(diverse, tokens), tuple(Share(stage, tokens) for stage in stages))
 
 
 LLAVA_BUDGETS = {
-    "retain-192": _llava_row(192, 192, 345, 195, 138),
-    "retain-128": _llava_row(128, 128, 230, 130, 92),
-    "retain-64": _llava_row(64, 64, 110, 74, 42),
-    "retain-32": _llava_row(32, 32, 54, 36, 22),
+    "retain-192": _row(576, 192, 192, 345, 195, 138),
+    "retain-128": _row(576, 128, 128, 230, 130, 92),
+    "retain-64": _row(576, 64, 64, 110, 74, 42),
+    "retain-32": _row(576, 32, 32, 54, 36, 22),
 }
 """Budgets of LLaVA-1.5: the paper's counts of 576 tokens."""
 
 LLAVA_NEXT_BUDGETS = {
-    "retain-320": _llava_row(64, 64, 110, 74, 42),
-    "retain-160": _llava_row(32, 32, 54, 36, 22),
+    "retain-320": _row(576, 64, 64, 110, 74, 42),
+    "retain-160": _row(576, 32, 32, 54, 36, 22),
 }
 """Budgets of LLaVA-NeXT: rows of one tile; the names count the tokens of five tiles."""
 
 QWEN_BUDGETS = {
-    "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
-    "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
-    "prune-80": _per_mille_row(400, 50, 300, 200, 120),
-    "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
+    "prune-66.7": _row(1000, 450, 50, 400, 350, 250),
+    "prune-77.8": _row(1000, 450, 50, 300, 200, 120),
+    "prune-80": _row(1000, 400, 50, 300, 200, 120),
+    "prune-88.9": _row(1000, 200, 50, 180, 110, 60),
 }
-"""Budgets of families whose images differ in their number of tokens."""
+"""Budgets of families whose images differ in their number of tokens, per mille."""
 
 OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "raster": lambda budget: replace(budget, order="raster"),

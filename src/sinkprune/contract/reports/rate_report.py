@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sinkprune.contract.reports.energy import RateEnergy
-from sinkprune.contract.reports.report import Measured
+from sinkprune.contract.reports.report import Measured, percentile
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Latency:
     def of(values: Sequence[float]) -> Latency:
         """Return the statistics of at least one value."""
         ordered = sorted(values)
-        p50, p95, p99 = (ordered[math.ceil(share * len(ordered) / 100) - 1] for share in (50, 95, 99))
+        p50, p95, p99 = (percentile(ordered, share) for share in (50, 95, 99))
         return Latency(statistics.fmean(ordered), p50, p95, p99, ordered[-1], statistics.pstdev(ordered))
 
 

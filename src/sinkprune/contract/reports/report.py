@@ -29,6 +29,11 @@ OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
 sampling the first token."""
 
 
+def percentile(ordered: Sequence[float], share: int) -> float:
+    """Return the smallest of the ascending values that is not exceeded by `share` % of them."""
+    return ordered[math.ceil(share * len(ordered) / 100) - 1]
+
+
 @dataclass(frozen=True)
 class Spread:
     """Median and 95th percentile of repeated measurements."""
@@ -38,9 +43,8 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """Return the spread of at least one value; p95 is the smallest value not exceeded by 95 % of them."""
-        ordered = sorted(values)
-        return Spread(statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1])
+        """Return the spread of at least one value."""
+        return Spread(statistics.median(values), percentile(sorted(values), 95))
 
 
 @dataclass(frozen=True)
