@@ -131,7 +131,7 @@ def test_sums_pin_the_folder(built: Built, tmp_path: Path) -> None:
     engines = built("onnxruntime")
     right = read_engines(engines).sha256
     assert Pipeline.load(engines, sha256=right).bundle.engines is not None
-    with pytest.raises(EnginesError, match="It is not the one that is meant"):
+    with pytest.raises(EnginesError, match="It is not the expected manifest"):
         Pipeline.load(engines, sha256="a" * 64)
     with pytest.raises(UsageError, match="were not to be compared"):
         Pipeline.load(read_runnable(engines, Trust(right)), check_sums=False)

@@ -28,7 +28,7 @@ class Share:
     denominator: Size
 
     def of(self, tokens: int) -> int:
-        """The share of `tokens`, as a count."""
+        """Return the share of `tokens` as a count."""
         if self.numerator == 0:
             return 0
         return max(1, tokens * self.numerator // self.denominator)
@@ -39,7 +39,7 @@ class Counts:
     """A budget resolved for a number of visual tokens. All values are token counts."""
 
     outliers: Count
-    """|H| of each group: the high-norm tokens that are taken out."""
+    """|H| of each group: the high-norm tokens that are removed."""
     sink: Count
     """1 if their mean takes the first place of each group's kept tokens, else 0."""
     reserve: Count
@@ -51,17 +51,17 @@ class Counts:
 
     @property
     def kept(self) -> int:
-        """n0: the tokens each group sends to the LLM."""
+        """n0: the tokens that each group sends to the LLM."""
         return self.sink + self.reserve + self.diverse
 
     def of_groups(self, groups: int) -> Counts:
-        """The counts of an image of `groups` groups, where these are those of one."""
+        """Return the counts of an image of `groups` groups, from those of one group."""
         return replace(self, stages=tuple(stage * groups for stage in self.stages))
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What is kept, and the options of method.md sections 1 and 2. The defaults are the method itself."""
+    """The shares that are kept, and the options of method.md sections 1 and 2. The defaults are the method itself."""
 
     reserve: Share
     """k_res: salient tokens of a group."""
@@ -72,7 +72,7 @@ class Budget:
     outlier_per_mille: Annotated[int, Bounds(0, 1000)] = 10
     """rho: high-norm tokens of a group, rounded up."""
     diversity_group_size: Size = 16
-    """b: how many diverse tokens are chosen at once, without being compared with each other."""
+    """b: how many diverse tokens are chosen at once, without comparing them with each other."""
     sanitizer: bool = True
     """Whether tokens are dropped before the LLM at all."""
     remove_outliers: bool = True
@@ -80,15 +80,15 @@ class Budget:
     """Whether outliers are averaged into a sink token, or only dropped."""
     order: Literal["grouped", "raster"] = "grouped"
     scores_over: Literal["all_keys", "visual_keys"] = "all_keys"
-    """The keys that a stage's softmax runs over."""
+    """The keys in a stage's softmax."""
     positions: Literal["keep", "compact"] = "keep"
     """Whether survivors of a stage keep their position ids or are renumbered."""
     frames: Literal["together", "apart"] = "together"
-    """Whether the frames of a clip are sanitised as one group or each as one."""
+    """Whether the frames of a clip form one group or one group each."""
 
     def resolve(self, tokens: int, groups: int = 1) -> Counts:
-        """The counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
-        # Stages take shares of what the image had, whatever the sanitizer left of it.
+        """Return the counts for `groups` groups of `tokens` visual tokens each (method.md section 1, "Clip")."""
+        # Stages take shares of the whole image, not of the tokens that the sanitizer keeps.
         stages = tuple(stage.of(tokens * groups) for stage in self.stages)
         if not self.sanitizer:
             return Counts(outliers=0, sink=0, reserve=tokens, diverse=0, stages=stages)
@@ -100,37 +100,32 @@ class Budget:
         return Counts(outliers, sink, reserve, diverse, stages)
 
 
-def _llava_row(reserve: int, diverse: int, *stages: int) -> Budget:
-    """A row of counts for the 576 tokens of LLaVA-1.5's 24x24 grid."""
-    return Budget(Share(reserve, 576), Share(diverse, 576), tuple(Share(stage, 576) for stage in stages))
-
-
-def _per_mille_row(reserve: int, diverse: int, *stages: int) -> Budget:
-    """A row of shares of N, for families whose images differ in theirs."""
-    return Budget(Share(reserve, 1000), Share(diverse, 1000), tuple(Share(stage, 1000) for stage in stages))
+def _row(tokens: int, reserve: int, diverse: int, *stages: int) -> Budget:
+    """Return the budget of a table's row, whose counts are of `tokens` visual tokens."""
+    return Budget(Share(reserve, tokens), Share(diverse, tokens), tuple(Share(stage, tokens) for stage in stages))
 
 
 LLAVA_BUDGETS = {
-    "retain-192": _llava_row(192, 192, 345, 195, 138),
-    "retain-128": _llava_row(128, 128, 230, 130, 92),
-    "retain-64": _llava_row(64, 64, 110, 74, 42),
-    "retain-32": _llava_row(32, 32, 54, 36, 22),
+    "retain-192": _row(576, 192, 192, 345, 195, 138),
+    "retain-128": _row(576, 128, 128, 230, 130, 92),
+    "retain-64": _row(576, 64, 64, 110, 74, 42),
+    "retain-32": _row(576, 32, 32, 54, 36, 22),
 }
-"""Of LLaVA-1.5, where the paper's counts are of 576 tokens."""
+"""Budgets of LLaVA-1.5: the paper's counts of 576 tokens."""
 
 LLAVA_NEXT_BUDGETS = {
-    "retain-320": _llava_row(64, 64, 110, 74, 42),
-    "retain-160": _llava_row(32, 32, 54, 36, 22),
+    "retain-320": _row(576, 64, 64, 110, 74, 42),
+    "retain-160": _row(576, 32, 32, 54, 36, 22),
 }
-"""Of LLaVA-NeXT: rows of one tile; the names count those of five."""
+"""Budgets of LLaVA-NeXT: rows of one tile; the names count the tokens of five tiles."""
 
 QWEN_BUDGETS = {
-    "prune-66.7": _per_mille_row(450, 50, 400, 350, 250),
-    "prune-77.8": _per_mille_row(450, 50, 300, 200, 120),
-    "prune-80": _per_mille_row(400, 50, 300, 200, 120),
-    "prune-88.9": _per_mille_row(200, 50, 180, 110, 60),
+    "prune-66.7": _row(1000, 450, 50, 400, 350, 250),
+    "prune-77.8": _row(1000, 450, 50, 300, 200, 120),
+    "prune-80": _row(1000, 400, 50, 300, 200, 120),
+    "prune-88.9": _row(1000, 200, 50, 180, 110, 60),
 }
-"""Of families whose images differ in their number of tokens."""
+"""Budgets of families whose images differ in their number of tokens, per mille."""
 
 OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "raster": lambda budget: replace(budget, order="raster"),
@@ -143,15 +138,15 @@ OPTIONS: dict[str, Callable[[Budget], Budget]] = {
     "compact": lambda budget: replace(budget, positions="compact"),
     "per-frame": lambda budget: replace(budget, frames="apart"),
 }
-"""The options of method.md sections 1 and 2, by the name they have behind a budget's ``+``; docs/budgets.md says what
-each of them does. One more has a number in it: `with_option`."""
+"""The options of method.md sections 1 and 2, by their name after a budget's ``+`` (docs/budgets.md). `with_option`
+adds one with a number."""
 _RHO = re.compile(r"rho-([1-9][0-9]?[0-9]?)")
 
 
 def with_option(budget: Budget, name: str) -> Budget:
-    """The budget with an option: one of `OPTIONS`, or `rho-N`, which has N of 1000 tokens count as outliers.
+    """Return the budget with an option: one of `OPTIONS`, or `rho-N`, by which N of 1000 tokens are outliers.
 
-    Raises `BudgetError` for any other.
+    Raises `BudgetError` for any other name.
     """
     if name in OPTIONS:
         return OPTIONS[name](budget)
@@ -164,7 +159,7 @@ def with_option(budget: Budget, name: str) -> Budget:
 
 
 def prune_layers(num_layers: int) -> tuple[int, ...]:
-    """The 0-based decoder layers after which SinkPruner drops tokens: (2, 6, 15), or their scaling.
+    """Return the 0-based decoder layers after which SinkPruner drops tokens: (2, 6, 15), scaled to `num_layers`.
 
     Raises `BudgetError` for models too shallow to prune three times.
     """
@@ -172,10 +167,11 @@ def prune_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def scaled_layers(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
-    """A paper's 0-based `layers` of a 32-layer decoder, for one of `num_layers`.
+    """Return a paper's 0-based `layers` of a 32-layer decoder, scaled to a decoder of `num_layers`.
 
-    From 28 layers on (7B, 13B and larger) the paper's layers stand; below, they scale by depth/32, rounded half
-    up (method.md section 3). Raises `BudgetError` where two of them would fall together, or one on the last layer.
+    Decoders of 28 layers or more (7B, 13B and larger) keep the paper's layers. For others, the layers scale by
+    depth/32, rounded half up (method.md section 3). Raises `BudgetError` if two layers coincide, or if one is the
+    last.
     """
     scaled = _scaled(layers, num_layers)
     if not _apart(scaled, num_layers):
@@ -193,5 +189,5 @@ def _scaled(layers: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
 
 
 def _apart(layers: tuple[int, ...], num_layers: int) -> bool:
-    """Whether each stage comes after the one before, and before the last layer."""
+    """Return whether the layers ascend and end before the last layer."""
     return all(first < second for first, second in pairwise((*layers, num_layers - 1)))

@@ -1,7 +1,7 @@
 """A bundle on disk: a folder of graphs, weights and `bundle.json`, their manifest.
 
-This module is the only reader and writer of `bundle.json`. Reading validates everything before anything is loaded:
-the format version, every field, what the graphs take and give, and (`Bundle.verify`) every file's size and sha256.
+Only this module reads and writes `bundle.json`. Reading validates the format version, every field, the graphs' inputs
+and outputs, and every file's size, before anything is loaded. `Bundle.verify` compares every sha256.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from sinkprune.contract.plans import Plan
 
 @dataclass(frozen=True)
 class Bundle(Folder[Manifest]):
-    """A bundle that was read: where it lies, what its manifest says, and its files, held open."""
+    """A bundle that was read: its place, its manifest, and its files, held open."""
 
     kind = BUNDLE
     engines: Engines | None = None
-    """The folder of engines that it came with, which run in the place of its graphs; None for one with graphs."""
+    """The engines that run instead of graphs, if the bundle is part of a folder of engines; else None."""
 
     def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-        """Compare every file with its sha256; `on_bytes` is told of bytes read. Raises `BundleError`, `EnginesError`.
+        """Compare every file with its sha256. `on_bytes` receives the progress in bytes.
 
-        Of one that came with engines it is their files, which are all that will be read.
+        For a bundle in a folder of engines, these are the files of the engines. Raises `BundleError`, `EnginesError`.
         """
         if self.engines is None:
             super().verify(on_bytes)
@@ -44,16 +44,16 @@ class Bundle(Folder[Manifest]):
             self.engines.verify(on_bytes)
 
     def graph_path(self, graph: str) -> Path:
-        """The path of the ONNX file of the graph that bears this name in the manifest."""
+        """Return the path of the ONNX file of the graph that the manifest calls `graph`."""
         return self.path / self.manifest.graphs[graph].file
 
 
 def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY, *, whole: bool = True) -> Bundle:
-    """The bundle at `path`: its manifest validated, and every file present at its size and held open.
+    """Return the bundle at `path`: its manifest validated, and every file of its size and held open.
 
-    One that need not be `whole` may lack files, as `sinkprune-build --move` leaves it on its way. The files' sums are
-    not compared: see `Bundle.verify`. Raises `BundleError`, also for a manifest that is not the one that `trust`
-    expects, and for a folder of engines: it holds no graphs.
+    Files may be missing unless the bundle must be `whole`: `sinkprune-build --move` removes them one by one.
+    `Bundle.verify` compares the sums. Raises `BundleError`, also for a manifest other than `trust` expects, and for a
+    folder of engines, which holds no graphs.
     """
     root = Path(path)
     recover(root, BUNDLE)
@@ -67,10 +67,10 @@ def read_bundle(path: str | os.PathLike[str], trust: Trust = ANY, *, whole: bool
 
 
 def read_runnable(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
-    """What can be run: the bundle at `path`, or the one that came with the folder of engines at `path`.
+    """Return the bundle at `path`, or the bundle in the folder of engines at `path`.
 
-    `trust` is of the folder's own manifest, `bundle.json` or `engines.json`. Raises `BundleError` and `EnginesError`,
-    as `read_bundle` and `read_engines` do.
+    `trust` applies to the folder's own manifest, `bundle.json` or `engines.json`. Raises `BundleError` and
+    `EnginesError`, as `read_bundle` and `read_engines` do.
     """
     root = Path(path)
     recover(root, ENGINES)
@@ -78,7 +78,7 @@ def read_runnable(path: str | os.PathLike[str], trust: Trust = ANY) -> Bundle:
 
 
 def _came_with(engines: Engines) -> Bundle:
-    """The bundle that came with `engines`: its manifest, tokenizer, chat template and embedding, and no graphs."""
+    """Return the bundle in a folder of engines: manifest, tokenizer, chat template and embedding, without graphs."""
     root = engines.path / BUNDLE_FOLDER
     files = {
         name.removeprefix(f"{BUNDLE_FOLDER}/"): file
@@ -101,17 +101,15 @@ def _came_with(engines: Engines) -> Bundle:
 
 
 def _check_consistent(path: Path, manifest: Manifest) -> None:
-    """Refuse a manifest whose parts do not fit each other, or whose files lie outside the bundle."""
+    """Reject a manifest of an unknown family, or whose parts contradict each other."""
     if manifest.family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise BundleError(f"'{path}' is of family '{manifest.family}', expected one of: {known}. {BUNDLE.upgrade}")
-    complaint = next(_complaints(manifest), None)
-    if complaint is not None:
-        raise BundleError(f"'{path}' {complaint}. {BUNDLE.again}")
+    BUNDLE.check_consistent(path, _complaints(manifest))
 
 
 def _complaints(manifest: Manifest) -> Iterator[str]:
-    """Yield each part of a manifest that does not fit the others. Read the first only: later checks rely on it."""
+    """Yield each contradiction in a manifest. Read the first only, because later checks rely on earlier ones."""
     lm = manifest.language_model
     if lm.rope_sections and sum(lm.rope_sections) != lm.head_dim // 2:
         sections, half = list(lm.rope_sections), lm.head_dim // 2

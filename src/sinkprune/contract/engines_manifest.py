@@ -1,7 +1,7 @@
-"""A folder of engines and its `engines.json`: what the engines were built from, with and for.
+"""A folder of engines and its `engines.json`: the bundle, library, GPUs and limits of the engines.
 
-This module is the only reader and writer of `engines.json`. TensorRT's engines are machine code for one version of
-the library and some GPUs; everything here is compared before any of them is loaded.
+Only this module reads and writes `engines.json`. TensorRT's engines are machine code for one version of the
+library and some GPUs. All fields are compared before an engine is loaded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sinkprune.contract.files.trust import ANY, Trust
 FORMAT_VERSION = 4
 MANIFEST = "engines.json"
 BUNDLE_FOLDER = "bundle"
-"""Within a folder of engines: what a bundle has beside its graphs, so that the folder runs by itself."""
+"""The subfolder of engines with a bundle's files other than graphs, so that the engines run without the bundle."""
 
 Target = Literal["onnxruntime", "onnxruntime+openvino", "openvino", "tensorrt", "tensorrt-rtx"]
-"""The library, or libraries, that engines are built by and run in."""
+"""The libraries that build and run the engines."""
 ANY_SHAPE: tuple[Target, ...] = ("onnxruntime", "onnxruntime+openvino", "openvino")
 """The targets whose engines take any shape: no optimisation profiles, and only the limits that the user gave."""
 ASKED_LIMITS = "limits"
@@ -33,8 +33,8 @@ ASKED_LIMITS = "limits"
 
 Engines that take any shape enforce these limits only. Engines built before this flag existed enforce none."""
 Realisation = Literal["plugin", "function", "stripped"]
-"""What became of a `TopRho` or `DiversitySelect` node: our plugin, named as such by the parser; the compiled function
-body; or our plugin, after the function that would have won (before TensorRT 10.7) was stripped."""
+"""How an engine computes a `TopRho` or `DiversitySelect` node: by our plugin; by the compiled function body; or by
+our plugin after the function body was stripped, because functions take precedence before TensorRT 10.7."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,14 @@ class Range:
 
 
 OptimisationProfile = dict[str, Range]
-"""The shapes that one optimisation profile of a TensorRT engine takes and is tuned for, by the input's name."""
+"""The shapes of one optimisation profile of a TensorRT engine, by the input's name."""
 OptimisationProfiles = dict[str, OptimisationProfile]
-"""The optimisation profiles of one engine by their names, in the engine's order; empty for an engine that takes any
-shape."""
+"""The optimisation profiles of one engine by name, in the engine's order; empty if it takes any shape."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may be at most where engines are built for it; a larger one needs other engines."""
+    """The largest request that engines are built for."""
 
     prompt_tokens: Size
     """Text tokens of a rendered prompt (`sinkprune-build --max-prompt`)."""
@@ -82,37 +81,37 @@ class EngineSpec:
     """The engine built of one graph, as `engines.json` lists it."""
 
     file: str
-    """The engine's file, relative to the engines folder."""
+    """The engine's file, relative to the folder of engines."""
     optimisation_profiles: OptimisationProfiles
-    """`prefill`, and `decode` for graphs that run in both; or `clip` and `image`, for graphs that are given groups
-    where no one optimisation profile can hold both. The narrower stands last. Empty where engines take any shape."""
+    """`prefill`, and `decode` for graphs that run in both; or `clip` and `image`, for graphs of groups where no one
+    profile holds both. The narrower one is last. Empty for engines that take any shape."""
     nodes: dict[str, Realisation]
-    """What became of each node of domain `sinkprune`, by the node's name."""
+    """How the engine computes each node of domain `sinkprune`, by the node's name."""
     device_memory: Annotated[int, Bounds(0, 1 << 50)] | None
-    """Bytes of activations an execution context needs; None where only a GPU could tell and the build had none."""
+    """Bytes of activations of an execution context; None if the build had no GPU to measure them."""
     build_seconds: float
-    """How long the library took to build it."""
+    """The time that the library took to build the engine."""
 
 
 @dataclass(frozen=True)
 class EnginesManifest:
-    """The content of `engines.json`: the engines of a folder, and what they were built from, with and for."""
+    """The content of `engines.json`."""
 
     format_version: int
     sinkprune_version: str
     target: Target
     library_version: str
-    """The version of the library, of two with a + between; engines load in exactly this one."""
+    """The version of the library, or of two joined by +. Engines load only in exactly this version."""
     compute_capabilities: tuple[Count, ...]
-    """The GPUs the engines hold code for, e.g. 87 for sm_87; empty where they are for a processor."""
+    """The GPUs that the engines hold code for, e.g. 87 for sm_87; empty for engines of a CPU."""
     bundle_sha256: str
     """The sha256 of the bundle's `bundle.json`, which holds the sums of all its files."""
     checkpoint_sha256: str
-    """The sha256 of the checkpoint's `config.json`, as the bundle has it."""
+    """The sha256 of the checkpoint's `config.json`, copied from the bundle."""
     plugins: dict[str, str]
-    """The sha256 of each plugin's kernels, by plugin name; a plugin must be there in this version when loaded."""
+    """The sha256 of each plugin's kernels, by plugin name. Loading needs plugins with the same sums."""
     flags: dict[str, str]
-    """What the library was told when it built the engines, and on what, by the flag's name."""
+    """The library's build options and the build machine, by the flag's name."""
     limits: Limits
     engines: dict[str, EngineSpec]
     """The engines by graph name, as in the bundle."""
@@ -141,33 +140,25 @@ ENGINES = ManifestFile(
 
 
 class Engines(Folder[EnginesManifest]):
-    """A folder of engines that was read: where it lies, what its `engines.json` says, and its files, held open."""
+    """A folder of engines that was read: its place, its `engines.json`, and its files, held open."""
 
     kind = ENGINES
 
     def engine_path(self, graph: str) -> Path:
-        """The path of the engine of the graph of that name, as in the bundle."""
+        """Return the path of the engine of the bundle's graph `graph`."""
         return self.path / self.manifest.engines[graph].file
 
 
 def read_engines(path: str | os.PathLike[str], trust: Trust = ANY) -> Engines:
-    """The engines in the folder `path`: their manifest validated, and every file present at its size and held open.
+    """Return the engines in the folder `path`: their manifest validated, and every file of its size and held open.
 
-    Raises `EnginesError`, also for a manifest that is not the one that `trust` expects. Sums are not compared: see
-    `Engines.verify`.
+    Raises `EnginesError`, also for a manifest other than `trust` expects. `Engines.verify` compares the sums.
     """
     root = Path(path)
     recover(root, ENGINES)
     manifest, sha256 = ENGINES.read(root, EnginesManifest, trust)
-    _check_consistent(root / MANIFEST, manifest)
+    ENGINES.check_consistent(root / MANIFEST, _complaints(manifest))
     return Engines(root, manifest, sha256, ENGINES.hold(root, manifest.files), trust)
-
-
-def _check_consistent(path: Path, manifest: EnginesManifest) -> None:
-    """Refuse a manifest whose parts do not fit each other."""
-    complaint = next(_complaints(manifest), None)
-    if complaint is not None:
-        raise EnginesError(f"'{path}' {complaint}. {ENGINES.again}")
 
 
 def _complaints(manifest: EnginesManifest) -> Iterator[str]:

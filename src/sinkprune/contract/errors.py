@@ -1,4 +1,4 @@
-"""Errors a user can mend. Every message says what was found, what was expected and what to do.
+"""Errors that a user can mend. Every message has what was found, what was expected and what to do.
 
 A command turns any `SinkpruneError` into exit code 2 and its message, without a traceback; every other exception
 is our bug and keeps its traceback (exit code 1). See `sinkprune.contract.command_line.command`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 class SinkpruneError(Exception):
-    """The base of all errors the user can mend."""
+    """The base of all errors that the user can mend."""
 
 
 class CheckpointError(SinkpruneError):
@@ -40,7 +40,7 @@ class PromptError(SinkpruneError):
 
 
 class PruningError(SinkpruneError):
-    """Pruning was asked for and nothing was pruned."""
+    """Pruning was requested and dropped nothing."""
 
 
 class BackendError(SinkpruneError):
@@ -48,11 +48,11 @@ class BackendError(SinkpruneError):
 
 
 class OutputError(SinkpruneError):
-    """A file the command was asked for cannot be written."""
+    """An output file cannot be written."""
 
 
 class NumericsError(SinkpruneError):
-    """A model gave values that are not finite, so no selection or token can be trusted."""
+    """A model returned values that are not finite, so no selection or token is reliable."""
 
 
 class UsageError(SinkpruneError):
@@ -60,15 +60,15 @@ class UsageError(SinkpruneError):
 
 
 class OptionError(UsageError, TypeError):
-    """A function was given an option that it does not have."""
+    """A function has no such option."""
 
 
 class PowerError(SinkpruneError):
-    """A power sensor may not be read, tells nothing of use, or has died."""
+    """A power sensor may not be read, returns nothing useful, or has failed."""
 
 
 class NoSensorError(PowerError):
-    """A power sensor is not there, or what reads it is not installed."""
+    """A power sensor does not exist, or its library is not installed."""
 
 
 class TaskError(SinkpruneError):
@@ -76,4 +76,4 @@ class TaskError(SinkpruneError):
 
 
 class AccuracyError(SinkpruneError):
-    """Quantised weights change what a model gives by more than was allowed."""
+    """Quantised weights change the model's outputs by more than the limit."""

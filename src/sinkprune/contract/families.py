@@ -1,7 +1,7 @@
-"""The model families: one row each, by the name a bundle bears.
+"""The model families, one row each, by their name in `bundle.json`.
 
-A row names a module in `sinkprune.export.families` and one in `sinkprune.runtime.families`, which are loaded when a
-checkpoint or a bundle of the family is (docs/new-family.md).
+A row names a module in `sinkprune.export.families` and one in `sinkprune.runtime.families`. They are imported with
+the first checkpoint or bundle of the family (docs/new-family.md).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from sinkprune.contract.errors import BudgetError
 
 @dataclass(frozen=True)
 class FamilyRow:
-    """What is known of a family before any of its modules is loaded."""
+    """The facts of a family that are known without importing its modules."""
 
     model_type: str
     """The `model_type` of a checkpoint's config.json."""
     architecture: str
     """The class in transformers, as `architectures` of config.json names it."""
     module: str
-    """The name of its modules in `export/families/` and `runtime/families/`."""
+    """The name of the family's modules in `export/families/` and `runtime/families/`."""
     budgets: Mapping[str, Budget]
-    """What its bundles can be exported for, by the budget's name (method.md section 3)."""
+    """The family's budgets by name (method.md section 3)."""
 
 
 FAMILIES: dict[str, FamilyRow] = {
@@ -37,7 +37,7 @@ FAMILIES: dict[str, FamilyRow] = {
 
 
 def parse_budget(family: str, name: str) -> Budget:
-    """The budget that `name` means for `family`; raises `BudgetError` with the known names."""
+    """Return the budget `name` of `family`. Raises `BudgetError` with the known names."""
     base, *options = name.split("+")
     rows = FAMILIES[family].budgets
     if base not in rows:

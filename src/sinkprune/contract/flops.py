@@ -1,4 +1,4 @@
-"""Matmul FLOPs of a decoder prefill, booked with the tokens each layer really ran (method.md section 5)."""
+"""Matmul FLOPs of a decoder prefill, by the tokens of each layer (method.md section 5)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sinkprune.contract.manifest import LanguageModel, Manifest
 
 
 def layer_flops(model: LanguageModel, tokens: int) -> int:
-    """FLOPs of one decoder layer on `tokens` tokens: projections, full n x n attention, gated MLP."""
+    """Return the FLOPs of one decoder layer on `tokens` tokens: projections, full n x n attention, gated MLP."""
     d, kv = model.hidden_size, model.num_kv_heads * model.head_dim
     q = model.num_heads * model.head_dim
     projections = 2 * tokens * d * q + 2 * tokens * d * kv
@@ -18,11 +18,11 @@ def layer_flops(model: LanguageModel, tokens: int) -> int:
 
 
 def prefill_flops(model: LanguageModel, tokens_per_layer: Sequence[int]) -> int:
-    """FLOPs of a prefill in which layer i ran on `tokens_per_layer[i]` tokens (visual and text)."""
+    """Return the FLOPs of a prefill in which layer i runs on `tokens_per_layer[i]` tokens (visual and text)."""
     return sum(layer_flops(model, tokens) for tokens in tokens_per_layer)
 
 
 def decode_bytes(manifest: Manifest, kv_bytes: int) -> int:
-    """Bytes one decode step must read: all weights of decoder and head once, as they are stored, and the KV cache."""
+    """Return the bytes that a decode step reads: the stored weights of decoder and head, and the KV cache."""
     graphs = ["head", *(f"decoder_{segment}" for segment in range(len(manifest.segments)))]
     return sum(manifest.weight_bytes(graph) for graph in graphs) + kv_bytes

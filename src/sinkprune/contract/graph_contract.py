@@ -1,4 +1,4 @@
-"""The graph contract (docs/graph-contract.md), compared with what a manifest says its graphs take and give."""
+"""Compare the graphs of a manifest with the graph contract (docs/graph-contract.md)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sinkprune.contract.precision import DTYPES
 
 
 def misfits(manifest: Manifest) -> Iterator[str]:
-    """Say of each graph that gives something else than is needed of it, or takes something that nobody gives it."""
+    """Yield a message for each missing or different output, and for each input that nothing provides."""
     for graph, given, needed in _interfaces(manifest):
         spec = manifest.graphs[graph]
         outputs = {tensor.name: tensor for tensor in spec.outputs}
-        # Needed tensors come one by one: an absurd number of layers is refused at its first that is missing.
+        # Needed tensors come one by one, so an absurd number of layers fails at its first missing tensor.
         for expected in needed:
             yield from _misfit(graph, "output", outputs.get(expected.name), expected)
         inputs = {tensor.name: tensor for tensor in given}
@@ -28,10 +28,10 @@ def _misfit(graph: str, role: str, found: TensorSpec | None, expected: TensorSpe
         sizes = zip(found.shape, expected.shape, strict=True)
         if all(wanted is None or size == wanted for size, wanted in sizes):
             return
-    told = [f"{spec.name} {spec.dtype}{list(spec.shape)}" if spec else "none" for spec in (found, expected)]
+    words = [f"{spec.name} {spec.dtype}{list(spec.shape)}" if spec else "none" for spec in (found, expected)]
     yield (
-        f"has a graph '{graph}' that does not fit the model's facts and cuts: its {role} is {told[0]}, expected "
-        f"{told[1]}"
+        f"has a graph '{graph}' that does not fit the model's facts and cuts: its {role} is {words[0]}, expected "
+        f"{words[1]}"
     )
 
 
@@ -39,9 +39,9 @@ _Interface = tuple[str, Iterable[TensorSpec], Iterable[TensorSpec]]
 
 
 def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
-    """Every graph, what it is given and what it must give (docs/graph-contract.md); a size of None is any size.
+    """Yield each graph, its available inputs and its required outputs; a size of None is any size.
 
-    What `vision` is given is the family's own: the runtime checks it when it loads the family.
+    The inputs of `vision` depend on the family: the runtime checks them when it loads the family.
     """
     lm, dtype = manifest.language_model, DTYPES[manifest.precision].name
     vision = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
@@ -69,7 +69,7 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     features = [floats("tokens", None, tokens, width if manifest.projector else lm.hidden_size)]
     features += [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
     norms = features[1]
-    # What a tower gives beside its tokens, the sanitizer chooses with them and the first segment adds to their rows.
+    # DeepStack features: the sanitizer selects them with the tokens, and the first segment adds them to the rows.
     beside = vision["deepstack"][-1] if "deepstack" in vision else None
     features += [floats("deepstack", None, tokens, beside)] if beside else []
     query, key = heads("query", lm.num_heads), heads("key", lm.num_kv_heads)
@@ -79,7 +79,7 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
         yield manifest.projector, [floats("tokens", None, None, width)], [embeddings]
     for number, layers in enumerate(manifest.segments):
         asked = [query, key] if layers.stop != lm.num_layers else []
-        # By their names: what is given says by its size which form of cache it is.
+        # The name of the output's size identifies the form of cache.
         given = {"in-place": "C", "rows": "S"}[manifest.cache]
         gives = chain([*rows("_out")[:1], *asked], caches("", layers, given))
         added = [floats("deepstack", 1, None, beside)] if beside and number == 0 else []

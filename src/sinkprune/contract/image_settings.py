@@ -1,4 +1,4 @@
-"""What a bundle's `processor` holds, as far as it is read: transformers' settings of images, with bounds."""
+"""The fields of a bundle's `processor` that the runtime reads: image settings of transformers, with bounds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from sinkprune.contract.towers import Side
 
 Number = int | float
 Scale = Annotated[Number, Bounds(1e-6, 1e3)]
-"""By what pixels are multiplied or divided."""
+"""A factor or divisor of pixel values."""
 Colours = Annotated[list[Annotated[Number, Bounds(-1e3, 1e3)]], Bounds(3, 3)]
 Scales = Annotated[list[Scale], Bounds(3, 3)]
 Pixels = Annotated[int, Bounds(1, 1 << 28)]
 LeastPixels = Annotated[int, Bounds(1, 1 << 24)]
-"""To how many pixels smaller pictures are enlarged."""
+"""The number of pixels that smaller pictures are enlarged to."""
 Frames = Annotated[int, Bounds(1, 1 << 20)]
 FrameRate = Annotated[Number, Bounds(1e-3, 1e3)]
 Filter = Annotated[int, Bounds(0, 5)]
 """One of Pillow's filters (`PIL.Image.Resampling`)."""
 Pinpoints = Annotated[list[Annotated[list[Side], Bounds(2, 2)]], Bounds(0, 1000)]
-"""Heights and widths that an image may be fitted to."""
+"""Heights and widths that an image may be resized to."""
 
 
 class PixelSettings(TypedDict):
-    """How 8-bit pixels become floats."""
+    """Conversion of 8-bit pixels to floats."""
 
     do_rescale: bool
     rescale_factor: Scale
@@ -35,7 +35,7 @@ class PixelSettings(TypedDict):
 
 
 class SquareSettings(PixelSettings):
-    """How an image becomes a square."""
+    """Conversion of an image to a square."""
 
     do_resize: bool
     size: dict[str, Side]
@@ -45,13 +45,13 @@ class SquareSettings(PixelSettings):
 
 
 class TileSettings(SquareSettings):
-    """How an image becomes several squares."""
+    """Conversion of an image to several squares."""
 
     image_grid_pinpoints: Pinpoints
 
 
 class VideoSettings(TypedDict):
-    """Which frames of a clip are shown, and how large."""
+    """The choice of a clip's frames, and their size."""
 
     min_pixels: LeastPixels
     max_pixels: Pixels
@@ -66,7 +66,7 @@ class _Video(TypedDict, total=False):
 
 
 class PatchSettings(PixelSettings, _Video):
-    """How an image of any size becomes patches, and with `video` a clip."""
+    """Conversion of an image of any size, and with `video` of a clip, to patches."""
 
     min_pixels: LeastPixels
     max_pixels: Pixels

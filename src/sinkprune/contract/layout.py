@@ -1,4 +1,4 @@
-"""What a picture is to a model: how many visual tokens it has, in which order, and where they stand."""
+"""The visual tokens of a picture: their number, order and places."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ from sinkprune.contract.precision import Array
 
 @dataclass(frozen=True, eq=False)
 class VisualLayout:
-    """An image or a clip as `groups` groups of `tokens` visual tokens; made once by its family, when it is seen.
+    """An image or a clip as `groups` groups of `tokens` visual tokens, made by the family's module.
 
-    Tokens are counted through all groups: G*N of them.
+    Tokens are numbered through all groups: G*N of them.
     """
 
     size: tuple[int, int]
     """Width and height of the picture, in pixels."""
     groups: int
-    """G: what is sanitised apart, or seen at once. An image, its tiles, the temporal patches of a clip."""
+    """G: the groups that the sanitizer treats separately: an image, its tiles, or the temporal patches of a clip."""
     tokens: int
-    """N: how many visual tokens each group has."""
+    """N: the number of visual tokens of each group."""
     unpruned_rows: Array
-    """[V] int64: the token that each row of the model's own prompt stands for, unpruned; -1 at the end of a line."""
+    """[V] int64: the token of each row of the unpruned prompt; -1 at the end of a line."""
     boxes: Array
     """[G*N,4] float: left, top, right, bottom of each token, in pixels of the picture."""
     views: tuple[range, ...]
-    """The tokens that can be drawn on one frame or image, because they show each part of it once."""
+    """The tokens that cover each frame or image once, for drawing."""
     places: Array | None
-    """[A,G*N] int64: each token's position ids along A axes, counted from the picture's first row; None where a row's
-    position is its number in the prompt."""
+    """[A,G*N] int64: position ids along A axes, relative to the picture's first row; None if a position is a row's
+    number in the prompt."""
     extent: int
-    """How far behind the picture's first row the text behind it stands; without meaning where `places` is None."""
+    """The position of the next text, relative to the picture's first row. Unused if `places` is None."""
     tower_flops: int
     """Matmul FLOPs of the vision tower on all groups."""
     projector_flops: int
-    """Matmul FLOPs of the projector for one token; 0 where there is none."""
+    """Matmul FLOPs of the projector for one token; 0 without a projector."""
     seen_share: float = 1.0
-    """The share of the picture's area that the model is given; 1 for the whole picture."""
+    """The share of the picture's area in the model's input; 1 for the whole picture."""
     texts: tuple[str, ...] = ()
-    """What stands around the groups in the model's own prompt, in the words of its template: one text before each
-    and one behind the last. Empty where they follow each other. Where there are any, `places` and `extent` are those
-    of a token in its own group, whose first row they are counted from."""
+    """The texts around the groups in the prompt, from the model's template: one before each group and one after the
+    last. Empty for adjacent groups. With texts, `places` and `extent` are relative to the first row of each group."""
 
     @property
     def parts(self) -> int:
-        """At how many places of a prompt the picture stands: the texts of a prompt have as many gaps for it."""
+        """Return the number of places in a prompt that the picture takes."""
         return max(1, len(self.texts) - 1)
 
     @property
     def all_tokens(self) -> int:
-        """G*N: how many visual tokens the picture has before anything is dropped."""
+        """Return G*N, the number of visual tokens before pruning."""
         return self.groups * self.tokens

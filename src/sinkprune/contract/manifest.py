@@ -22,16 +22,16 @@ EMBEDDING = "weights/embedding.safetensors"
 TOKENIZER = "weights/tokenizer.json"
 CHAT_TEMPLATE = "weights/chat_template.jinja"
 BESIDE_GRAPHS = (EMBEDDING, TOKENIZER, CHAT_TEMPLATE)
-"""What of a bundle is read when it runs, beside graphs and their weights."""
+"""The files that the runtime reads besides graphs and their weights."""
 
 Dtype = Literal["float32", "float16", "int64", "bool"]
 DialectName = Literal["opset24", "opset20"]
-"""The operators of the graphs, by the ONNX opset they are of: 20 is what TensorRT 10.3 (JetPack 6) takes."""
+"""The operators of the graphs, by their ONNX opset. TensorRT 10.3 (JetPack 6) needs opset 20."""
 FORMER_DIALECTS: dict[str, DialectName] = {"onnx24": "opset24", "opset23": "opset24", "trt10": "opset20"}
-"""What they, or what they took the place of, were called up to formats 3 and 4."""
+"""The names of dialects up to formats 3 and 4, and their successors."""
 CacheForm = Literal["in-place", "rows"]
-"""What a decoder segment gives of the caches it is given: all their rows, the new ones written in their places, so
-that input and output may be one buffer; or the new rows only, for whoever holds the cache to write."""
+"""The cache outputs of a decoder segment. `in-place`: all rows, the new ones in their places, so that input and
+output may share a buffer. `rows`: the new rows only, which the owner of the cache writes."""
 
 
 @dataclass(frozen=True)
@@ -66,54 +66,54 @@ class LanguageModel:
     max_positions: Size
     rope_theta: Annotated[float, Bounds(1, 1e12)]
     rope_sections: tuple[Count, ...] = ()
-    """How many rotary frequencies in a row turn with each axis of a position in mRoPE: time, height, width, time
-    again, and so on. Empty where a position is one number."""
+    """The number of consecutive rotary frequencies for each axis of a position in mRoPE: time, height, width, time
+    again, and so on. Empty if a position is one number."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ids and texts of the special tokens that the runtime must know."""
+    """Ids and texts of the special tokens that the runtime uses."""
 
     image: Count
     stop: tuple[Count, ...]
     bos: str
-    """The text of the first special token, for chat templates that write it; empty if there is none."""
+    """The text of the BOS token, for chat templates that write it; empty if there is none."""
     eos: str
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The checkpoint that a bundle was exported from."""
+    """The source of a bundle."""
 
     source: str
-    """Its name on the hub, that of the preset, or that of the folder it lay in."""
+    """The name of the hub repository, of the preset or of the local folder."""
     config_sha256: str
     random_weights: bool
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `bundle.json`: everything about a bundle but its graphs, weights and texts themselves."""
+    """The content of `bundle.json`: all facts of a bundle except its graphs, weights and texts."""
 
     format_version: int
     sinkprune_version: str
     family: str
     precision: PrecisionName
-    """The type of hidden states and caches, and of the weights that have no form of their own."""
+    """The type of hidden states and caches, and of weights without a form of their own."""
     weights: WeightForms
-    """The forms that the matrices of linear layers are stored in."""
+    """The storage forms of the matrices of linear layers."""
     dialect: DialectName
     cache: CacheForm
     checkpoint: Checkpoint
     language_model: LanguageModel
     vision: Tower
-    """Facts of the vision tower, which the runtime's family reads."""
+    """Facts of the vision tower, for the runtime's family module."""
     most_visual_tokens: Width
-    """The most visual tokens a group has; all have as many unless images differ in theirs (`any_resolution`)."""
+    """The largest number of visual tokens of a group. All groups have this number unless `any_resolution`."""
     max_images: Few
-    """The most images a prompt may have."""
+    """The largest number of images in a prompt."""
     projector: str | None
-    """The graph from the tower's width to the decoder's; None where the tower ends in the decoder's."""
+    """The graph from the tower's width to the decoder's; None if the tower's outputs have the decoder's width."""
     processor: dict[str, Any]
     """The image processor's settings, in the checkpoint's own words."""
     tokens: Tokens
@@ -121,38 +121,38 @@ class Manifest:
     """The 0-based decoder layers after which the decoder is cut into segments."""
     budgets: dict[str, Budget]
     plans: dict[str, dict[str, Plan]]
-    """The plan of each method, then of each budget that the method reaches."""
+    """Plans by method, then by budget."""
     graphs: dict[str, GraphSpec]
     files: dict[str, FileSpec]
 
     @property
     def segments(self) -> tuple[range, ...]:
-        """The layers of `decoder_0`, `decoder_1`, ..."""
+        """Return the layers of `decoder_0`, `decoder_1`, ..."""
         return decoder_segments(self.cut_after, self.language_model.num_layers)
 
     @property
     def any_resolution(self) -> bool:
-        """Whether images differ in their number of visual tokens."""
+        """Return whether images differ in their number of visual tokens."""
         shapes = [tensor.shape for tensor in self.graphs["vision"].outputs if tensor.name == "norms"]
         return any(isinstance(size, str) for shape in shapes for size in shape[1:])
 
     @property
     def deepstack_width(self) -> int:
-        """How wide the features are that `decoder_0` takes beside its rows (DeepStack); 0 where it takes none."""
+        """Return the width of the DeepStack features that `decoder_0` takes; 0 if it takes none."""
         taken = {tensor.name: tensor.shape for tensor in self.graphs["decoder_0"].inputs}
         return int(taken["deepstack"][-1]) if "deepstack" in taken else 0
 
     def weight_bytes(self, graph: str) -> int:
-        """The bytes of a graph's weights; 0 for the graphs of pruning plans, which have none."""
+        """Return the bytes of a graph's weights; 0 for the graphs of pruning plans."""
         spec = self.files.get(f"graphs/weights/{graph}.bin")
         return spec.size if spec else 0
 
     def plan(self, method: str, budget: str) -> Plan | None:
-        """The plan of `method` at `budget`, None for the unpruned engines; raises `BudgetError`."""
+        """Return the plan of `method` at `budget`, None for the unpruned engines. Raises `BudgetError`."""
         return find_plan(self.plans, self.budgets, self.family, method, budget)
 
     def tower(self, kind: type[T]) -> T:
-        """The facts of the vision tower, which must be of this kind; raises `BundleError`."""
+        """Return the facts of the vision tower as a `kind`. Raises `BundleError` if the tower is of another kind."""
         if not isinstance(self.vision, kind):
             raise BundleError(
                 f"the bundle's `vision` holds the fields of {type(self.vision).__name__}, family '{self.family}' has "
@@ -162,7 +162,7 @@ class Manifest:
 
 
 def decoder_segments(cut_after: Sequence[int], num_layers: int) -> tuple[range, ...]:
-    """The layers between the cuts behind the layers `cut_after` (0-based, ascending)."""
+    """Return the layers of each segment, for cuts after the layers `cut_after` (0-based, ascending)."""
     starts = [0, *(layer + 1 for layer in cut_after)]
     return tuple(range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True))
 

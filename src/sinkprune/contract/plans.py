@@ -1,4 +1,4 @@
-"""Pruning plans: the weightless graphs of a method at a budget, and how they are found in a bundle."""
+"""Pruning plans: the weightless graphs of a method at a budget, and their lookup in a bundle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOP_K = 3840
 """The largest K of a TopK in TensorRT 10 (ITopKLayer, NvInfer.h). The export keeps pruning graphs within it."""
 
 _OF_MACHINE = re.compile(r"(in|mean)-([0-9.]+)(?:ms)?")
-"""Names that sinkprune-calibrate schedule gives to budgets."""
+"""Names of budgets that sinkprune-calibrate schedule writes."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,21 @@ class Plan:
     """The weightless graphs of one method at one budget, by their name under `graphs`."""
 
     sanitizer: str | None
-    """The graph between `vision` and `projector`; None if every visual token goes to the LLM."""
+    """The graph between `vision` and `projector`; None if all visual tokens go to the LLM."""
     select_after: dict[str, str]
-    """The graph behind each pruning layer, by the layer's 0-based number, ascending."""
+    """The graph after each pruning layer, by the layer's 0-based number, ascending."""
     positions: Literal["keep", "compact"]
     """Whether survivors of a stage keep their position ids or are renumbered."""
     counts: Counts | None
-    """The token counts its graphs realise on one group of this bundle's visual tokens; None where images differ in
-    theirs."""
+    """The token counts of one group; None if images differ in their number of visual tokens."""
     shares: Budget | None
-    """The shares its graphs take of what they are given, where images differ in their number of visual tokens: the
-    budget's own, or those by which another method meets the budget's mean. None where `counts` says it."""
+    """The shares that the graphs keep, if images differ in their number of visual tokens. They are the budget's own,
+    or those by which another method meets the budget's mean. None if there are `counts`."""
 
     def keeps(self, tokens: int, groups: int) -> tuple[Counts, int]:
-        """What its graphs keep of a picture of `groups` groups of `tokens` visual tokens each.
+        """Return what the graphs keep of a picture of `groups` groups of `tokens` visual tokens each.
 
-        The counts, and of how many groups they are: a clip's frames may be sanitised as one.
+        The result is the counts and their number of groups: a clip's frames may form one group.
         """
         if self.shares is not None:
             if self.shares.frames == "together":
@@ -50,12 +49,12 @@ class Plan:
 
     @property
     def graphs(self) -> list[str]:
-        """The names of all its graphs, in the order they run."""
+        """Return the names of all graphs, in the order they run."""
         return [*([] if self.sanitizer is None else [self.sanitizer]), *self.select_after.values()]
 
     @property
     def cuts(self) -> list[int]:
-        """The 0-based layers that it prunes after."""
+        """Return the 0-based layers after which the plan prunes."""
         return [int(layer) for layer in self.select_after]
 
 
@@ -88,7 +87,7 @@ def find_plan(
 
 
 def _remedy(family: str, budget: str) -> str:
-    """Return how a bundle of the `family` gets a `budget` that it does not hold."""
+    """Return the sentence about how to add a `budget` to a bundle of the `family`."""
     of_machine = _OF_MACHINE.fullmatch(budget)
     if of_machine:
         option = {"in": "--target-ms", "mean": "--budget-tokens"}[of_machine[1]]

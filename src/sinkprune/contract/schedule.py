@@ -1,6 +1,6 @@
-"""How many visual rows of each picture reach each decoder layer: made once, of a budget and the pictures' layouts.
+"""The number of visual rows of each picture that reach each decoder layer, by a budget and the pictures' layouts.
 
-The arithmetic of survivors stands here for the host, and in `sinkprune.export.pruning.shares` for graphs.
+This module counts survivors on the host, and `sinkprune.export.pruning.shares` in graphs.
 """
 
 from __future__ import annotations
@@ -17,64 +17,64 @@ from sinkprune.contract.plans import Plan
 
 @dataclass(frozen=True)
 class PictureSchedule:
-    """What becomes of the visual rows of one picture."""
+    """The visual rows of one picture that survive each pruning layer."""
 
     rows: int
-    """Rows in front of the first decoder layer."""
+    """Rows before the first decoder layer."""
     after: dict[int, int]
-    """By pruning layer (0-based): the rows that survive it."""
+    """The rows that survive each pruning layer (0-based)."""
     counts: Counts | None = None
-    """What the sanitizer keeps of each group it is given; None where nothing prunes."""
+    """What the sanitizer keeps of each group; None if nothing prunes."""
     groups: int = 1
-    """How many groups the sanitizer is given."""
+    """The number of groups of the sanitizer."""
 
     @classmethod
     def of(cls, counts: Counts, groups: int, cuts: Sequence[int]) -> PictureSchedule:
-        """Of `groups` groups with `counts` each, whose stages, of all groups, follow the layers `cuts`."""
+        """Return the schedule of `groups` groups with `counts` each, whose stages follow the layers `cuts`."""
         rows = left = groups * counts.kept
         after = {}
         for cut, stage in zip(cuts, counts.stages, strict=True):
-            # A stage that may keep more than there is drops nothing (method.md section 2).
+            # A stage that may keep more rows than are left drops nothing (method.md section 2).
             after[cut] = left = min(left, stage)
         return cls(rows, after, counts, groups)
 
     def reaching(self, layer: int) -> int:
-        """The rows that decoder layer `layer` (0-based) runs on; the head's are those behind the last layer."""
+        """Return the rows that decoder layer `layer` (0-based) runs on; `num_layers` stands for the head."""
         return min([self.rows, *(left for cut, left in self.after.items() if cut < layer)])
 
     def mean(self, num_layers: int) -> Fraction:
-        """Rows a layer, on average, each layer booked with those it really ran on (method.md section 5)."""
+        """Return the mean number of rows over the layers (method.md section 5)."""
         return Fraction(sum(map(self.reaching, range(num_layers))), num_layers)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a method keeps at a budget of all pictures of a request."""
+    """What a method keeps at a budget, for all pictures of a request."""
 
     plan: Plan | None
-    """Its graphs; None for the unpruned engines."""
+    """The graphs of the method; None for the unpruned engines."""
     pictures: tuple[PictureSchedule, ...]
 
     @property
     def rows(self) -> int:
-        """Visual rows of all pictures in front of the first decoder layer."""
+        """Return the visual rows of all pictures before the first decoder layer."""
         return sum(picture.rows for picture in self.pictures)
 
     def reaching(self, layer: int) -> int:
-        """The visual rows of all pictures that decoder layer `layer` (0-based) runs on."""
+        """Return the visual rows of all pictures that decoder layer `layer` (0-based) runs on."""
         return sum(picture.reaching(layer) for picture in self.pictures)
 
     def per_layer(self, num_layers: int) -> list[int]:
-        """The visual rows of all pictures that each of so many decoder layers runs on."""
+        """Return the visual rows of all pictures for each of `num_layers` decoder layers."""
         return [self.reaching(layer) for layer in range(num_layers)]
 
     def kept_after(self, layer: int) -> list[int]:
-        """The rows of each picture that survive the pruning layer `layer` (0-based)."""
+        """Return the rows of each picture that survive the pruning layer `layer` (0-based)."""
         return [picture.after[layer] for picture in self.pictures]
 
 
 def schedule(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> Schedule:
-    """The schedule of `method` at `budget` for pictures of these layouts; raises `BudgetError`."""
+    """Return the schedule of `method` at `budget` for pictures of these layouts. Raises `BudgetError`."""
     plan = manifest.plan(method, budget)
     if plan is None:
         return Schedule(None, tuple(PictureSchedule(len(layout.unpruned_rows), {}) for layout in layouts))

@@ -1,4 +1,4 @@
-"""Facts of vision towers: what `bundle.json` holds below `vision`, written by the export and read by the runtime."""
+"""Facts of vision towers, the field `vision` of `bundle.json`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 from sinkprune.contract.checks.fields import Bounds, Count, Few, Width
 
 Side = Annotated[int, Bounds(1, 1 << 14)]
-"""How many pixels, patches or frames something has along one side."""
+"""A number of pixels, patches or frames along one side."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ViTTower:
     intermediate_size: Width
     num_heads: Few
     num_blocks: Few
-    """Blocks that are computed: up to and with the one whose output is the visual feature."""
+    """The blocks up to the one whose output is the visual feature."""
     image_size: Side
     """Pixels along a side of the crop."""
     patch_size: Side
@@ -31,7 +31,7 @@ class ViTTower:
 
     @property
     def patches_per_token(self) -> int:
-        """How many patches are one visual token."""
+        """Return the number of patches of one visual token."""
         return 1
 
 
@@ -50,20 +50,20 @@ class QwenTower:
     patch_size: Side
     """Pixels along a side of a patch."""
     temporal_patch_size: Side
-    """How many frames of a clip a patch holds."""
+    """The number of frames of a clip in a patch."""
     merge_size: Side
     """Patches along a side of a merged token."""
     rope_theta: Annotated[float, Bounds(1, 1e12)]
     out_size: Width
-    """Width of the tokens it gives, which is the decoder's."""
+    """Width of the output tokens, which is the decoder's."""
     salience_block: Count
     """The 0-based block whose attention is the salience."""
     tokens_per_second: float | None
-    """How far positions in time go on in a second of a clip; None where they count frames."""
+    """The positions in time of one second of a clip; None if positions count frames."""
 
     @property
     def patches_per_token(self) -> int:
-        """How many patches are one visual token."""
+        """Return the number of patches of one visual token."""
         return self.merge_size**2
 
 
@@ -72,11 +72,11 @@ class Qwen3Tower(QwenTower):
     """The vision tower of Qwen3-VL: Qwen2-VL's with learned positions, and with features of blocks in between."""
 
     position_side: Side
-    """Learned positions along each side of their square table, which is stretched over every picture."""
+    """Learned positions along each side of their square table, which is interpolated to every picture."""
     deepstack_blocks: tuple[Count, ...]
-    """0-based, ascending: the blocks whose merged output is added to the visual rows behind the decoder's first
-    layers (DeepStack), the first block's behind layer 0."""
+    """0-based, ascending: the blocks whose merged output is added to the visual rows after the decoder's first layers
+    (DeepStack), the first block's after layer 0."""
 
 
 Tower = ViTTower | QwenTower | Qwen3Tower
-"""The facts of any tower; their fields tell which it is."""
+"""The facts of any tower; the fields identify the kind."""

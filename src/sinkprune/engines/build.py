@@ -21,11 +21,17 @@ from sinkprune.contract.engines_manifest import (
     Limits,
 )
 from sinkprune.contract.errors import EnginesError, SinkpruneError
-from sinkprune.contract.files.folders import check_outside, check_replaceable, check_room, made_parents, replacing
+from sinkprune.contract.files.folders import (
+    check_outside,
+    check_replaceable,
+    check_room,
+    first_names,
+    made_parents,
+    replacing,
+)
 from sinkprune.contract.files.listed_files import remove_listed
 from sinkprune.contract.files.manifest_file import file_specs, sha256
 from sinkprune.contract.files.signature import Sign
-from sinkprune.contract.files.staging import named
 from sinkprune.contract.files.untrusted import MANIFEST_BYTES, read_bytes
 from sinkprune.contract.manifest import BESIDE_GRAPHS, BUNDLE, MANIFEST
 from sinkprune.contract.system.memory_need import TOLD_BYTES, gigabytes
@@ -121,7 +127,7 @@ def build_engines(
             if gate:
                 gate.check_answers(root)
         if move and (strangers := remove_listed(bundle.path, BUNDLE)):
-            progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {named(strangers)}.")
+            progress.report(f"'{bundle.path}' holds what is not of the bundle, and stays: {first_names(strangers)}.")
     return manifest
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from sinkprune.contract.engines_manifest import ENGINES, Engines, EnginesManifest, EngineSpec
 from sinkprune.contract.errors import EnginesError
-from sinkprune.contract.files.durable import sync_folder, sync_tree
-from sinkprune.contract.files.folder_lock import hold, open_lock
+from sinkprune.contract.files.folders import is_own_folder
 from sinkprune.contract.files.listed_files import listed_files, unlisted
 from sinkprune.contract.files.manifest_file import FileSpec, file_specs
-from sinkprune.contract.files.staging import is_ours
+from sinkprune.contract.files.system_calls import locked, sync_folder, sync_tree
 from sinkprune.contract.files.trust import ANY
 from sinkprune.contract.files.untrusted import UnreadableError
 
@@ -126,15 +125,9 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
     place = _place(output)
     with suppress(FileExistsError):
         place.mkdir(mode=0o700)
-    if not is_ours(place):
+    if not is_own_folder(place):
         raise EnginesError(f"'{place}' is not a folder of your own, and the build needs that place. Move it away.")
-    lock = open_lock(place, os.O_CREAT)
-    try:
-        try:
-            held = hold(lock)
-        except OSError:
-            # This file system has no locks.
-            held = True
+    with locked(place, create=True) as held:
         if not held:
             raise EnginesError(
                 f"another sinkprune-build is writing '{output}'. Wait for it, or choose another place."
@@ -147,8 +140,6 @@ def unfinished_build(output: Path, plan: EnginesManifest) -> Iterator[Unfinished
         finally:
             if not (keep and is_begun(output)):
                 shutil.rmtree(place, ignore_errors=True)
-    finally:
-        os.close(lock)
 
 
 def _place(output: Path) -> Path:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,10 +17,10 @@ from threading import Event
 import pytest
 
 from sinkprune.contract.errors import BundleError
-from sinkprune.contract.files.folders import check_replaceable, recover
-from sinkprune.contract.files.staging import new_staging, remove_dead
-from sinkprune.contract.files.system_rename import Rename, system_rename
-from support.programs.listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
+from sinkprune.contract.files.folders import check_replaceable, new_staging, recover, remove_abandoned
+from sinkprune.contract.files.listed_files import remove_listed
+from sinkprune.contract.files.system_calls import Rename, system_rename
+from support.programs.listed_folders import KIND, no_such_rename, replace, replaced, whole_version, write_folder
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["exchange", "two renames"])
 
@@ -36,11 +37,6 @@ def dead(output: Path, *, new: int | None = None, old: int | None = None) -> Pat
     return place
 
 
-def replace(output: Path, version: int, rename: Rename = system_rename) -> None:
-    with replaced(output, rename=rename) as root:
-        write_folder(root, version)
-
-
 @WAYS
 def test_two_that_write_at_once_both_end_well(rename: Rename, tmp_path: Path) -> None:
     output = tmp_path / "bundle"
@@ -49,7 +45,7 @@ def test_two_that_write_at_once_both_end_well(rename: Rename, tmp_path: Path) ->
             write_folder(first, version)
             with replaced(output, rename=rename) as second:
                 write_folder(second, version + 1)
-                replace(output, version + 2, rename)
+                replace(output, version + 2, rename=rename)
                 assert whole_version(first) == version
                 assert whole_version(second) == version + 1
             assert whole_version(output) == version + 1
@@ -92,52 +88,44 @@ def test_who_begins_is_never_taken_for_dead(tmp_path: Path) -> None:
 
     def remove() -> None:
         while not done.is_set():
-            remove_dead(output, KIND)
+            remove_abandoned(output, KIND)
 
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         stack.callback(done.set)
         removers = [pool.submit(remove) for _ in range(2)]
         for _ in range(300):
-            staging = new_staging(output)
-            assert staging.new.is_dir()
-            staging.remove(KIND)
-            staging.release()
+            with new_staging(output, KIND) as staging:
+                assert staging.new.is_dir()
     for remover in removers:
         remover.result()
     assert list(tmp_path.iterdir()) == [output]
 
 
-@pytest.mark.parametrize(
-    ("new", "old"), [(None, None), (5, None), (None, 5)], ids=["before writing", "writing", "removing"]
-)
-def test_what_the_dead_left_is_removed(new: int | None, old: int | None, tmp_path: Path) -> None:
+def half_written(output: Path) -> None:
+    new = dead(output, new=5) / "new"
+    (new / "bundle.json").write_text('{"format')
+    (new / "unlisted").mkdir()
+
+
+LEFT: dict[str, Callable[[Path], object]] = {
+    "before the lock": lambda output: output.with_name(".bundle._______0.partial").mkdir(),
+    "before writing": dead,
+    "while writing": half_written,
+    "before the exchange": lambda output: dead(output, new=5),
+    "after the exchange": lambda output: dead(output, old=5),
+    "while removing": lambda output: shutil.rmtree(dead(output, old=5) / "old" / "graphs"),
+    "after removing the manifest": lambda output: (dead(output) / "old").mkdir(),
+}
+
+
+@pytest.mark.parametrize("leave", LEFT.values(), ids=LEFT)
+def test_what_the_dead_left_is_removed(leave: Callable[[Path], object], tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
-    place = dead(output, new=new, old=old)
+    leave(output)
     check_replaceable(output, KIND, force=True)
     recover(output, KIND)
-    assert place.exists(), "asking removes nothing"
+    assert len(list(tmp_path.iterdir())) == 2, "a check removes nothing"
     replace(output, 2)
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_a_half_written_folder_of_the_dead(tmp_path: Path) -> None:
-    output = tmp_path / "bundle"
-    place = dead(output, new=5)
-    (place / "new" / "bundle.json").write_text('{"format')
-    (place / "new" / "unlisted").mkdir()
-    (tmp_path / ".bundle._______0.partial").mkdir()
-    replace(output, 1)
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_half_removed_old_folders_are_removed_wholly(tmp_path: Path) -> None:
-    output = write_folder(tmp_path / "bundle", 1)
-    place = dead(output, old=5)
-    shutil.rmtree(place / "old" / "graphs")
-    replace(output, 2)
-    assert list(tmp_path.iterdir()) == [output]
-    (dead(output) / "old").mkdir()
-    replace(output, 3)
     assert list(tmp_path.iterdir()) == [output]
 
 
@@ -176,15 +164,24 @@ def test_nothing_is_removed_through_links(tmp_path: Path) -> None:
     place = dead(output, old=5)
     shutil.rmtree(place / "old" / "graphs")
     (place / "old" / "graphs").symlink_to(mine / "graphs")
-    with pytest.raises(BundleError, match="'graphs' came into"):
+    (place / "old" / "license").unlink()
+    (place / "old" / "license").symlink_to(mine / "license")
+    with pytest.raises(BundleError, match="'graphs', 'license' came into"):
         replace(output, 2)
+    assert (place / "old" / "license").is_symlink()
     assert whole_version(mine) == 7
-    (place / "old" / "graphs").unlink()
     (place / "new").symlink_to(mine)
     shutil.rmtree(place / "old")
     (place / "old").symlink_to(mine)
     replace(output, 2)
     assert whole_version(mine) == 7
+
+
+def test_the_manifest_stays_as_long_as_anything_does(tmp_path: Path) -> None:
+    output, link = write_folder(tmp_path / "bundle", 1), tmp_path / "link"
+    link.symlink_to(output)
+    assert remove_listed(link, KIND)
+    assert whole_version(output) == 1
 
 
 def test_what_was_moved_away_is_put_back(tmp_path: Path) -> None:

@@ -20,15 +20,10 @@ from types import FrameType
 from typing import Any
 
 from sinkprune.contract.files.folders import recover
-from sinkprune.contract.files.system_rename import Rename, system_rename
-from support.programs.listed_folders import KIND, no_such_rename, replaced, whole_version, write_folder
+from sinkprune.contract.files.system_calls import Rename, system_rename
+from support.programs.listed_folders import KIND, no_such_rename, replace, whole_version
 
 RENAMES: dict[str, Rename] = {"exchange": system_rename, "two-renames": no_such_rename}
-
-
-def replace(output: Path, version: int, rename: Rename) -> None:
-    with replaced(output, rename=rename) as root:
-        write_folder(root, version)
 
 
 def forked(body: Callable[[], None], after: float | None = None) -> bool:
@@ -83,7 +78,7 @@ def found(output: Path) -> int | None:
 def main() -> None:
     folder, how, moments, count = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
     output, rename, randomness = folder / "bundle", RENAMES[how], random.Random(4)
-    duration, outcomes = shortest(5, lambda: replace(output, 1, rename)), []
+    duration, outcomes = shortest(5, lambda: replace(output, 1, rename=rename)), []
     old: int | None = 1
     for number in range(1, count + 1):
         # Now and then nothing stands there yet.
@@ -91,7 +86,7 @@ def main() -> None:
             shutil.rmtree(output)
             old = None
         new = 2 * number
-        body = partial(replace, output, new, rename)
+        body = partial(replace, output, new, rename=rename)
         if moments == "calls":
             killed = forked(partial(killed_at_call, number, body))
         else:
@@ -100,7 +95,7 @@ def main() -> None:
         words: dict[int | None, str] = {new: "new", old: "old" if old is not None else "nothing"}
         # Of those at random moments some find what several others have left.
         if moments == "calls" or number % 3 == 0:
-            replace(output, new + 1, rename)
+            replace(output, new + 1, rename=rename)
             left = sorted(path.name for path in folder.iterdir())
         outcomes.append({"killed": killed, "seen": seen, "found": words[version], "left": left})
         old = found(output)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from sinkprune.contract.checks.fields import to_json
 from sinkprune.contract.errors import BundleError
 from sinkprune.contract.files.folders import replacing
 from sinkprune.contract.files.manifest_file import ManifestFile, file_specs, sha256
-from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, system_rename
+from sinkprune.contract.files.system_calls import How, Rename, system_rename
 
 KIND = ManifestFile(
     name="bundle.json",
@@ -54,6 +57,12 @@ def replaced(output: Path, *, force: bool = True, rename: Rename = system_rename
         yield root
 
 
+def replace(output: Path, version: int, **options: Any) -> None:
+    """Replace `output` by the files of a `version`."""
+    with replaced(output, **options) as root:
+        write_folder(root, version)
+
+
 def no_such_rename(source: Path, target: Path, how: How) -> None:
-    """What a system says that can only rename."""
-    raise UnsupportedError
+    """Fail like a file system that can only rename."""
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))

@@ -1,4 +1,4 @@
-"""What programs give to functions: that it is of the kind expected, told at the call by the argument's name."""
+"""Check the types of function arguments. Messages name the argument."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from sinkprune.contract.errors import OptionError
 
 
 def check_path(name: str, value: object) -> None:
-    """Refuse what is no path; raises `TypeError`."""
+    """Raise `TypeError` for a value that is no path."""
     check_type(name, value, (str, os.PathLike), "a str or a path")
 
 
 def check_callable(name: str, value: object) -> None:
-    """Refuse what cannot be called; raises `TypeError`."""
+    """Raise `TypeError` for a value that cannot be called."""
     if not callable(value):
         raise TypeError(f"{name} is {format_value(value)}, expected a function.")
 
 
 def check_type(name: str, value: object, kinds: tuple[type[Any], ...], expected: str) -> None:
-    """Refuse what is of none of `kinds`, which the message calls `expected`; raises `TypeError`."""
+    """Raise `TypeError` for a value of none of `kinds`, which the message calls `expected`."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name} is {format_value(value)}, expected {expected}.")
 
 
 def check_options(given: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse names of options that are not among `known`; raises `OptionError`, which lists those there are."""
+    """Raise `OptionError`, with the `known` names, for names of options that are not known."""
     for name in given:
         if name not in known:
             near = get_close_matches(name, known, 1)

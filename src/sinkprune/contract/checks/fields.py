@@ -1,8 +1,8 @@
-"""What a value may be, in a JSON file, on a command line or as an argument. One reader, and one wording for refusals.
+"""Check the kinds of values in JSON files, on command lines and in arguments, with one wording for errors.
 
 A kind is a type: `int`, `float`, `bool`, `str`, `Any`; `list`, `tuple`, `dict` or `Literal` of others; `X | None`.
 `Annotated[int, Bounds(1, 64)]` is a whole number from 1 to 64. A dataclass is an object with exactly its fields. A
-TypedDict is an object with its required fields: those that it does not name are left out, whatever they hold.
+TypedDict is an object with its required fields; other fields are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The smallest and the largest value of a number, or length of a list or of a text, which must be printable."""
+    """The smallest and largest value of a number, or length of a list or of a printable text."""
 
     least: float
     most: float
@@ -33,13 +33,13 @@ class Bounds:
 
 
 Size = Annotated[int, Bounds(1, 1 << 30)]
-"""How many elements, tokens or rows something has along one axis."""
+"""A number of elements, tokens or rows along one axis."""
 Width = Annotated[int, Bounds(1, 1 << 20)]
-"""How many elements a state has."""
+"""A number of elements of a state."""
 Count = Annotated[int, Bounds(0, 1 << 30)]
-"""How many of something there are, possibly none; also an index or an id."""
+"""A number of things, possibly 0; also an index or an id."""
 Few = Annotated[int, Bounds(1, 1 << 14)]
-"""How many layers, heads, blocks or images there are: few."""
+"""A number of layers, heads, blocks or images."""
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -57,7 +57,7 @@ class SchemaError(ValueError):
 
 
 def to_json(value: Any) -> Any:
-    """Return `value` as what `json.dumps` takes: dataclasses become objects, tuples become arrays."""
+    """Return `value` in the types of `json.dumps`: dataclasses become objects, tuples become arrays."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):
@@ -68,7 +68,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], data: Any, where: str = "$") -> T:
-    """Return parsed JSON as the dataclass or TypedDict `kind`; `where` names its place.
+    """Return parsed JSON as the dataclass or TypedDict `kind`. Messages name its place `where`.
 
     Raises:
         SchemaError: a field is missing, unknown to a dataclass, or not of its kind.
@@ -77,7 +77,7 @@ def from_json(kind: type[T], data: Any, where: str = "$") -> T:
 
 
 def fits(kind: Any, value: object) -> bool:
-    """Return whether `value` is a `kind`, its parts aside: True is no number, 1.0 no whole one, 1 is a `float`."""
+    """Return whether `value` is a `kind`, without its parts: True is no number, 1.0 no whole one, 1 is a `float`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return fits(arguments[0], value) and arguments[1].hold(value)
@@ -91,7 +91,7 @@ def fits(kind: Any, value: object) -> bool:
 
 
 def describe(kind: Any) -> str:
-    """Return what messages call a `kind`, as in "a whole number from 1 to 64"."""
+    """Return the words of messages for a `kind`, as in "a whole number from 1 to 64"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         named = [describe(one) for one in arguments if not (one is int and float in arguments)]
@@ -111,7 +111,7 @@ def describe(kind: Any) -> str:
 
 
 def _json_type(kind: Any) -> Any:
-    """The type that `json` gives values of a kind without bounds or alternatives."""
+    """Return the type of parsed JSON values of a kind without bounds or alternatives."""
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
         return dict
     origin = typing.get_origin(kind) or kind
@@ -127,7 +127,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         fitting = [one for one in arguments if fits(one, data)]
         if isinstance(data, dict) and fitting[1:]:
-            # The nearest is read, which names the field that is missing or unknown.
+            # The nearest kind names the field that is missing or unknown.
             fitting.sort(key=lambda one: len(_hints(one).keys() ^ data.keys()))
         return _read(fitting[0], data, where)
     if dataclasses.is_dataclass(kind) or typing.is_typeddict(kind):
@@ -153,5 +153,5 @@ def _read_object(kind: Any, data: dict[str, Any], where: str) -> Any:
 
 @functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """The kinds of the fields of a dataclass or TypedDict."""
+    """Return the kinds of the fields of a dataclass or TypedDict."""
     return typing.get_type_hints(kind, include_extras=True)

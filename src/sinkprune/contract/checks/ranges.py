@@ -1,4 +1,4 @@
-"""Numbers that a user gives, to a command or to a function."""
+"""Ranges of numbers, for options of commands and arguments of functions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ N = TypeVar("N", int, float)
 
 @dataclass(frozen=True)
 class _Number(Generic[N]):
-    """A number from `least` to `most`, of a program (`check`) or of a command line (called with the word)."""
+    """A number from `least` to `most`: an argument (`check`), or a word of a command line (call it)."""
 
     name: str
     """What messages call it: `--repeat`, or "max new tokens" in Python and then `--max-new-tokens` in a command."""
     least: N
     most: N
     expected: str = ""
-    """What messages say is expected; its kind and bounds unless given."""
+    """The expectation in messages; by default the kind and the bounds."""
     kind: ClassVar[type]
     numbers: ClassVar[type]
 
     def check(self, value: object) -> N:
-        """`value` as Python's own number, where it is one of numpy's too; True is none. Raises `UsageError`."""
+        """Return `value`, a number of Python or numpy, as Python's. True is no number. Raises `UsageError`."""
         number, kind = value, Annotated[self.kind, Bounds(self.least, self.most)]
         if isinstance(value, self.numbers) and not isinstance(value, bool):
             try:

@@ -1,13 +1,14 @@
-"""What every command does alike: start, run, and turn errors into exit codes.
+"""Start a command, run it, and turn its errors into exit codes.
 
-0: done. 2: the user can mend it; one message on stderr, no traceback. 1: our bug, with its traceback.
-130: interrupted. It imports next to nothing: until `start` runs, an interrupt would end in a traceback.
+0: done. 2: wrong input; one message on stderr. 1: our bug, with its traceback. 130: interrupted. This module imports
+little, because an interrupt before `start` runs ends in a traceback.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader
+from traceback import walk_stack
 from types import FrameType
 
 from sinkprune.contract.checks.terminal import escaped
@@ -22,43 +24,26 @@ from sinkprune.contract.errors import SinkpruneError
 
 INTERRUPTED = 130
 
-# What the operating system says when the disk, not the program, is at fault.
-_DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENAMETOOLONG,
+# Errors of the disk or of permissions, which users can mend.
+_DISK_ERRORS = ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EIO", "ENAMETOOLONG")
+_NO_MEMORY = "Cannot allocate memory"
+# What Python, the dynamic linker, ONNX Runtime, OpenVINO and oneTBB report when the system runs out, and our message.
+_SHORTAGES = {
+    "can't start new thread|pthread_create failed|Resource temporarily unavailable|thread creation failed": (
+        "there are too few threads: {}. End other programs, raise the limit that is set (ulimit -u or -v, or "
+        "TasksMax of a systemd unit), or give --threads a smaller number."
+    ),
+    f"{_NO_MEMORY}|failed to map segment|bad_alloc|bad allocation|Failed to allocate memory": (
+        "there is too little memory: {}. End other programs, raise the limit that is set (ulimit -v), or use a "
+        "machine with more."
+    ),
 }
-# What Python, the dynamic linker, ONNX Runtime, OpenVINO and oneTBB say where there is no thread, or no memory. The
-# system calls both a lack of resources.
-_THREAD_WORDS = (
-    "can't start new thread",
-    "pthread_create failed",
-    "Resource temporarily unavailable",
-    "thread creation failed",
-)
-_MEMORY_WORDS = (
-    "failed to map segment",
-    "Cannot allocate memory",
-    "bad_alloc",
-    "bad allocation",
-    "Failed to allocate memory",
-)
-_SHOWN = 160
-# A compiled module's own code runs as it is made, or then.
-_LOADING = ("create_module", "exec_module")
 
 
 def start(module: str, *words: str) -> int:
-    """Run `main` of a command's `module` as this process's own work, with `words` before those of the command line;
-    returns the exit code.
+    """Run `main` of a command's `module` with `words` and then the command line, and return the exit code.
 
-    The module is imported here, so that Ctrl-C meanwhile is told from a bug too. Closed standard streams are opened
-    on nothing: else the next files would get their numbers, and what libraries print would stand in them.
+    The module is imported here, so that an interrupt during the import is no traceback.
     """
     _open_closed_streams()
     code = 0
@@ -66,16 +51,16 @@ def start(module: str, *words: str) -> int:
     def main(arguments: Sequence[str] | None) -> None:
         nonlocal code
         code = import_module(module).main([*words, *sys.argv[1:]])
-        # Its own `run_command` has told of it.
-        _drop_what_nobody_takes()
+        # The command has reported output that cannot be written.
+        _drop_unwritten_output()
 
     try:
         return run_command(main, None) or code
     finally:
-        # All is done but Python's own leave-taking, whose errors would be tracebacks and exit codes of other meaning.
+        # Python's own exit must neither be interrupted nor fail to write.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        _drop_what_nobody_takes()
+        _drop_unwritten_output()
 
 
 def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequence[str] | None) -> int:
@@ -83,10 +68,10 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
     try:
         with _signals_as_interrupts():
             body(arguments)
-            # What cannot be printed is an error now, not when Python ends.
+            # Output that cannot be written is an error of the command.
             sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does; that is no error.
+        # The reader of our output ended early, as `head` does.
         return 0
     except KeyboardInterrupt:
         with suppress(OSError):
@@ -96,7 +81,6 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
         message = _message_for_user(error)
         if message is None:
             raise
-        # Where stderr takes nothing, the exit code alone must tell.
         with suppress(OSError):
             sys.stderr.write(f"error: {escaped(message)}\n")
         return 2
@@ -104,119 +88,106 @@ def run_command(body: Callable[[Sequence[str] | None], None], arguments: Sequenc
 
 
 def _message_for_user(error: Exception) -> str | None:
-    """What to tell of an error that the user can mend; None for others."""
-    if isinstance(error, FileNotFoundError) and _current_folder_is_gone():
-        return "the current folder was removed. Change to a folder that exists, and run the command again."
-    shortage = _shortage(error)
-    if shortage is not None:
+    """Return the message for an error that the user can mend; None for a bug."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            os.getcwd()  # noqa: PTH109 -- pathlib is not loaded yet
+        except FileNotFoundError:
+            return "the current folder was removed. Change to a folder that exists, and run the command again."
+    if shortage := _shortage(error):
         return shortage
     if isinstance(error, SinkpruneError):
         return str(error)
-    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+    if isinstance(error, OSError) and errno.errorcode.get(error.errno or 0) in _DISK_ERRORS:
         place = f" '{error.filename}'" if error.filename else ""
         return f"the system refused{place}: {error.strerror}. Free space, or choose a place you may read and write."
     return None
 
 
 def _shortage(error: BaseException | None) -> str | None:
-    """What to tell where memory, address space or threads ran out, by an error or by one that it was made of."""
+    """Return the message if `error`, or an error that caused it, is a lack of memory or threads."""
     while error is not None:
-        # Ours quote what users wrote.
+        # Our own messages quote the user's text.
         text = "" if isinstance(error, SinkpruneError) else str(error)
-        if any(word in text for word in _THREAD_WORDS):
-            return (
-                f"there are too few threads: {_last_line(error)}. End other programs, raise the limit that is set "
-                "(ulimit -u or -v, or TasksMax of a systemd unit), or give --threads a smaller number."
-            )
-        lacks_memory = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
-        if lacks_memory or any(word in text for word in _MEMORY_WORDS):
-            return (
-                f"there is too little memory: {_last_line(error)}. End other programs, raise the limit that is set "
-                "(ulimit -v), or use a machine with more."
-            )
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            text += _NO_MEMORY
+        for words, message in _SHORTAGES.items():
+            if re.search(words, text):
+                # Libraries write the cause last.
+                last = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+                return message.format(last.rstrip(".")[-160:])
         error = error.__cause__
     return None
 
 
-def _current_folder_is_gone() -> bool:
-    try:
-        os.getcwd()  # noqa: PTH109 -- pathlib is not loaded yet
-    except FileNotFoundError:
-        return True
-    return False
-
-
-def _last_line(error: BaseException) -> str:
-    """The end of what an error says, where libraries say what it is about; its name if it says nothing."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".")[-_SHOWN:] if lines else type(error).__name__
-
-
-def _loads_extension(frame: FrameType | None) -> bool:
-    """Whether a compiled module is being imported where `frame` is."""
-    while frame is not None:
-        if frame.f_code.co_name in _LOADING and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
-            return True
-        frame = frame.f_back
-    return False
-
-
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM unwinds the stack like Ctrl-C, so that what is half-written gets removed.
+    """Raise KeyboardInterrupt on SIGTERM too, so that half-written files are removed.
 
-    Libraries may turn an interrupt into an error of their own; it stays an interrupt. Where Python drops it, as in a
-    callback of its own, it comes again.
+    An interrupt that a library turns into another error stays an interrupt. One that Python drops, as in `__del__`,
+    is repeated.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = False
+    interrupted = False
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal came
+        nonlocal interrupted
         if _loads_extension(frame):
-            # Where C++ calls Python as it is loaded, an exception may end the process.
-            threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
-            return
-        came = True
-        raise KeyboardInterrupt
+            # An exception in Python code that C++ calls may end the process.
+            repeat(number)
+        else:
+            interrupted = True
+            raise KeyboardInterrupt
 
-    def again(dropped: sys.UnraisableHookArgs) -> None:
+    def repeat(number: int) -> None:
+        threading.Timer(0.01, os.kill, (os.getpid(), number)).start()
+
+    def on_dropped(dropped: sys.UnraisableHookArgs) -> None:
         if issubclass(dropped.exc_type, KeyboardInterrupt):
-            threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            repeat(signal.SIGTERM)
         else:
             hook(dropped)
 
-    hook, sys.unraisablehook = sys.unraisablehook, again
-    previous = {signal.SIGTERM: signal.signal(signal.SIGTERM, interrupt)}
-    # A shell's background jobs ignore Ctrl-C, and so do we then.
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        previous[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
+    # Background jobs of a shell ignore Ctrl-C.
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGINT)
+    hook, sys.unraisablehook = sys.unraisablehook, on_dropped
+    handlers = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     except Exception as error:
-        if came:
+        if interrupted:
             raise KeyboardInterrupt from error
         raise
     finally:
         sys.unraisablehook = hook
-        for number, handler in previous.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
+def _loads_extension(frame: FrameType | None) -> bool:
+    """Return whether `frame` or a caller imports a compiled module."""
+    return any(
+        caller.f_code.co_name in ("create_module", "exec_module")
+        and isinstance(caller.f_locals.get("self"), ExtensionFileLoader)
+        for caller, _ in walk_stack(frame)
+    )
+
+
 def _open_closed_streams() -> None:
+    """Open closed standard streams on /dev/null: otherwise files get their numbers, and libraries print into them."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free number is given: all below are open already.
+            # The system returns the lowest free number, and all smaller ones are open.
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def _drop_what_nobody_takes() -> None:
-    """Let Python end in peace where a standard stream refuses what is still to be written."""
+def _drop_unwritten_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

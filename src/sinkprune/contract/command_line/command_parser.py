@@ -1,4 +1,4 @@
-"""The parser of every command: its usage line, `--version`, and a `--json` whose file may be left out."""
+"""The parser of every command: its usage line, `--version`, and `--json` with an optional file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Options = TypeVar("Options")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with `--help` and `--version`; `prog` is what usage lines call the command, as in `sinkprune run`."""
+    """A parser with `--help` and `--version`; `prog` is the command's name in usage lines, as in `sinkprune run`."""
 
     def __init__(self, prog: str, description: str, examples: str) -> None:
         super().__init__(
@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=version, help="print the version and exit")
 
     def add_json(self, content: str) -> None:
-        """Add `--json [FILE]`, which `json_output` in this package reads; `content` names what the JSON holds."""
+        """Add `--json [FILE]`, the `json_path` of `json_output` in this package; `content` is for the help."""
         self.add_argument(
             "--json",
             nargs="?",
@@ -54,7 +54,7 @@ class CommandParser(argparse.ArgumentParser):
         return kind(**vars(self.parse_args(arguments)))
 
     def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse as argparse does, except that an option that needs no value leaves a word to a positional."""
+        """Parse as argparse does, but leave a word to a positional rather than to an optional value."""
         words = [*(sys.argv[1:] if args is None else args)]
         end = words.index("--") if "--" in words else len(words)
         for action in self._actions:
@@ -62,7 +62,7 @@ class CommandParser(argparse.ArgumentParser):
                 if self._means(words[place], action):
                     bare = [*words[:place], f"{action.option_strings[0]}={action.const}", *words[place + 1 :]]
                     readings = [words, bare] if _is_value(words[place + 1 : end], action) else [bare, words]
-                    # `--json BUNDLE` and `--json FILE BUNDLE` differ in nothing but what is left for BUNDLE.
+                    # Only the words left for BUNDLE distinguish `--json BUNDLE` from `--json FILE BUNDLE`.
                     usual = words if action.choices else readings[0]
                     words = next((reading for reading in readings if self._accepts(reading)), usual)
         return super().parse_known_args(words, namespace)
@@ -73,7 +73,7 @@ class CommandParser(argparse.ArgumentParser):
         return word in option.option_strings or (word.startswith("--") and named == {option})
 
     def _accepts(self, words: Sequence[str]) -> bool:
-        """Whether `words` parse, tried on a copy that raises where this parser would end the process."""
+        """Return whether a copy of this parser, which raises instead of exiting, accepts `words`."""
 
         def refuse(message: str) -> NoReturn:
             raise argparse.ArgumentError(None, message)
@@ -87,7 +87,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _is_value(following: Sequence[str], action: argparse.Action) -> bool:
-    """Whether the next word can be the option's value: one of its choices, or else the name of a file of JSON."""
+    """Return whether the next word can be the option's value: one of its choices, or the name of a JSON file."""
     word = following[0] if following else ""
     if action.choices:
         return word in action.choices

@@ -1,6 +1,6 @@
-"""What `--json` means in every command: `-` prints the JSON on standard output, a path writes a file.
+"""The option `--json` of every command: `-` prints the JSON on standard output, and a path writes a file.
 
-`json_path` is the value of the option that `CommandParser.add_json` adds; None without `--json`.
+`json_path` is the value of the option, which `CommandParser.add_json` adds; None without `--json`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ SUFFIX = ".json"
 
 
 def prints_json(json_path: Path | None) -> bool:
-    """Return whether standard output is for the JSON alone: text for people is left out."""
+    """Return whether standard output is for the JSON alone, without text for people."""
     return json_path == STDOUT
 
 
 def json_outputs(json_path: Path | None) -> list[Output]:
-    """Return the file that `write_json` will write, for `check_outputs`; none where the JSON is printed."""
+    """Return the file that `write_json` will write, for `check_outputs`; empty if the JSON is printed."""
     return [] if json_path is None or prints_json(json_path) else [(json_path, (SUFFIX,))]
 
 
 def write_json(json_path: Path | None, value: object) -> None:
     """Write `value` as one line to standard output, or as a whole, indented file.
 
-    Does nothing without `--json`. Raises `BrokenPipeError` if nobody reads standard output any more.
+    Does nothing without `--json`. Raises `BrokenPipeError` if the reader of standard output has ended.
     """
     if prints_json(json_path):
         sys.stdout.write(json.dumps(value) + "\n")

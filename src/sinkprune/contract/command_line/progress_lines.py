@@ -21,12 +21,12 @@ class ProgressLines:
         with ProgressLines("measuring", total=40) as lines:
             lines.update("retain-64", advance=1)
 
-    The end of the block writes a line too if the line before is five seconds old, so that several blocks of nine
-    seconds are not silent. Silent where stderr is a terminal, which shows bars. Any thread may call the methods.
+    The end of the block writes a line too if the last line is five seconds old, so that several blocks of nine
+    seconds are not silent. Without effect if stderr is a terminal, which shows bars. Any thread may call the methods.
     """
 
     def __init__(self, what: str, total: float | None = None, unit: str = "", seconds: float | None = None) -> None:
-        """`what` names the work. `total` is the number of its steps, each a `unit`; None where it is unknown."""
+        """Name the work `what`. `total` is the number of its steps, each a `unit`; None if it is unknown."""
         self._what, self._total, self._unit, self._done = what, total, unit, 0.0
         self._seconds = SECONDS if seconds is None else seconds
         self._began = self._written_at = time.monotonic()
@@ -35,7 +35,7 @@ class ProgressLines:
     def __enter__(self) -> ProgressLines:
         """Begin to count the seconds."""
         if not sys.stderr.isatty():
-            # Where the system has no thread to spare, the command needs it more than the lines do.
+            # If threads run out, the command goes on without lines.
             with suppress(RuntimeError):
                 threading.Thread(target=self._run, name="sinkprune progress", daemon=True).start()
         return self
@@ -43,7 +43,7 @@ class ProgressLines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stop the lines. Write a last one if the block succeeded and has been silent for long."""
+        """Stop the lines. Write a last one if the block succeeded after a long silence."""
         self._ended.set()
         if error is None and time.monotonic() - self._written_at >= self._seconds / 2 and not sys.stderr.isatty():
             self._write()
@@ -57,15 +57,15 @@ class ProgressLines:
         self._total = self._total if total is None else total
 
     def line(self, seconds: float) -> str:
-        """Return the line for a moment so many seconds after the start, without a line end."""
+        """Return the line at `seconds` after the start, without a line end."""
         if not self._done:
             return escaped(f"{self._what}: {seconds:.0f} s")
         rate, unit = self._done / seconds, f" {self._unit}" if self._unit else ""
         of = "" if self._total is None else f" of {self._total:.6g}"
-        told = f"{self._what}: {self._done:.6g}{of}{unit} in {seconds:.0f} s, {rate:.3g} a second"
+        text = f"{self._what}: {self._done:.6g}{of}{unit} in {seconds:.0f} s, {rate:.3g} a second"
         if self._total is not None:
-            told += f", {max(0.0, self._total - self._done) / rate:.0f} s left"
-        return escaped(told)
+            text += f", {max(0.0, self._total - self._done) / rate:.0f} s left"
+        return escaped(text)
 
     def restart(self, what: str) -> None:
         """Name the next part of the work, and count its steps and its time from now on."""
@@ -79,7 +79,7 @@ class ProgressLines:
 
     def _write(self) -> None:
         self._written_at = time.monotonic()
-        # stderr may be closed by now.
+        # stderr may be closed.
         with suppress(OSError, ValueError):
             sys.stderr.write(self.line(self._written_at - self._began) + "\n")
             sys.stderr.flush()

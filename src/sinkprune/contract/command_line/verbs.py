@@ -1,4 +1,4 @@
-"""A command that has verbs: its help lists them, and only the module of the chosen verb is imported."""
+"""Commands with verbs. The help lists the verbs, and only the module of the chosen verb is imported."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from sinkprune.contract.errors import UsageError
 
 
 class Verb(NamedTuple):
-    """A word that calls a command."""
+    """A word that selects a command."""
 
     module: str
     """The module whose `main(arguments)` runs it."""
     summary: str
-    """What it does, in one line of help."""
+    """One line of help."""
 
 
 def run_verb(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> int:
-    """Run the verb that the first of `words` names, with the others; returns the exit code.
+    """Run the verb in the first of `words` with the other words, and return the exit code.
 
-    Without a verb, `--help` prints all of `verbs` and `--version` the version; both end with `SystemExit`, and so
-    does a call without words, with exit code 2.
+    Without a verb, `--help` prints all `verbs` and `--version` the version. Both raise `SystemExit`, and so does a
+    call without words, with exit code 2.
     """
-    # The verb's own parser would print the same, after its module was imported, which may take a second.
+    # The verb's own parser would print the same, but importing its module may take a second.
     if words[1:2] == ["--version"]:
         words = words[1:]
     if words[:1] == ["help"]:
@@ -40,7 +40,7 @@ def run_verb(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequ
 
 
 def _explain(prog: str, description: str, verbs: Mapping[str, Verb], words: Sequence[str]) -> None:
-    """Print the help or the version; raises `UsageError` for words that name no verb."""
+    """Print the help or the version. Raises `UsageError` for words that name no verb."""
     from sinkprune.contract.command_line.command_parser import CommandParser
 
     if words and not words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""Costs that are kept from one process to the next, in the user's cache folder."""
+"""Costs in the user's cache folder, for later processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cache_file(place: Place) -> Path | None:
 def cached_costs(place: Place) -> Costs | None:
     """Return the costs of `place` that `cache_costs` wrote last, or None.
 
-    A file that cannot be read counts as none: the next measurement replaces it.
+    None also for a file that cannot be read; the next measurement replaces it.
     """
     file = cache_file(place)
     if file is None:

@@ -1,4 +1,4 @@
-"""Costs of a machine in a file of its own: they belong to neither a bundle nor its engines."""
+"""Read and write a machine's costs, in a file apart from bundles and engines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _AGAIN = "Measure them here with: sinkprune-calibrate schedule BUNDLE --costs FI
 def write_costs(path: str | os.PathLike[str], costs: Costs) -> None:
     """Write the costs of requests, as `Pipeline.warm_up` returns them, to the JSON file `path`.
 
-    Raises `OutputError` where the file cannot be written, and `TypeError` for what is no path.
+    Raises `OutputError` if the file cannot be written, and `TypeError` if `path` is no path.
     """
     check_path("path", path)
     write_whole(Path(path), (json.dumps(to_json(costs), indent=1) + "\n").encode())
 
 
 def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
-    """Return the costs in the JSON file `path`, which were measured where requests run now, `here`.
+    """Return the costs in the JSON file `path`, which must have been measured at the place `here`.
 
         pipeline.costs = read_costs("costs.json", pipeline.place)
 
-    Raises `UsageError` for a file that is none of these, and for costs of another bundle, backend or machine, and
-    `TypeError` for what is no path.
+    Raises `UsageError` for any other file and for costs of another bundle, backend or machine, and `TypeError` if
+    `path` is no path.
     """
     check_path("path", path)
     try:
@@ -41,7 +41,7 @@ def read_costs(path: str | os.PathLike[str], here: Place) -> Costs:
         raise UsageError(f"the costs '{path}' {error}. {_AGAIN}") from error
     version = data.get("costs_version") if isinstance(data, dict) else None
     if version == 1 and type(version) is int:
-        # That version held neither when and under which load costs were measured, nor later requests.
+        # Version 1 lacks the time and load of the measurement, and later requests.
         version = COSTS_VERSION
         data = {**data, "costs_version": version, "measured_at": None, "load": None, "recent": to_json(Recent())}
     if type(version) is not int or version != COSTS_VERSION:

@@ -1,7 +1,7 @@
-"""What a request costs on a machine: milliseconds of each of its parts against the rows that the part is given.
+"""The cost model: milliseconds of each part of a request on a machine, as a function of the part's rows.
 
-One model for all who ask: `sinkprune-calibrate schedule` proposes budgets by it, and requests with a deadline choose
-among them. Measured by `sinkprune.runtime.deadline.cost_measuring`.
+`sinkprune-calibrate schedule` proposes budgets by this model, and requests with a deadline choose among budgets.
+`sinkprune.runtime.deadline.cost_measuring` measures the costs.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ Milliseconds = Annotated[float, Bounds(0, 1e12)]
 
 @dataclass(frozen=True)
 class Curve:
-    """`constant` + `linear` * rows + `quadratic` * rows**2 milliseconds. None is negative, so more rows never cost
-    less."""
+    """`constant` + `linear` * rows + `quadratic` * rows**2 milliseconds, with coefficients of 0 or more."""
 
     constant: Milliseconds
     linear: Milliseconds
     quadratic: Milliseconds
 
     def ms(self, rows: Any) -> Any:
-        """The milliseconds that `rows` take, a number or an array of numbers."""
+        """Return the milliseconds of `rows`, a number or an array."""
         return self.constant + self.linear * rows + self.quadratic * rows**2
 
     def slower(self, times: float) -> Curve:
-        """The curve of a machine that takes so many times as long."""
+        """Return the curve of a machine that is slower by the factor `times`."""
         return Curve(times * self.constant, times * self.linear, times * self.quadratic)
 
 
-# What takes less is not there, or no clock tells.
+# Less is absent, or below the clock's resolution.
 _LEAST_MS = 1e-4
-# Those of fewer parts first: they are taken where they fit as well. One measurement is taken to be in proportion.
+# Fewer parts first: they win if they fit equally well. A single measurement gives a linear curve.
 _PARTS = ((1,), (0,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2))
 
 
 def fit(rows: Sequence[float], ms: Sequence[float]) -> Curve:
-    """The curve whose relative errors have the least sum of squares, of at least one measurement above 0 ms.
+    """Return the curve with the least sum of squared relative errors, of at least one measurement above 0 ms.
 
-    Non-negative least squares: with three parts all choices of those above zero are tried.
+    Non-negative least squares: all choices of nonzero coefficients are tried.
     """
     weight = 1 / np.array(ms, np.float64)
     columns = np.stack([weight, weight * rows, weight * np.square(rows)], axis=1)
@@ -69,25 +68,24 @@ def fit(rows: Sequence[float], ms: Sequence[float]) -> Curve:
 
 
 def fit_measured(points: Iterable[tuple[float, float]]) -> Curve:
-    """The curve of measurements, each of some rows and the milliseconds they took; those that took none are left out,
-    and of none is a curve of 0."""
+    """Return the curve of measurements (rows, milliseconds). Without any above 0 ms, the curve is 0."""
     known = [(rows, ms) for rows, ms in points if ms >= _LEAST_MS]
     return fit(*zip(*known, strict=True)) if known else Curve(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Place:
-    """What costs hold for: elsewhere they are others."""
+    """The bundle, backend and machine that costs are valid for."""
 
     config_sha256: str
-    """Of the checkpoint's configuration, which says how large its graphs are."""
+    """The sha256 of the checkpoint's configuration, which determines the size of graphs."""
     cut_after: tuple[Count, ...]
     """The 0-based decoder layers that the bundle is cut after."""
     precision: str
     weights: str
     backend: str
     compute: str
-    """What engines compute in, in words."""
+    """The type that engines compute in, in words."""
     threads: Count
     machine: str
     """The processor, in words."""
@@ -98,7 +96,7 @@ Ratio = Annotated[float, Bounds(0, 1e12)]
 
 @dataclass(frozen=True)
 class Recent:
-    """How many times as long as by their costs recent requests took, the latest last."""
+    """The ratios of measured to predicted time of recent requests, the latest last."""
 
     first: tuple[Ratio, ...] = ()
     """From the vision tower's end to the first token."""
@@ -108,35 +106,35 @@ class Recent:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of every part of a request, on a machine that does nothing else."""
+    """Milliseconds of every part of a request on an idle machine."""
 
     costs_version: Count
     """`COSTS_VERSION`."""
     place: Place
     tower: Curve
-    """A picture's way through processor and vision tower, against its visual tokens."""
+    """Preprocessing and vision tower of a picture, by its visual tokens."""
     sanitizer: Curve
-    """Of a picture, against the tokens it keeps."""
+    """Of a picture, by the tokens it keeps."""
     projector: Curve
-    """Of a picture, against its rows."""
+    """Of a picture, by its rows."""
     decoders: tuple[Curve, ...]
-    """A prefill's way through each decoder segment, against its rows."""
+    """Prefill of each decoder segment, by its rows."""
     select: Curve
-    """Against the rows it is given."""
+    """By its input rows."""
     rest: Milliseconds
-    """What none of the others is: the head, rows laid out, results checked and read back, a token chosen, and what a
-    decoder takes longer in a request, where other engines ran before it, than by itself."""
+    """All other work: the head, laying out rows, checking and reading results, and sampling. Also the time that a
+    decoder takes longer after other engines than alone."""
     token: Curve
-    """A token behind the first, against the rows that caches hold, mean over the layers."""
+    """A token after the first, by the rows in the caches, as the mean over the layers."""
     measured_at: Annotated[float, Bounds(0, 1e12)] | None = None
-    """When they were measured, in seconds of Unix time; None where the file does not say."""
+    """The time of the measurement, in seconds of Unix time; None if the file lacks it."""
     load: Annotated[float, Bounds(0, 1)] | None = None
-    """The share of the machine's processor time that other programs took meanwhile; None where it is not known."""
+    """The share of processor time of other programs meanwhile; None if it is unknown."""
     recent: Recent = Recent()
-    """Requests that ran since, under the load of that time."""
+    """Later requests, under the load of their time."""
 
     def slower(self, times: float) -> Costs:
-        """The costs of a machine that takes so many times as long."""
+        """Return the costs of a machine that is slower by the factor `times`."""
         return replace(
             self,
             tower=self.tower.slower(times),
@@ -150,24 +148,24 @@ class Costs:
 
 
 class Prediction(NamedTuple):
-    """Milliseconds that a request is expected to take."""
+    """The predicted milliseconds of a request."""
 
     tower: float
-    """Up to where budgets begin to differ: pictures behind the vision tower."""
+    """Up to the end of the vision tower, which all budgets share."""
     first: float
-    """From there to the first token."""
+    """From the end of the vision tower to the first token."""
     token: float
-    """Each token behind the first."""
+    """Each token after the first."""
 
     def latency(self, tokens: int) -> float:
-        """The whole answer, of so many tokens."""
+        """Return the milliseconds of a whole answer of `tokens` tokens."""
         return self.tower + self.first + (tokens - 1) * self.token
 
 
 def predict(
     costs: Costs, manifest: Manifest, planned: Schedule, text: int, layouts: Sequence[VisualLayout]
 ) -> Prediction:
-    """What pictures of these `layouts`, pruned as `planned`, and `text` tokens take."""
+    """Predict a request of pictures with these `layouts`, pruned as `planned`, and `text` tokens."""
     rows = [text + planned.reaching(layers.start) for layers in manifest.segments]
     first = costs.rest
     for picture in planned.pictures:
@@ -184,6 +182,6 @@ def predict(
 
 
 def _mean(manifest: Manifest, rows: Sequence[int]) -> float:
-    """The mean over all layers, where `rows` are those of each segment."""
+    """Return the mean over all layers of the `rows` of each segment."""
     layers = manifest.language_model.num_layers
     return sum(len(segment) * count for segment, count in zip(manifest.segments, rows, strict=True)) / layers

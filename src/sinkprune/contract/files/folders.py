@@ -1,49 +1,67 @@
-"""Writing a folder so that it is there whole or not at all: written beside its place, then put there in one step.
+"""Writes a folder next to its place, syncs it, and exchanges it with the folder that is there.
 
-Killed at any moment, the next command finds the old folder or the new one, whole.
+A process may be killed at any moment: the next command finds the old folder or the new one, whole. The staging folder
+`.NAME.????????.partial/` next to `NAME` holds
+
+- `sinkprune.lock`, locked while its process lives,
+- `new/`, the folder that is being written: all of it is ours,
+- `old/`, the folder that is replaced: the files that its manifest lists are ours.
+
+Both `new/` and `old/` are there if a process was killed after it moved `NAME` away and before it moved `new/` there.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from sinkprune.contract.files.durable import sync_folder, sync_tree
-from sinkprune.contract.files.listed_files import listed_files, unlisted
+from sinkprune.contract.files.listed_files import listed_files, remove_listed, unlisted
 from sinkprune.contract.files.manifest_file import ManifestFile
-from sinkprune.contract.files.staging import ADDED_CHARACTERS, Staging, dead_stagings, named, new_staging, remove_dead
-from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, move, system_rename
+from sinkprune.contract.files.system_calls import (
+    LOCK,
+    UNSUPPORTED,
+    How,
+    Rename,
+    locked,
+    move,
+    sync_folder,
+    sync_tree,
+    system_rename,
+)
 from sinkprune.contract.files.untrusted import UnreadableError
 
-# What file systems take as a name, in bytes.
-_LONGEST_NAME = 255
-# How often another process may be faster before that is an error.
-_ROUNDS = 100
+_PARTIAL = ".partial"
+# In bytes. File systems allow 255, and the staging folder's name is longer than the folder's.
+_LONGEST_NAME = 255 - len(f"..12345678{_PARTIAL}")
+# How often another process may change the place between the check and the rename.
+_ATTEMPTS = 100
 
 
 def recover(output: Path, kind: ManifestFile) -> None:
-    """Put the folder `output` back if a process was killed after it had moved it away; else nothing.
+    """Put the folder `output` back if a process was killed after it moved the folder away.
 
-    Raises `kind.error` where it lies there whole and cannot be put back.
+    Raises `kind.error` if the folder cannot be moved back.
     """
-    # A cheap question, for commands that find nothing where they were told to read.
+    # A quick return for readers of folders that exist.
     if os.path.lexists(output):
         return
-    for staging in dead_stagings(output):
-        try:
-            staging.restore(kind)
-        finally:
-            staging.release()
+    with _abandoned(output, kind) as stagings:
+        for staging in stagings:
+            staging.restore()
 
 
 def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
-    """Refuse an `output` that cannot be a new folder: raises `kind.error`.
+    """Reject an `output` that cannot become a new folder. Raises `kind.error`.
 
-    Where something stands it must be of this kind, hold only what its manifest lists, and `force` must be given.
+    Anything at `output` must be a folder of this kind with no files but those that its manifest lists, and `force`
+    must be given.
     """
     _check_name(output, kind)
     recover(output, kind)
@@ -59,7 +77,7 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
             "it is left as it is."
         )
     try:
-        tree = listed_files(output, kind)
+        listed = listed_files(output, kind)
     except UnreadableError as error:
         raise kind.error(
             f"'{output}' exists and is not {kind.a_folder}: its {kind.name} {error}. Choose another place; "
@@ -69,15 +87,15 @@ def check_replaceable(output: Path, kind: ManifestFile, *, force: bool) -> None:
         raise kind.error(
             f"'{output}' is {kind.a_folder} already. Add --force to replace it, or choose another place."
         )
-    if strangers := sorted(unlisted(output, tree)):
+    if strangers := sorted(unlisted(output, listed)):
         raise kind.error(
-            f"'{output}' holds what its {kind.name} does not list: {named(strangers)}. Move it away, or choose "
+            f"'{output}' holds what its {kind.name} does not list: {first_names(strangers)}. Move it away, or choose "
             "another place; it is left as it is."
         )
 
 
 def check_outside(output: Path, source: Path, kind: ManifestFile) -> None:
-    """Refuse an `output` that would lie within the folder `source`, which is read: raises `kind.error`."""
+    """Reject an `output` within the folder `source`, which is an input. Raises `kind.error`."""
     if source.is_dir() and output.resolve().is_relative_to(source.resolve()):
         raise kind.error(
             f"'{output}' lies within '{source}', which is read and stays as it is. Choose a place outside of it."
@@ -85,9 +103,9 @@ def check_outside(output: Path, source: Path, kind: ManifestFile) -> None:
 
 
 def check_room(place: Path, needed: int, kind: ManifestFile, way_out: str) -> None:
-    """Refuse to write `needed` bytes below `place`, a folder beside what is written, where fewer are free.
+    """Reject writing `needed` bytes below the staging folder `place` if fewer are free. Raises `kind.error`.
 
-    `way_out` says how to need less. Raises `kind.error`.
+    `way_out` completes the message with a way to need less.
     """
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -101,100 +119,25 @@ def check_room(place: Path, needed: int, kind: ManifestFile, way_out: str) -> No
 def replacing(
     output: Path, kind: ManifestFile, needed: int, way_out: str, *, force: bool, rename: Rename = system_rename
 ) -> Iterator[Path]:
-    """A temporary folder with `needed` bytes free, which becomes `output` when the block is done.
+    """Yield a temporary folder with `needed` bytes free, which becomes `output` at the end of the block.
 
-    The block writes a manifest of this kind that lists all other files. Whatever goes wrong, `output` is left as it
-    was and the temporary folder is removed; so is what was left beside `output` by processes that were killed. The
-    disk holds every file before it is there. `way_out` says how to need less; `rename` is how the system puts it in
-    its place. Raises `kind.error`, also for what `check_replaceable` refuses.
+    The block writes a manifest of this `kind` that lists all other files. If anything fails, `output` stays as it was
+    and the temporary folder is removed. Staging folders of killed processes are removed too. `way_out` completes the
+    message about a full disk with a way to need less. `rename` exchanges folders. Raises `kind.error`, also for
+    what `check_replaceable` rejects.
     """
     check_replaceable(output, kind, force=force)
-    remove_dead(output, kind)
-    with made_parents(output, kind):
-        try:
-            staging = new_staging(output)
-        except OSError as error:
-            raise _unwritable(output, kind, error) from error
-        try:
-            check_room(staging.new, needed, kind, way_out)
-            yield staging.new
-            sync_tree(staging.new)
-            _install(staging, kind, rename, force=force)
-        finally:
-            try:
-                staging.remove(kind)
-            finally:
-                staging.release()
-
-
-def _install(staging: Staging, kind: ManifestFile, rename: Rename, *, force: bool) -> None:
-    """Put the finished folder in its place; what stands there comes to lie in the staging folder."""
-    for rounds_left in reversed(range(_ROUNDS)):
-        # Hours may have passed: what came to stand there meanwhile is not ours to replace.
-        check_replaceable(staging.output, kind, force=force)
-        try:
-            if os.path.lexists(staging.output):
-                # What an earlier round moved away was replaced by another process since.
-                staging.remove_old(kind)
-                _exchange(staging, rename)
-            else:
-                move(staging.new, staging.output, rename)
-            break
-        except OSError as error:
-            # Another process may put its folder there, or take it away, between the question and the answer.
-            overtaken = isinstance(error, (FileExistsError, FileNotFoundError)) and staging.new.is_dir()
-            if not overtaken or not rounds_left:
-                raise _unwritable(staging.output, kind, error) from error
-    # First the new name, then the end of the old files.
-    sync_folder(staging.place)
-    sync_folder(staging.output.parent)
-
-
-def _exchange(staging: Staging, rename: Rename) -> None:
-    """Have the new folder and the one that stands there change places, in one step where the system can."""
-    # From here on it is removed by its list: whatever lies under this name later, nothing of a user's goes with it.
-    staging.new.rename(staging.old)
-    try:
-        rename(staging.old, staging.output, How.EXCHANGE)
-    except (UnsupportedError, OSError) as error:
-        # Nothing was done. An interrupt can come when all was done, and must not end up here.
-        staging.old.rename(staging.new)
-        if isinstance(error, OSError):
-            raise
-        # A process killed between these two leaves what `recover` mends.
-        staging.output.rename(staging.old)
-        move(staging.new, staging.output, rename)
-
-
-def _check_name(output: Path, kind: ManifestFile) -> None:
-    """Refuse a path that no folder can have, or that no message could show."""
-    text = str(output)
-    if "\0" in text or not _is_utf8(text):
-        what = "holds a NUL" if "\0" in text else "is not UTF-8"
-        raise kind.error(f"the name {text!a} {what}. Choose another.")
-    if output.name in ("", ".."):
-        raise kind.error(f"'{output}' names no new folder. Give it a name, as in '{output / kind.folder}'.")
-    longest = _LONGEST_NAME - ADDED_CHARACTERS
-    if len(output.name.encode()) > longest:
-        raise kind.error(
-            f"'{output}' has a name of {len(output.name.encode())} bytes, expected at most {longest}. Choose another."
-        )
-    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
-    if not above.is_dir():
-        raise kind.error(f"'{output}' cannot be written: '{above}' is no folder. Choose another place.")
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    remove_abandoned(output, kind)
+    with made_parents(output, kind), new_staging(output, kind, rename) as staging:
+        check_room(staging.new, needed, kind, way_out)
+        yield staging.new
+        sync_tree(staging.new)
+        staging.install(force=force)
 
 
 @contextmanager
 def made_parents(output: Path, kind: ManifestFile) -> Iterator[None]:
-    """The folders above `output`, made where there are none; if the block fails, those that were made go again."""
+    """Make the folders above `output` for the block, and remove those made if the block fails."""
     made = [folder for folder in output.absolute().parents if not folder.exists()]
     try:
         try:
@@ -211,8 +154,196 @@ def made_parents(output: Path, kind: ManifestFile) -> Iterator[None]:
         raise
 
 
+def first_names(names: list[str]) -> str:
+    """Return up to three of `names` in quotes, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether `path` is a folder of this user, and no link to one."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A staging folder whose lock this process holds."""
+
+    place: Path
+    output: Path
+    kind: ManifestFile
+    rename: Rename = system_rename
+
+    @property
+    def new(self) -> Path:
+        return self.place / "new"
+
+    @property
+    def old(self) -> Path:
+        return self.place / "old"
+
+    def install(self, *, force: bool) -> None:
+        """Move the finished folder `new` to `output`. Whatever was there ends up in `old`."""
+        for left in reversed(range(_ATTEMPTS)):
+            # Hours may have passed since the first check.
+            check_replaceable(self.output, self.kind, force=force)
+            try:
+                if os.path.lexists(self.output):
+                    # An earlier attempt may have filled `old`.
+                    self._remove_old()
+                    self._exchange()
+                else:
+                    move(self.new, self.output, self.rename)
+                break
+            except OSError as error:
+                # Another process may create or remove `output` after the check.
+                overtaken = isinstance(error, (FileExistsError, FileNotFoundError)) and self.new.is_dir()
+                if not (overtaken and left):
+                    raise _unwritable(self.output, self.kind, error) from error
+        # The disk must hold the new name before old files are removed.
+        sync_folder(self.place)
+        sync_folder(self.output.parent)
+
+    def _exchange(self) -> None:
+        # From here on only listed files are removed, so files that appear in `output` meanwhile survive.
+        self.new.rename(self.old)
+        try:
+            self.rename(self.old, self.output, How.EXCHANGE)
+        except OSError as error:
+            # Nothing was exchanged. After KeyboardInterrupt this is not certain, so it must not come here.
+            self.old.rename(self.new)
+            if error.errno not in UNSUPPORTED:
+                raise
+            # If the process is killed between these two renames, `recover` puts the old folder back.
+            self.output.rename(self.old)
+            move(self.new, self.output, self.rename)
+
+    def restore(self) -> None:
+        """Move `old` back to `output` if nothing replaced it. Raises `kind.error` if that is impossible."""
+        if not (_is_folder(self.new) and _is_folder(self.old)):
+            return
+        try:
+            listed_files(self.old, self.kind)
+        except UnreadableError:
+            return
+        try:
+            move(self.old, self.output)
+        except OSError as error:
+            raise self.kind.error(
+                f"the {self.kind.folder} that stood at '{self.output}' lies in '{self.old}' and cannot be put back: "
+                f"{error.strerror}. Move it where you want it, then remove '{self.place}'."
+            ) from error
+        sync_folder(self.output.parent)
+
+    def remove(self) -> None:
+        """Remove the staging folder. Raises `kind.error` for files that are not ours, and keeps them."""
+        self.restore()
+        shutil.rmtree(self.new, ignore_errors=True)
+        self._remove_old()
+        if os.listdir(self.place) == [LOCK]:  # noqa: PTH208
+            (self.place / LOCK).unlink()
+            # Another process may remove the empty folder first.
+            with suppress(FileNotFoundError):
+                self.place.rmdir()
+
+    def _remove_old(self) -> None:
+        if not _is_folder(self.old):
+            return
+        try:
+            left = remove_listed(self.old, self.kind)
+        except OSError as error:
+            raise self.kind.error(
+                f"the {self.kind.folder} that was replaced at '{self.output}' lies in '{self.old}' and cannot be "
+                f"removed: {error.strerror}. The new {self.kind.folder} is in its place. Remove '{self.place}' by "
+                "hand."
+            ) from error
+        if left:
+            raise self.kind.error(
+                f"{first_names(left)} came into '{self.output}' while it was replaced, and lies in '{self.old}' now. "
+                f"The new {self.kind.folder} is in its place. Move what is yours away, then remove '{self.place}'."
+            )
+
+
+@contextmanager
+def new_staging(output: Path, kind: ManifestFile, rename: Rename = system_rename) -> Iterator[Staging]:
+    """Make a staging folder for `output` with an empty `new`, and remove it after the block. Raises `kind.error`."""
+    with ExitStack() as stack:
+        held = False
+        try:
+            while not held:
+                name = tempfile.mkdtemp(prefix=f".{output.name}.", suffix=_PARTIAL, dir=output.absolute().parent)
+                # Before it is locked, another process may take it for abandoned and remove it.
+                with suppress(FileNotFoundError):
+                    held = stack.enter_context(locked(Path(name), create=True))
+            staging = Staging(Path(name), output, kind, rename)
+            staging.new.mkdir()
+        except OSError as error:
+            raise _unwritable(output, kind, error) from error
+        try:
+            yield staging
+        finally:
+            staging.remove()
+
+
+def remove_abandoned(output: Path, kind: ManifestFile) -> None:
+    """Remove the staging folders of killed processes. Raises `kind.error` for files that are not ours."""
+    for place in _places(output):
+        # An empty folder: its process was killed before it made the lock.
+        with suppress(OSError):
+            place.rmdir()
+    with _abandoned(output, kind) as stagings:
+        for staging in stagings:
+            staging.remove()
+
+
+@contextmanager
+def _abandoned(output: Path, kind: ManifestFile) -> Iterator[list[Staging]]:
+    """Lock the staging folders for `output` whose processes have ended, and yield them."""
+    with ExitStack() as stack:
+        stagings = []
+        for place in _places(output):
+            with suppress(OSError):
+                if stack.enter_context(locked(place, create=False)):
+                    stagings.append(Staging(place, output, kind))
+        yield stagings
+
+
+def _places(output: Path) -> list[Path]:
+    """Return the folders next to `output` that have the name of a staging folder."""
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.[a-z0-9_]{{8}}{re.escape(_PARTIAL)}")
+    try:
+        named = sorted(path for path in output.parent.iterdir() if pattern.fullmatch(path.name))
+        return [path for path in named if is_own_folder(path)]
+    except (OSError, ValueError):
+        return []
+
+
+def _check_name(output: Path, kind: ManifestFile) -> None:
+    """Reject a path that no folder can have, or that no message can show."""
+    text = str(output)
+    if "\0" in text:
+        raise kind.error(f"the name {text!a} holds a NUL. Choose another.")
+    if text != text.encode(errors="replace").decode():
+        raise kind.error(f"the name {text!a} is not UTF-8. Choose another.")
+    if output.name in ("", ".."):
+        raise kind.error(f"'{output}' names no new folder. Give it a name, as in '{output / kind.folder}'.")
+    length = len(output.name.encode())
+    if length > _LONGEST_NAME:
+        raise kind.error(
+            f"'{output}' has a name of {length} bytes, expected at most {_LONGEST_NAME}. Choose another."
+        )
+    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise kind.error(f"'{output}' cannot be written: '{above}' is no folder. Choose another place.")
+
+
 def _unwritable(output: Path, kind: ManifestFile, error: OSError) -> Exception:
     return kind.error(
         f"'{output}' cannot be written: {error.strerror} in '{output.absolute().parent}'. Choose a place you may "
         "write to."
     )
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()

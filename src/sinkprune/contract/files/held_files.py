@@ -1,8 +1,7 @@
-"""Files that are held from the moment they are checked: what was checked is what is loaded.
+"""Files that stay open from their check until they are loaded, so that the checked bytes are the loaded bytes.
 
-Small files are read at once and kept. Larger ones stay open, and are read, mapped and summed through that one open
-file. A library that takes nothing but a path is given it within `HeldFile.by_path`, which finds out afterwards
-whether it led to the checked bytes.
+Small files are read into memory at once. Larger ones stay open, and are read, mapped and summed through the open
+file. `HeldFile.by_path` serves libraries that take only a path: it checks that the path leads to the same file.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from sinkprune.contract.files.untrusted import UnreadableError, open_regular, pr
 
 _SMALL = 1 << 20
 _BLOCK = 1 << 22
-_ALTERED = "was altered or replaced since it was opened"
 
 
 class _Stamp(NamedTuple):
-    """What changes with a file's content; `ctime_ns` cannot be set by a program, but changes with links too."""
+    """What changes with a file's content. No program can set `ctime_ns`, but it changes with links too."""
 
     device: int
     inode: int
@@ -35,11 +33,11 @@ class _Stamp(NamedTuple):
 
 
 class HeldFile:
-    """A regular file that was opened once, without following a link.
+    """A regular file, opened once without following a link.
 
-    Every method reads the same file, also when its name is removed or leads to another by now. A file that cannot be
-    read, or was altered since it was opened, raises what `refusal` makes of the reason, which goes on from the file's
-    name.
+    All methods read this file, even if its name is removed or leads to another file. If the file cannot be read, or
+    was altered after it was opened, they raise the error that `refusal` makes of the reason. The reason follows the
+    file's name.
     """
 
     def __init__(self, path: Path, refusal: Callable[[str], Exception]) -> None:
@@ -55,17 +53,17 @@ class HeldFile:
         except UnreadableError as error:
             raise refusal(str(error)) from error
         except OSError as error:
-            # The process has as many files open as it may.
+            # The process has too many open files.
             raise refusal(f"cannot be held open: {error.strerror}") from error
 
     def read(self, limit: int) -> bytes:
-        """All its bytes, of which there must be at most `limit`."""
+        """Return all bytes of the file, of which there must be at most `limit`."""
         if self.size > limit:
             raise self._refusal(f"has {self.size} bytes, expected at most {limit}")
         return self.read_at(0, self.size)
 
     def read_at(self, offset: int, count: int) -> bytes:
-        """`count` bytes from `offset` on."""
+        """Return `count` bytes from `offset` on."""
         if self._bytes is not None:
             data = self._bytes[offset : offset + count]
         else:
@@ -76,10 +74,9 @@ class HeldFile:
         return data
 
     def sha256(self, on_bytes: Callable[[int], None] = lambda count: None) -> str:
-        """The sha256 of its bytes, in hexadecimal; `on_bytes` is told of progress."""
-        digest = hashlib.sha256()
+        """Return the sha256 in hexadecimal. `on_bytes` receives the progress in bytes."""
+        digest = hashlib.sha256(self._bytes or b"")
         if self._bytes is not None:
-            digest.update(self._bytes)
             on_bytes(self.size)
             return digest.hexdigest()
         buffer, offset = memoryview(bytearray(_BLOCK)), 0
@@ -91,15 +88,14 @@ class HeldFile:
         return digest.hexdigest()
 
     def copy(self, path: Path) -> None:
-        """Write its bytes into the new file `path`; raises `OSError` where that cannot be written."""
+        """Write the bytes into the new file `path`. Raises `OSError` if that cannot be written."""
         with path.open("xb") as file:
             for offset in range(0, self.size, _BLOCK):
                 file.write(self.read_at(offset, min(_BLOCK, self.size - offset)))
 
     @contextmanager
     def mapped(self) -> Iterator[mmap.mmap | bytes]:
-        """Its bytes in memory that the file backs, while the block runs; who truncates the file meanwhile ends the
-        process."""
+        """Map the file into memory for the block. If another process truncates the file meanwhile, this one dies."""
         if self._bytes is not None:
             yield self._bytes
             return
@@ -109,20 +105,19 @@ class HeldFile:
 
     @contextmanager
     def by_path(self) -> Iterator[Path]:
-        """Its path, for a library that takes nothing else; the name must lead to the same, unaltered file before the
-        block and after it."""
+        """Yield the path, which must lead to the same, unaltered file before and after the block."""
         self._check_name()
         yield self.path
         self._check_name()
 
     def altered(self) -> Exception:
-        """What to raise for content that is not what it was when the file was opened."""
-        return self._refusal(_ALTERED)
+        """Return the error for content that changed after the file was opened."""
+        return self._refusal("was altered or replaced since it was opened")
 
     def remove(self) -> None:
-        """Remove it from its folder, and let go of it: its place on the disk is free. It must not be read again.
+        """Remove and close the file, which frees its disk space. It must not be read again.
 
-        A name that leads to another file is left alone, and refused.
+        If its name leads to another file, that file stays and the error of `altered` is raised.
         """
         self._check_name()
         self.path.unlink()
@@ -130,7 +125,7 @@ class HeldFile:
             self._close()
 
     def _check_content(self) -> None:
-        # A new export beside it removes the name, which alters ctime and no byte.
+        # Without ctime, which changes when another name of the file is removed.
         if _stamp(os.fstat(self._descriptor))[:4] != self._stamp[:4]:
             raise self.altered()
 
@@ -144,12 +139,12 @@ class HeldFile:
 
 
 def any_is_mapped(files: Iterable[HeldFile]) -> bool:
-    """Return whether this process maps one of the `files` into its memory; False where the system lists no maps."""
+    """Return whether this process maps one of the `files` into memory; False if the system lists no maps."""
     try:
         maps = Path("/proc/self/maps").read_bytes()
     except OSError:
         return False
-    # By the inode alone, before the path: on overlay file systems the device listed here is another.
+    # The inode stands before the path. Overlay file systems list another device.
     return any(re.search(rb" %d +/" % file._stamp.inode, maps) for file in files)
 
 

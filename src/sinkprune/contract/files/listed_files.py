@@ -1,6 +1,6 @@
-"""What of a folder its manifest lists: that, and nothing else, is ours to replace or to remove.
+"""The files that a folder's manifest lists. Only these may be replaced or removed.
 
-Nothing here follows a link.
+Links are never followed.
 """
 
 from __future__ import annotations
@@ -9,98 +9,91 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from sinkprune.contract.files.manifest_file import ManifestFile
 from sinkprune.contract.files.untrusted import UnreadableError, read_json
 
-Tree = dict[str, "Tree | None"]
-"""Names in a folder: what is in those that are folders, None for those that are files."""
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Deeper than any of ours, and far from where the stack ends.
+# More than any folder of sinkprune needs, and far less than the stack allows.
 _DEPTH = 32
 
 
-def listed_files(folder: Path, kind: ManifestFile) -> Tree:
-    """The files of `folder`: those its manifest lists, whatever its format version, itself and its signature.
+class Listed(NamedTuple):
+    """Paths relative to a folder, with `/` between their parts."""
 
-    Raises `UnreadableError`, in words that go on from the manifest's name, for one that does not read as ours.
+    files: frozenset[str] = frozenset()
+    folders: frozenset[str] = frozenset()
+    """All folders above `files`."""
+
+
+def listed_files(folder: Path, kind: ManifestFile) -> Listed:
+    """Return the files in the manifest of `folder`, with the manifest and its signature, in any format version.
+
+    Raises `UnreadableError` for a manifest that sinkprune did not write; the message follows the manifest's name.
     """
     data = read_json(folder / kind.name, follow_links=False)
-    if not _is_ours(data):
-        raise UnreadableError(
-            "is none of sinkprune's: it lacks an integer `format_version`, the text `sinkprune_version` or `files`"
-        )
-    tree: Tree = {}
-    for name in (kind.name, f"{kind.name}.sig", *data["files"]):
-        *above, file = name.split("/")
-        place: Tree | None = tree
-        for part in above:
-            place = place.setdefault(part, {}) if place is not None else None
-        if len(above) >= _DEPTH or place is None or place.setdefault(file, None) is not None:
-            raise UnreadableError(f"lists {name[:100]!r}, which cannot be the name of a file of the {kind.folder}")
-        if any(part in ("", ".", "..") or "\0" in part for part in (*above, file)):
-            raise UnreadableError(f"lists {name[:100]!r}, which is no path within the {kind.folder}")
-    return tree
-
-
-def unlisted(folder: Path, tree: Tree) -> Iterator[str]:
-    """What lies in `folder` and is not in `tree`, by its path in `folder`: files, folders, links, anything."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            below = tree.get(entry.name)
-            if below is not None and entry.is_dir(follow_symlinks=False):
-                yield from (f"{entry.name}/{name}" for name in unlisted(folder / entry.name, below))
-            elif below is not None or entry.name not in tree or not entry.is_file(follow_symlinks=False):
-                yield entry.name
-
-
-def remove_listed(folder: Path, kind: ManifestFile) -> list[str]:
-    """Remove the files that the manifest of `folder` lists, then the folders that are empty.
-
-    Returns what is left, by its path in `folder`. The manifest goes last, and only when nothing is left: what was
-    begun can be ended. Raises `OSError`.
-    """
-    try:
-        tree = listed_files(folder, kind)
-    except UnreadableError:
-        tree = {}
-    manifest = {name: tree.pop(name) for name in (kind.name,) if name in tree}
-    descriptor = os.open(folder, _FOLDER)
-    try:
-        _remove(descriptor, tree)
-        left = sorted(unlisted(folder, tree | manifest))
-        if not left:
-            _remove(descriptor, manifest)
-            folder.rmdir()
-    finally:
-        os.close(descriptor)
-    return left
-
-
-def _remove(folder: int, tree: Tree) -> None:
-    """Remove the files of `tree` from an open folder, and nothing else even if folders are moved meanwhile."""
-    for name, below in tree.items():
-        with suppress(FileNotFoundError):
-            mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-            if below is None and stat.S_ISREG(mode):
-                os.unlink(name, dir_fd=folder)
-            elif below is not None and stat.S_ISDIR(mode):
-                inner = os.open(name, _FOLDER, dir_fd=folder)
-                try:
-                    _remove(inner, below)
-                finally:
-                    os.close(inner)
-                # One that still holds something stays.
-                with suppress(OSError):
-                    os.rmdir(name, dir_fd=folder)
-
-
-def _is_ours(data: Any) -> bool:
-    return (
+    if not (
         isinstance(data, dict)
         and type(data.get("format_version")) is int
         and isinstance(data.get("sinkprune_version"), str)
         and isinstance(data.get("files"), dict)
-    )
+    ):
+        raise UnreadableError(
+            "is none of sinkprune's: it lacks an integer `format_version`, the text `sinkprune_version` or `files`"
+        )
+    files = frozenset((kind.name, kind.signature, *data["files"]))
+    folders = frozenset(str(above) for name in files for above in PurePosixPath(name).parents[:-1])
+    for name in files:
+        path = PurePosixPath(name)
+        if str(path) != name or path.is_absolute() or ".." in path.parts or not path.name or "\0" in name:
+            raise UnreadableError(f"lists {name[:100]!r}, which is no path within the {kind.folder}")
+        if name in folders or len(path.parts) > _DEPTH:
+            raise UnreadableError(f"lists {name[:100]!r}, which cannot be the name of a file of the {kind.folder}")
+    return Listed(files, folders)
+
+
+def unlisted(folder: Path, listed: Listed, below: str = "") -> Iterator[str]:
+    """Yield the path of everything in `folder` that is not `listed`: files, folders, links, FIFOs.
+
+    `below` is empty, or the path of a listed folder with a `/` at its end: then only this folder is searched.
+    """
+    with os.scandir(folder / below) as entries:
+        for entry in entries:
+            path = below + entry.name
+            if path in listed.folders and entry.is_dir(follow_symlinks=False):
+                yield from unlisted(folder, listed, f"{path}/")
+            elif path not in listed.files or not entry.is_file(follow_symlinks=False):
+                yield path
+
+
+def remove_listed(folder: Path, kind: ManifestFile) -> list[str]:
+    """Remove the files that the manifest of `folder` lists, then the folders that are empty. Return what is left.
+
+    The manifest is removed last, and only if nothing else is left, so that an interrupted removal can be finished.
+    Raises `OSError`.
+    """
+    try:
+        listed = listed_files(folder, kind)
+    except UnreadableError:
+        listed = Listed()
+    # Open folders are safe to remove from even if they are moved or replaced by links meanwhile.
+    for root, folders, files, descriptor in os.fwalk(folder, topdown=False):
+        below = Path(root).relative_to(folder)
+        for name in files:
+            path = str(below / name)
+            if path in listed.files and path != kind.name:
+                with suppress(FileNotFoundError):
+                    if stat.S_ISREG(os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                        os.unlink(name, dir_fd=descriptor)
+        for name in folders:
+            if str(below / name) in listed.folders:
+                # A folder that is not empty stays.
+                with suppress(OSError):
+                    os.rmdir(name, dir_fd=descriptor)
+    manifest = listed.files & {kind.name}
+    left = sorted(unlisted(folder, Listed(manifest, listed.folders)))
+    if not left:
+        (folder / kind.name).unlink(missing_ok=True)
+        folder.rmdir()
+    return left

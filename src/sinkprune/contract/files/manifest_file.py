@@ -1,7 +1,7 @@
-"""A folder with a manifest: a JSON file that names every other file with its size and sha256.
+"""A folder with a manifest: a JSON file that lists every other file with its size and sha256.
 
-What reading a bundle and reading engines have in common, and the one place that decides what of a folder may be
-loaded: files that the manifest lists, held open from then on (`held_files` in this package), and none beside them.
+The common part of reading bundles and engines. Only files that the manifest lists are loaded, and they are held open
+(`held_files` in this package). Other files in the folder are an error.
 """
 
 from __future__ import annotations
@@ -37,33 +37,51 @@ class FileSpec:
 
 @dataclass(frozen=True)
 class ManifestFile:
-    """A kind of manifest, and the words it is refused with."""
+    """A kind of manifest, and the words of its error messages."""
 
     name: str
     """The file's name in its folder, e.g. `bundle.json`."""
     format_version: int
     folder: str
-    """What the folder is, e.g. `bundle`, and with an article."""
+    """The folder's name in messages, e.g. `bundle`."""
     a_folder: str
+    """The same with an article."""
     error: type[SinkpruneError]
     make: str
     """The command that makes such a folder; `{root}` is its place."""
     again: str
-    """What a user can do about a damaged folder, as a sentence."""
+    """The remedy for a damaged folder, as a sentence."""
     upgrade: str
-    """What a user can do about a folder of an unknown format version, as a sentence."""
+    """The remedy for a folder of an unknown format version, as a sentence."""
+
+    @property
+    def signature(self) -> str:
+        """The name of the file with the manifest's signature, next to the manifest."""
+        return f"{self.name}.sig"
 
     def read(self, root: Path, kind: type[T], trust: Trust) -> tuple[T, str]:
-        """The manifest in the folder `root`, as the dataclass `kind`, and its sha256; raises `error`."""
+        """Return the manifest in the folder `root` as the dataclass `kind`, and its sha256. Raises `error`."""
         path = root / self.name
-        data = self._bytes(root)
+        try:
+            data = read_bytes(path, MANIFEST_BYTES, follow_links=False)
+        except MissingError as error:
+            if not os.path.lexists(root):
+                make = self.make.format(root=root)
+                raise self.error(f"there is no folder '{root}'. Make {self.a_folder} with: {make}") from error
+            is_checkpoint = (root / "config.json").is_file()
+            make = f"sinkprune-export {root} -o BUNDLE" if is_checkpoint else self.make.format(root="NEW")
+            raise self.error(
+                f"'{root}' is not {self.a_folder}: it holds no {self.name}. Make one with: {make}"
+            ) from error
+        except UnreadableError as error:
+            raise self.error(f"'{path}' {error}. {self.again}") from error
         digest = hashlib.sha256(data).hexdigest()
-        # Before anything is made of what it says
+        # Before the content is used.
         self._check_trust(path, data, digest, trust)
         return self.parsed(path, data, kind), digest
 
     def parsed(self, path: Path, data: bytes, kind: type[T]) -> T:
-        """The manifest that stands in `data`, the content of `path`, as the dataclass `kind`; raises `error`."""
+        """Return `data`, the manifest's content, as the dataclass `kind`. `path` is for messages. Raises `error`."""
         try:
             parsed = parsed_json(data)
         except UnreadableError as error:
@@ -80,10 +98,15 @@ class ManifestFile:
         except SchemaError as error:
             raise self.error(f"'{path}' is malformed at {error}. {self.again}") from error
 
-    def write(self, root: Path, manifest: Any, sign: Sign | None = None) -> None:
-        """Write the manifest into the folder `root`, and with `sign` its signature beside it.
+    def check_consistent(self, path: Path, complaints: Iterator[str]) -> None:
+        """Raise `error` with the first of the `complaints` about the manifest at `path`, if there is one."""
+        for complaint in complaints:
+            raise self.error(f"'{path}' {complaint}. {self.again}")
 
-        Raises `error` for one that could not be read again, because something in it is beyond what one may say.
+    def write(self, root: Path, manifest: Any, sign: Sign | None = None) -> None:
+        """Write the manifest into the folder `root`, and its signature with `sign`.
+
+        Raises `error` for a manifest that could not be read again.
         """
         data = _encoded(manifest)
         try:
@@ -95,14 +118,13 @@ class ManifestFile:
             (root / self.signature).write_bytes(sign(data))
 
     def sha256(self, manifest: Any) -> str:
-        """The sha256 of the manifest as `write` writes it, in hexadecimal."""
+        """Return the sha256 of the manifest as `write` writes it, in hexadecimal."""
         return hashlib.sha256(_encoded(manifest)).hexdigest()
 
     def hold(self, root: Path, files: Mapping[str, FileSpec], *, whole: bool = True) -> dict[str, HeldFile]:
-        """Every file that the manifest lists, of its size and held open; if it need not be `whole`, those there are.
+        """Open the `files` that the manifest lists, by name. Files may be missing unless the folder must be `whole`.
 
-        A file that is missing, no regular file or of another size is refused, and so is one that nobody listed;
-        raises `error`.
+        Raises `error` for a file that is missing, of another size, no regular file, or not listed.
         """
         for name in files:
             if outside(name):
@@ -113,16 +135,13 @@ class ManifestFile:
         held = {name: HeldFile(root / name, partial(self._refusal, root, name)) for name in there}
         for name, file in held.items():
             if file.size != files[name].size:
-                raise self.error(
-                    f"{self.folder} '{root}': file '{name}' has {file.size} bytes, expected "
-                    f"{files[name].size}. {self.again}"
-                )
+                raise self._refusal(root, name, f"has {file.size} bytes, expected {files[name].size}")
         listed = {*files, self.name, self.signature}
-        for name in map(str, _all_below(root)):
+        for name in _all_below(root):
             if name not in listed:
                 raise self.error(
-                    f"{self.folder} '{root}': nobody listed the file '{name}', so nobody can tell whose it is. "
-                    f"Move it elsewhere, or {self.again[0].lower()}{self.again[1:]}"
+                    f"{self.folder} '{root}': found the file '{name}', which {self.name} does not list. "
+                    f"Move it elsewhere, or {self._or_again}"
                 )
         return held
 
@@ -133,42 +152,19 @@ class ManifestFile:
         files: Mapping[str, FileSpec],
         on_bytes: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """Compare every held file with its sha256; `on_bytes` is told of progress. Raises `error`."""
+        """Compare every held file with its sha256. `on_bytes` receives the progress in bytes. Raises `error`."""
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             found = pool.map(lambda file: file.sha256(on_bytes), held.values())
             for name, digest in zip(held, found, strict=True):
                 if digest != files[name].sha256:
-                    raise self.error(
-                        f"{self.folder} '{root}': file '{name}' was altered: its sha256 is {digest}, expected "
-                        f"{files[name].sha256}. {self.again}"
-                    )
-
-    @property
-    def signature(self) -> str:
-        """The name of the file beside the manifest that holds its signature, where it was signed."""
-        return f"{self.name}.sig"
-
-    def _bytes(self, root: Path) -> bytes:
-        path = root / self.name
-        try:
-            return read_bytes(path, MANIFEST_BYTES, follow_links=False)
-        except MissingError as error:
-            if not os.path.lexists(root):
-                make = self.make.format(root=root)
-                raise self.error(f"there is no folder '{root}'. Make {self.a_folder} with: {make}") from error
-            is_checkpoint = (root / "config.json").is_file()
-            make = f"sinkprune-export {root} -o BUNDLE" if is_checkpoint else self.make.format(root="NEW")
-            raise self.error(
-                f"'{root}' is not {self.a_folder}: it holds no {self.name}. Make one with: {make}"
-            ) from error
-        except UnreadableError as error:
-            raise self.error(f"'{path}' {error}. {self.again}") from error
+                    reason = f"was altered: its sha256 is {digest}, expected {files[name].sha256}"
+                    raise self._refusal(root, name, reason)
 
     def _check_trust(self, path: Path, data: bytes, digest: str, trust: Trust) -> None:
         if trust.sha256 is not None and trust.sha256 != digest:
             raise self.error(
-                f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the one that is meant: "
-                f"{self.again[0].lower()}{self.again[1:]}"
+                f"'{path}' has the sha256 {digest}, expected {trust.sha256}. It is not the expected manifest: "
+                f"{self._or_again}"
             )
         if trust.signed_by is None:
             return
@@ -183,46 +179,51 @@ class ManifestFile:
         if not verify_signature(trust.signed_by, data, signed):
             raise self.error(
                 f"'{path}' was not signed with the key that belongs to '{trust.signed_by}', or was altered since. "
-                f"Do not use it: {self.again[0].lower()}{self.again[1:]}"
+                f"Do not use it: {self._or_again}"
             )
 
     def _refusal(self, root: Path, name: str, reason: str) -> SinkpruneError:
         return self.error(f"{self.folder} '{root}': file '{name}' {reason}. {self.again}")
 
+    @property
+    def _or_again(self) -> str:
+        """The remedy for a damaged folder, to go on with in a sentence."""
+        return self.again[0].lower() + self.again[1:]
+
 
 class Lists(Protocol):
-    """A manifest, as far as all manifests are alike."""
+    """A manifest that lists files."""
 
     @property
     def files(self) -> dict[str, FileSpec]:
-        """Every other file of the folder, by its path relative to it."""
+        """Every other file of the folder, by its path relative to the folder."""
 
 
 @dataclass(frozen=True)
 class Folder(Generic[M]):
-    """A folder with a manifest that was read: where it lies, what its manifest says, and its files, held open."""
+    """A folder with a manifest that was read: its place, the manifest, and the files, held open."""
 
     kind: ClassVar[ManifestFile]
     path: Path
     manifest: M
     sha256: str
-    """The manifest's own sha256, in hexadecimal; it stands for all files, whose sums the manifest holds."""
+    """The manifest's own sha256, in hexadecimal. It covers all files, because the manifest holds their sums."""
     files: Mapping[str, HeldFile]
     """Every file that the manifest lists, by its name there."""
     trust: Trust
-    """What the manifest was compared with when it was read."""
+    """The sum and the key that the manifest was compared with."""
 
     def file(self, name: str) -> Path:
-        """The path of the file that the manifest calls `name`."""
+        """Return the path of the file that the manifest calls `name`."""
         return self.path / name
 
     def verify(self, on_bytes: Callable[[int], None] = lambda count: None) -> None:
-        """Compare every file with its sha256; `on_bytes` is told of bytes read. Raises the kind's `error`."""
+        """Compare every file with its sha256. `on_bytes` receives the progress in bytes. Raises `kind.error`."""
         self.kind.check_sums(self.path, self.files, self.manifest.files, on_bytes)
 
 
 def file_specs(root: Path, known: Collection[str] = ()) -> dict[str, FileSpec]:
-    """Size and sha256 of all files below `root` but those `known`, by their paths relative to it, in order."""
+    """Return size and sha256 of all files below `root` except those `known`, sorted by path relative to `root`."""
     paths = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file()}
     return {
         name: FileSpec(paths[name].stat().st_size, sha256(paths[name])) for name in sorted(paths) if name not in known
@@ -230,12 +231,12 @@ def file_specs(root: Path, known: Collection[str] = ()) -> dict[str, FileSpec]:
 
 
 def outside(name: str) -> bool:
-    """Whether the file `name` of a manifest would lie outside its folder."""
+    """Return whether the file `name` of a manifest lies outside its folder."""
     return Path(name).is_absolute() or ".." in Path(name).parts
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file of our own making, in hexadecimal."""
+    """Return the sha256 of a file that sinkprune wrote, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -247,8 +248,7 @@ def _encoded(manifest: Any) -> bytes:
     return (json.dumps(to_json(manifest), indent=1) + "\n").encode()
 
 
-def _all_below(root: Path) -> Iterator[Path]:
-    """Everything below `root` but folders, relative to it; links are not followed."""
-    for folder, folders, names in os.walk(root):
-        links = [name for name in folders if (Path(folder) / name).is_symlink()]
-        yield from (Path(folder).relative_to(root) / name for name in sorted([*names, *links]))
+def _all_below(root: Path) -> list[str]:
+    """Return the paths of everything below `root` but folders, relative to `root`. Links are not followed."""
+    found = (path for path in root.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(str(path.relative_to(root)) for path in found)

@@ -1,4 +1,4 @@
-"""Writing files: each is there whole or not at all, and none stands where something else is read."""
+"""Write output files completely or not at all, and never over an input."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from sinkprune.contract.errors import OutputError
 
 Output = tuple[Path, tuple[str, ...]]
-"""A file that a command writes, and the endings it may have."""
+"""A file that a command writes, and the suffixes it may have."""
 
 
 def check_outputs(outputs: Sequence[Output], read: Iterable[Path] = (), folders: Iterable[Path] = ()) -> None:
-    """Refuse outputs that could not be written later, or would destroy what is there.
+    """Reject outputs that cannot be written, or that would replace an input. Raises `OutputError`.
 
-    None may be one of the files that are `read`, lie in one of `folders`, or be another of `outputs`, whatever names,
-    links or hard links lead there. Raises `OutputError`.
+    An output may not be one of the files in `read`, lie in one of `folders`, or be the same file as another output.
+    Links and hard links are followed.
     """
     for path, suffixes in outputs:
         check_writable(path, suffixes)
@@ -35,7 +35,7 @@ def check_outputs(outputs: Sequence[Output], read: Iterable[Path] = (), folders:
 
 
 def check_apart(outputs: Iterable[Path], read: Iterable[Path]) -> None:
-    """Refuse outputs that are among the files that are `read`, by whatever name; raises `OutputError`."""
+    """Reject outputs that are among the files in `read`, also by links. Raises `OutputError`."""
     existing = {found: path for path in outputs if (found := _identity(path))}
     for path in read if existing else ():
         found = _identity(path)
@@ -44,10 +44,10 @@ def check_apart(outputs: Iterable[Path], read: Iterable[Path]) -> None:
 
 
 def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
-    """Refuse a file that could not be written later; raises `OutputError`.
+    """Reject a file that cannot be written. Raises `OutputError`.
 
-    Its ending must be one of `suffixes`, its folder there and writable, and what stands in its place a regular file:
-    a device or FIFO is none to replace, and of a link nobody knows which end is meant.
+    The suffix must be one of `suffixes`. The folder must exist and be writable. An existing file must be a regular
+    file and no link.
     """
     if path.suffix.lower() not in suffixes:
         raise OutputError(f"'{path}' ends in '{path.suffix}', expected {' or '.join(suffixes)}.")
@@ -65,7 +65,7 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` beside `path`, to the disk, then rename it there."""
+    """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises `OutputError`."""
     try:
         handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     except OSError as error:
@@ -74,7 +74,7 @@ def write_whole(path: Path, data: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
-            # Else a loss of power may leave an empty file under the new name.
+            # Otherwise a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())
         Path(beside).chmod(0o644)
         Path(beside).replace(path)
@@ -84,7 +84,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What stands at a path, links followed: its device and inode; None for nothing."""
+    """Return device and inode of the file at a path, after links; None if there is none."""
     try:
         found = path.stat()
     except (OSError, ValueError):

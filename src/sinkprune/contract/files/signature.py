@@ -1,6 +1,6 @@
-"""Signing a manifest, and telling whose signature it bears: Ed25519 (RFC 8032) keys in PEM files.
+"""Sign manifests and verify their signatures, with Ed25519 keys (RFC 8032) in PEM files.
 
-The signature is of the manifest's bytes as they are, 64 bytes in a file of its own, so that other tools can check it:
+The signature of the manifest's bytes has 64 bytes in a file of its own, so that other tools can verify it:
 `openssl pkeyutl -verify -rawin -pubin -inkey KEY.pub -in bundle.json -sigfile bundle.json.sig`. Needs the package
 cryptography (extra `sign`), and no network.
 """
@@ -11,7 +11,6 @@ import getpass
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
@@ -21,15 +20,15 @@ _KEY_BYTES = 64 << 10
 _MAKE = "Make a pair with: openssl genpkey -algorithm ed25519 -out KEY; openssl pkey -in KEY -pubout -out KEY.pub"
 
 Sign = Callable[[bytes], bytes]
-"""Gives the signature of what it is given."""
+"""Returns the signature of its argument."""
 
 
 def read_private_key(path: Path) -> Sign:
-    """What signs with the private key in the PEM file `path`; asks for its passphrase on the terminal if it has one.
+    """Return the signing function of the private key in the PEM file `path`. Prompts for a passphrase if needed.
 
-    Raises `UsageError` for what is no such key, and where the package cryptography is missing.
+    Raises `UsageError` for any other file, and without the package cryptography.
     """
-    _cryptography()
+    _check_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -46,11 +45,11 @@ def read_private_key(path: Path) -> Sign:
 
 
 def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` is of `data`, by the owner of the public key in the PEM file `path`.
+    """Return whether `signature` signs `data` with the key that belongs to the public key in the PEM file `path`.
 
-    Raises `UsageError` for what is no such key, and where the package cryptography is missing.
+    Raises `UsageError` for any other file, and without the package cryptography.
     """
-    _cryptography()
+    _check_cryptography()
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -83,12 +82,11 @@ def _passphrase(path: Path) -> bytes:
     return getpass.getpass(f"passphrase of {path}: ").encode()
 
 
-def _cryptography() -> Any:
+def _check_cryptography() -> None:
     try:
-        import cryptography
+        import cryptography  # noqa: F401
     except ImportError as error:
         raise UsageError(
             "signatures need the package cryptography, which is not installed. Install it with: pip install "
             "'sinkprune[sign]'"
         ) from error
-    return cryptography

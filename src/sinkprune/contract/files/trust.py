@@ -1,4 +1,4 @@
-"""What a user knows of a bundle or of engines before they are read, and the options that commands take it by."""
+"""The sum or the key that a user expects of a bundle or of engines, and its command-line options."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sinkprune.contract.errors import UsageError
 
 @dataclass(frozen=True)
 class Trust:
-    """What a manifest must be; one that differs is refused. Raises `UsageError` for what is no sum."""
+    """The sum and the signature that a manifest must have. Raises `UsageError` for a malformed sum."""
 
     sha256: str | None = None
-    """The sha256 it has, in hexadecimal; None where it may have any."""
+    """The expected sha256, in hexadecimal; None accepts any."""
     signed_by: Path | None = None
-    """A file with the public key that its signature must fit; None where it need not be signed."""
+    """A file with the public key of the signature; None accepts unsigned manifests."""
 
     def __post_init__(self) -> None:
         if self.sha256 is None:
@@ -31,18 +31,18 @@ class Trust:
 
 
 ANY = Trust()
-"""Any manifest is read."""
+"""Accepts any manifest."""
 
 
 def add_trust_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--sha256` and `--signed-by`, of which a command that reads a bundle makes a `Trust`."""
+    """Add `--sha256` and `--signed-by`, the two fields of a `Trust`."""
     add = parser.add_argument
-    add("--sha256", metavar="SUM", help="the sum that was printed when BUNDLE was written: any other is refused")
-    add("--signed-by", type=Path, metavar="KEY.pub", help="a public key: what it did not sign is refused")
+    add("--sha256", metavar="SUM", help="the sum that was printed when BUNDLE was written; any other is rejected")
+    add("--signed-by", type=Path, metavar="KEY.pub", help="a public key; anything that it did not sign is rejected")
 
 
 def add_sign_option(parser: argparse.ArgumentParser, what: str) -> None:
-    """The argument of a command that writes `what`."""
+    """Add `--sign` to a command that writes `what`."""
     parser.add_argument(
         "--sign", type=Path, metavar="KEY", help=f"sign {what} with this Ed25519 private key (PEM), for --signed-by"
     )

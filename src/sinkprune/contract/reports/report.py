@@ -22,11 +22,16 @@ PARTS = (
     "per_token",
     "latency",
 )
-"""What is timed. `select` is part of `prefill`; `ttft` runs from the decoded image and the prompt string to the
-first sampled token; `latency` is the whole answer."""
+"""The timed parts. `select` is part of `prefill`. `ttft` is the time from decoded image and prompt to the first
+sampled token. `latency` is the whole answer."""
 OF_TTFT = ("preprocess", "vision", "sanitizer", "projector", "prefill", "rest")
-"""The parts that `ttft` is the sum of. `rest` is what none of the others is: rows laid out, results checked and read
-back, the first token chosen."""
+"""The parts that add up to `ttft`. `rest` is all other work: laying out rows, checking and reading results, and
+sampling the first token."""
+
+
+def percentile(ordered: Sequence[float], share: int) -> float:
+    """Return the smallest of the ascending values that is not exceeded by `share` % of them."""
+    return ordered[math.ceil(share * len(ordered) / 100) - 1]
 
 
 @dataclass(frozen=True)
@@ -38,9 +43,8 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> Spread:
-        """The spread of at least one value; p95 is the smallest value not exceeded by 95 % of them."""
-        ordered = sorted(values)
-        return Spread(statistics.median(ordered), ordered[math.ceil(0.95 * len(ordered)) - 1])
+        """Return the spread of at least one value."""
+        return Spread(statistics.median(values), percentile(sorted(values), 95))
 
 
 @dataclass(frozen=True)
@@ -53,45 +57,45 @@ class PrefillAndTtft:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Measured speed-up over the one the FLOPs imply."""
+    """Measured speed-up divided by the ideal speed-up by FLOPs."""
 
     prefill: float
 
 
 @dataclass(frozen=True)
 class BudgetReport:
-    """What was measured of one budget, beside what its FLOPs and bytes imply."""
+    """The measurements of one budget, with the ideals by its FLOPs and bytes."""
 
     visual_tokens: int
     kept_after_sanitizer: int
     tokens_per_layer: tuple[int, ...]
-    """Visual tokens each decoder layer ran on (input counting)."""
+    """Visual tokens in the input of each decoder layer."""
     mean_visual_tokens: float
     ms: dict[str, Spread | None]
     """Milliseconds by part; `per_token` is None where only one token was generated."""
     flops: PrefillAndTtft
     flops_speedup: PrefillAndTtft
-    """Over the unpruned engines, by FLOPs alone."""
+    """Compared with the unpruned engines, by FLOPs alone."""
     speedup: PrefillAndTtft
-    """Over the unpruned engines, by median milliseconds."""
+    """Compared with the unpruned engines, by median milliseconds."""
     efficiency: Efficiency
     kv_bytes: int
     """Keys and values after the prefill."""
     peak_rss_bytes: int | None
-    """Largest resident memory of the process during this budget's runs; None where the system does not tell."""
+    """Largest resident memory of the process during this budget's runs; None if it is unknown."""
     stage_peak_rss_bytes: dict[str, int]
-    """The same while each stage ran: vision, sanitizer, projector, prefill with its selects, decode. Of the budget's
-    first run: engines keep what they once took, so a stage counts what those before it left."""
+    """The same during each stage: vision, sanitizer, projector, prefill with its selects, decode. Of the budget's
+    first run. Engines keep their memory, so a stage includes the memory of earlier stages."""
     decode_tokens_per_s: float | None
     decode_gb_per_s: float | None
-    """Decoder and head weights plus KV cache, read once a token."""
+    """Decoder and head weights and KV cache, read once a token."""
     energy: BudgetEnergy | None
-    """None without a power sensor, and where none of its readings tell of this budget's runs."""
+    """None without power readings of this budget's runs."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured, and on what: the head of every report."""
+    """The head of every report: model, backend, machine and settings."""
 
     model: str
     backend: str
@@ -99,7 +103,7 @@ class Measured:
     """The type of hidden states and caches."""
     weights: WeightForms
     compute: str
-    """What engines compute in, in words."""
+    """The type that engines compute in, in words."""
     cache: str
     """The type of keys and values, in words."""
     method: str
@@ -109,18 +113,18 @@ class Measured:
     """Text tokens of the rendered prompt."""
     new_tokens: int
     load_ms: float | None
-    """Milliseconds from opening the engines to having loaded them, comparing sums included."""
+    """Milliseconds of opening and loading the engines, with comparing sums."""
     versions: dict[str, str]
     power: PowerReport | None
-    """None where no joules were asked for."""
+    """None if no joules were requested."""
 
 
 @dataclass(frozen=True)
 class Report(Measured):
-    """A profile: every budget against the unpruned engines, measured in turn."""
+    """A profile: every budget and the unpruned engines, measured in turn."""
 
     repeat: int
     first_answer_ms: float | None
-    """Milliseconds from opening the engines to the first token of the first answer, which engines take longer for
-    than for others."""
+    """Milliseconds from opening the engines to the first token of the first answer, which takes longer than later
+    ones."""
     budgets: dict[str, BudgetReport]

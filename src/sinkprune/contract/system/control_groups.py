@@ -14,12 +14,12 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 class ControlGroup(NamedTuple):
-    """A group that this process is in."""
+    """A control group of this process."""
 
     folder: Path
-    """Holds the group's files."""
+    """The folder of the group's files."""
     version: int
-    """1 or 2: which names and units the files have."""
+    """1 or 2, which determines the names and units of the files."""
 
     def numbers(self, file: str) -> list[int | None]:
         """Return the whole numbers in a file of the group, None for each "max"; empty without the file."""
@@ -53,7 +53,7 @@ def control_groups(controller: str, root: Path = ROOT) -> list[ControlGroup]:
 
 
 def _mounts(controller: str, root: Path) -> list[tuple[int, PurePosixPath, PurePosixPath]]:
-    """The hierarchies that may hold `controller`: version, the group that is mounted, and where."""
+    """Return the hierarchies that may hold `controller`: version, mounted group, and mount point."""
     mounts = []
     for line in _lines(root / _MOUNTS):
         fields, _, rest = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""The memory of the system, which boards share between CPU and GPU."""
+"""The free memory of the system, which CPU and GPU share on boards."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _STATM = Path("/proc/self/statm")
 
 
 def available_bytes(root: Path = ROOT) -> int:
-    """Bytes of memory that this process can take without swapping; 0 where the system does not tell.
+    """Return the bytes of memory that this process can take without swapping; 0 if they are unknown.
 
-    That is the least of three: what the kernel can make available, what is left of the limit of each control group
-    that the process is in, and what is left of the process's own limit (`ulimit -v`). The system's files are read
-    below `root`.
+    The least of three: the memory that the kernel can make available, the rest of the limit of each control group of
+    the process, and the rest of the process's own limit (`ulimit -v`). The system's files are read below `root`.
     """
     groups = [_of_group(group) for group in control_groups("memory", root)]
     known = [count for count in (_of_machine(root), *groups, _of_process()) if count is not None]
@@ -32,7 +31,7 @@ def _of_machine(root: Path) -> int | None:
 
 
 def _of_group(group: ControlGroup) -> int | None:
-    """Bytes left of the limit of `group`, or None without one; cached files can be read again and are not counted."""
+    """Return the bytes left of the limit of `group`, or None without a limit. Cached files count as free."""
     if group.version == 2:
         # Over "high" the kernel takes pages back until the process nearly stands still.
         limits, (current, cached, shared) = ["memory.max", "memory.high"], ("memory.current", "file", "shmem")

@@ -1,4 +1,4 @@
-"""Questions about pictures: how they are put to a model, and when its reply is right."""
+"""Questions about pictures: their prompts, and the check of replies."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Question:
 
     id: str
     kind: str
-    """What is asked for, as accuracy is broken down by it: `counting`, `reading`, ..."""
+    """The group in accuracy tables: `counting`, `reading`, ..."""
     text: str
     answers: tuple[str, ...]
-    """Replies that are right; for multiple choice the letter of the right option."""
+    """Correct replies; for multiple choice the letter of the correct option."""
     options: tuple[str, ...] = ()
     """Multiple choice: up to 26 options, lettered A, B, ..."""
 
     @property
     def prompt(self) -> str:
-        """The words the model is asked; multiple choice in the form LLaVA-1.5 is evaluated with."""
+        """Return the prompt; for multiple choice in the form of LLaVA-1.5's evaluation."""
         if not self.options:
             return self.text
         lettered = [
@@ -33,13 +33,13 @@ class Question:
 
     @property
     def in_words(self) -> str:
-        """The first right answer; of multiple choice the right option's own words."""
+        """Return the first correct answer; for multiple choice the text of the correct option."""
         return self.options[string.ascii_uppercase.index(self.answers[0])] if self.options else self.answers[0]
 
     def is_right(self, reply: str) -> bool:
-        """Whether `reply` is one of the answers, but for case, punctuation at its ends and white space.
+        """Return whether `reply` is one of the answers, except for case, white space and punctuation at its ends.
 
-        Of multiple choice the right option's own words are as right as its letter, as MMBench's evaluation has it.
+        For multiple choice the text of the correct option counts like its letter, as in MMBench's evaluation.
         """
         return _plain(reply) in map(_plain, (*self.answers, self.in_words))
 

@@ -1,8 +1,8 @@
-"""Regular expressions of tokenizers: which can be searched for in a text without taking for ever.
+"""Accept the regular expressions of tokenizers that are searched in linear time.
 
-Tokenizers search with Oniguruma, which tries one way after another, and an expression of a few letters can have more
-ways than anybody can try. So those of published tokenizers are known by their text, and of all others only rows of
-characters and sets are taken, of which the last may be repeated.
+Tokenizers search with Oniguruma, which backtracks: a short expression can take longer than anybody waits. Expressions
+of published tokenizers are accepted by their text. All others must be rows of characters and sets, of which the last
+may be repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 
 PUBLISHED = frozenset(
     {
-        # GPT-2, as slow and as fast tokenizers write it
+        # GPT-2, in slow and in fast tokenizers
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         # CLIP
@@ -36,13 +36,13 @@ PUBLISHED = frozenset(
         r"\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-"""Expressions of published tokenizers: what follows a repetition in them either cannot fail or is a step back."""
+"""Expressions of published tokenizers. After a repetition, the rest either cannot fail or backs up one step."""
 _PIECE = r"\\p\{\^?\w{1,40}\}|\\[sSdDwWnrt]|\\[^\w\s]|\[\^?(?:\\.|[^\\\[\]])+\]|[^\\()\[\]{}*+?|^$]"
 _ROW = rf"(?:{_PIECE})+(?:[*+?]|\{{\d{{1,3}}(?:,\d{{0,3}})?\}})?"
-"""Characters and sets in a row, of which the last may be repeated: after it nothing can fail."""
+"""Characters and sets in a row, of which the last may be repeated. After it nothing can fail."""
 _ROWS = re.compile(rf"{_ROW}(?:\|{_ROW})*")
 
 
 def is_quick(expression: str) -> bool:
-    """Whether searching a text takes no more than some multiple of its length."""
+    """Return whether the expression is known to search a text in linear time."""
     return expression in PUBLISHED or _ROWS.fullmatch(expression) is not None

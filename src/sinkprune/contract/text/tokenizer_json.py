@@ -1,6 +1,7 @@
-"""tokenizer.json, checked before the tokenizers library reads it: what a stranger wrote there must not end a process.
+"""Check an untrusted tokenizer.json before the tokenizers library reads it.
 
-The library reports most damage itself. Refused here is what would have it search for hours, fill the memory or panic.
+The library reports most damage itself. This module rejects what would make it search for hours, fill the memory or
+panic.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from sinkprune.contract.files.untrusted import UnreadableError, parsed_json
 from sinkprune.contract.text.regular_expressions import is_quick
 
 _IDS = 1 << 20
-"""Ids are smaller: four times as many as the largest published vocabulary has."""
+"""The limit of ids: four times the largest published vocabulary."""
 _LETTERS = 1000
-"""The most letters of a token or of a pattern."""
+"""The limit of letters of a token or of a pattern."""
 _ADDED_LETTERS = 1 << 20
-"""The most letters of all added tokens together: an automaton is made of them."""
+"""The limit of letters of all added tokens together, of which the library makes an automaton."""
 _PARTS = 10
-"""The most parts of a component, and the most tokens that a post-processor adds in one place."""
+"""The limit of parts of a component, and of tokens that a post-processor adds in one place."""
 _GROWTH = 8
-"""How many times as long as it was a component may make a text."""
+"""The limit of a component's growth factor of text lengths."""
 _COMPONENTS = {
     "normalizer": {
         "ByteLevel": 4,
@@ -44,13 +45,13 @@ _COMPONENTS = {
     "post_processor": {"ByteLevel": 1, "RobertaProcessing": 1, "TemplateProcessing": 1},
     "decoder": {"ByteFallback": 1, "ByteLevel": 1, "Fuse": 1, "Metaspace": 1, "Strip": 1},
 }
-"""The types of parts that published BPE tokenizers have, and how many times as long each makes a text. No component
-can have two forms of Unicode: characters that one takes apart could be put together again between them."""
+"""The types of parts in published BPE tokenizers, and the factor by which each lengthens a text. The limit leaves no
+room for two Unicode forms in a component, because the second could undo the first."""
 _SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def check_tokenizer_json(data: bytes) -> None:
-    """Raises `UnreadableError` for a tokenizer.json that is damaged, or that no tokenizer needs to be."""
+    """Raise `UnreadableError` for a tokenizer.json that is damaged, or beyond what tokenizers need."""
     root = _object(parsed_json(data, _unique), "JSON document")
     _check_model(_object(root.get("model"), "model"))
     added = _list(root.get("added_tokens", []), "added_tokens")
@@ -70,7 +71,7 @@ def check_tokenizer_json(data: bytes) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; of two values of one name, this and the library may choose different ones."""
+    """Make an object; of two values of one name, the library might choose the other."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has two values of one name")
@@ -86,14 +87,14 @@ def _check_model(model: Mapping[str, Any]) -> None:
         raise UnreadableError(f"has a vocabulary with ids that are not between 0 and {_IDS}")
     if len(set(ids)) != len(ids) or max(map(len, vocabulary), default=0) > _LETTERS:
         raise UnreadableError(f"gives two tokens one id, or has a token of more than {_LETTERS} letters")
-    # The library cuts a prefix's bytes off tokens that do not begin with it; a dropout is for training.
+    # The library cuts the prefix's length off tokens that lack the prefix. Dropout is for training.
     for name in ("continuing_subword_prefix", "dropout"):
         if model.get(name):
             raise UnreadableError(f"has the {name} {format_value(model[name])}, expected none")
 
 
 def _parts(component: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """The parts of a component, those of a Sequence one by one."""
+    """Yield the parts of a component; of a Sequence each part."""
     if component is None:
         return
     part = _object(component, name)
@@ -106,7 +107,7 @@ def _parts(component: Any, name: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(part: Mapping[str, Any], name: str, kinds: Mapping[str, int]) -> float:
-    """How many times as long as it was a text becomes in one part of a component."""
+    """Return the factor by which one part of a component may lengthen a text."""
     kind = part.get("type")
     if kind == "Replace" and name in ("normalizer", "decoder"):
         content, pattern = _text(part, "content"), _pattern(part)
@@ -118,7 +119,7 @@ def _growth(part: Mapping[str, Any], name: str, kinds: Mapping[str, int]) -> flo
     if kind == "Prepend":
         return 1.0 + len(_text(part, "prepend"))
     if name == "decoder" and kind == "Strip" and part.get("stop") != 0:
-        # The library counts back from the end of a token, past its beginning.
+        # The library would count from the end of a token to before its beginning.
         raise UnreadableError("has a decoder that strips texts at their end")
     if kind == "TemplateProcessing":
         _check_template(part)
@@ -126,7 +127,7 @@ def _growth(part: Mapping[str, Any], name: str, kinds: Mapping[str, int]) -> flo
 
 
 def _pattern(part: Mapping[str, Any]) -> str:
-    """The text that a part looks for; empty for a regular expression, which may match nothing at all."""
+    """Return the text that a part searches; empty for a regular expression, which may match an empty text."""
     pattern = _object(part.get("pattern"), "pattern")
     if pattern.keys() == {"String"} and _text(pattern, "String"):
         return _text(pattern, "String")
@@ -136,7 +137,7 @@ def _pattern(part: Mapping[str, Any]) -> str:
 
 
 def _check_template(part: Mapping[str, Any]) -> None:
-    """A template writes each text once, and special tokens that the part lists."""
+    """Check that a template writes each text once, and only special tokens that the part lists."""
     tokens = _object(part.get("special_tokens", {}), "post_processor's special_tokens")
     for token in tokens.values():
         if len(_list(_object(token, "special token").get("ids"), "ids of a special token")) > _PARTS:

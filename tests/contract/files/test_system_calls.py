@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sinkprune.contract.files.system_rename import How, Rename, UnsupportedError, move, system_rename
+from sinkprune.contract.files.system_calls import How, Rename, move, system_rename
 from support.programs.listed_folders import no_such_rename
 
 WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["one step", "plain"])
@@ -34,10 +34,14 @@ def test_what_the_system_refuses_is_an_error(tmp_path: Path) -> None:
         system_rename(one, tmp_path / "none", How.EXCHANGE)
 
 
-def test_a_system_that_has_none_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("sys.platform", "other")
-    with pytest.raises(UnsupportedError):
-        system_rename(folder(tmp_path / "one"), tmp_path / "two", How.NO_REPLACE)
+def test_a_system_without_the_call_is_an_error_that_move_expects(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda *given, **options: object())
+    with pytest.raises(OSError, match="Function not implemented"):
+        system_rename(folder(tmp_path / "one", "a"), tmp_path / "two", How.NO_REPLACE)
+    move(tmp_path / "one", tmp_path / "two")
+    assert (tmp_path / "two" / "a").is_file()
 
 
 @WAYS
