@@ -3,14 +3,14 @@
     from sinkprune import Pipeline
 
 `runtime/steps/chain.py` is `sinkprune.runtime.steps.chain`: the folders at the top of the repository are links here.
-Importing this loads neither torch nor an engine library; what it names is loaded when it is first used.
+Importing the package loads neither torch nor an engine library. A public name is loaded when it is first used.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-# As `typing` has it, which takes as long to import as all that a command needs before it heeds Ctrl-C.
+# Instead of `typing.TYPE_CHECKING`: importing `typing` would double the time until a command handles Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -95,10 +95,10 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, its module loaded now."""
+    """Return a public name, and load its module now."""
     if name not in __all__:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    # What has no row in the table is an exception.
+    # Names without a row in the table are exceptions.
     return getattr(import_module(_MODULES.get(name, "sinkprune.contract.errors")), name)
 
 

@@ -21,5 +21,5 @@ _DESCRIPTION = "Prune visual tokens inside the decoder of multimodal LLMs, on ex
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune` with `arguments`, or the process's own if None; returns the exit code."""
+    """Run `sinkprune` with `arguments` (default: those of the process); returns the exit code."""
     return run_verb("sinkprune", _DESCRIPTION, VERBS, sys.argv[1:] if arguments is None else arguments)

@@ -1,13 +1,14 @@
-"""A request, from pictures and texts to the last token. `generate` has all its steps, from top to bottom."""
+"""All steps of a request, from pictures and texts to the last token."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
 
+from sinkprune.contract.plans import Plan
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Tensor
-from sinkprune.runtime.deadline.choices import choices
+from sinkprune.runtime.deadline.choices import runnable
 from sinkprune.runtime.deadline.policy import BudgetPolicy
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.answer import Answer, timings
@@ -27,18 +28,20 @@ from sinkprune.runtime.text.answer_text import AnswerText
 def generate(
     model: LoadedModel,
     request: Request,
+    plan: Plan | None,
     new_policy: Callable[[], BudgetPolicy],
     observer: Observer,
     state: StreamState,
 ) -> Generator[str, None, Answer]:
     """Run a request, and report each step to `observer`; yields, returns and raises what `Pipeline.stream` does.
 
-    `new_policy` is called when the first piece is requested, because a deadline is counted from then on.
+    `plan` is that of the request's budget. `new_policy` is called when the first piece is requested, because a
+    deadline is counted from then on.
     """
     manifest, limits, family, prompts, embedding, chain = model
     backend, policy, sampler = chain.backend, new_policy(), request.new_sampler()
     clock = Stopwatch(backend, observer.during)
-    chain.load_plan(manifest.plan(request.method, request.budget))
+    chain.load_plan(plan)
     check_number(manifest, limits, len(request.pictures))
     pictures = [decoded(source, family) for source in request.pictures]
 
@@ -49,11 +52,11 @@ def generate(
             layouts = [layout for _, layout in seen]
             prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
         observer.seen(seen)
-        budgets = policy.budgets(manifest, layouts)
-        possible = choices(manifest, limits, request, budgets, prompt.text_tokens, layouts)
+        candidates = policy.candidates(manifest, layouts)
+        choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
             towers = [run_tower(chain, inputs, clock) for inputs, _ in seen]
-            state.budget, schedule = policy.choose(possible, prompt.text_tokens, layouts)
+            state.budget, schedule = policy.choose(choices, prompt.text_tokens, layouts)
             encoded = [encode(chain, schedule.plan, tower, clock) for tower in towers]
             observer.encoded(encoded)
             shown, pruned = list(zip(layouts, encoded, strict=True)), schedule.plan is not None
@@ -77,14 +80,14 @@ def generate(
     while True:
         began = time.perf_counter()
         piece = text.add(token)
-        finish = "stop" if text.stopped else "" if policy.goes_on(len(ids)) else policy.finish(len(ids))
+        finish = "stop" if text.stopped else policy.finish(len(ids))
         if finish:
             piece += text.end()
             finish = "stop" if text.stopped else finish
         text_ms += _ms_since(began)
         if piece:
             yield piece
-        # Checked here, because a reader may cancel while it has the piece.
+        # After the piece, because its reader may cancel.
         if not finish and state.cancelled:
             finish = "cancelled"
             if piece := text.end():
@@ -118,7 +121,7 @@ def generate(
 
 
 def _on_host(chain: Chain, logits: Tensor) -> Array:
-    """[vocab] on the host."""
+    """Return the logits [vocab] on the host."""
     return chain.backend.numpy(logits)[0]
 
 

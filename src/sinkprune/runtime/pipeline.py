@@ -44,18 +44,18 @@ from sinkprune.runtime.stream import Stream, StreamState
 from sinkprune.runtime.text.prompt import PromptEncoder
 
 Wrap = Callable[[str, Engine, Backend], Engine]
-"""Is given every engine as it is loaded, with its graph's name; what it returns is run in its place."""
+"""Receives a graph's name, its loaded engine and the backend; returns the engine to run in its place."""
 
 
 class Pipeline:
-    """A loaded bundle; every budget and the unpruned baseline run on the same engines.
+    """A loaded bundle. Every budget and the unpruned baseline run on the same engines.
 
-    Any number of threads may share it, and streams may take turns, be closed or be left: each answer is the one that
-    the request gets alone. Threads compute at the same time on `ort-cpu` and `ort-cuda`; on other backends they take
-    turns, a prefill or one token long.
+    Any number of threads may share a pipeline. Streams may alternate, be closed or be dropped: each answer is the one
+    that the request gets alone. On `ort-cpu` and `ort-cuda` threads compute at the same time. On other backends they
+    take turns, for a prefill or for one token.
 
-    Its parts are public (`family`, `prompts`, `embedding`, `chain`). `see`, `encode`, `lay_out`, `prefill` and
-    `decode_one_token` run the steps of a request on them, one by one; threads that do so hold `backend.turn`.
+    The parts are public (`family`, `prompts`, `embedding`, `chain`). `see`, `encode`, `lay_out`, `prefill` and
+    `decode_one_token` run the steps of a request on them, one by one. Threads that call these hold `backend.turn`.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class Pipeline:
         wrap: Wrap | None = None,
         fit: Fit | None = None,
     ) -> None:
-        """Loads the bundle's graphs on `backend`, or the engines `built` from them, each through `wrap`."""
+        """Load the bundle's graphs on `backend`, or the engines `built` from them; `wrap` may replace each engine."""
         manifest, self.family = bundle.manifest, load_family(bundle.manifest, fit)
         self.load_ms: float | None = None
-        """Milliseconds that `Pipeline.load` took, sums included; None for one that was made without it."""
+        """Milliseconds that `Pipeline.load` took, with the check of sums; None without `Pipeline.load`."""
 
         def model(graph: str) -> Model:
             return built.model(graph) if built else Model.of_bundle(bundle, graph)
@@ -83,8 +83,8 @@ class Pipeline:
             return backend.load_decoder(model(graph), manifest.cache, own)
 
         self.costs: Costs | None = None
-        """What requests cost on this machine. A request with a deadline needs it: `warm_up` measures it, and the
-        first such request reads what was measured before from the user's cache folder."""
+        """What requests cost on this machine, for requests with a deadline. `warm_up` measures it. Without it, the
+        first such request reads earlier costs from the user's cache folder."""
         self._history: tuple[Costs | None, RequestHistory] = None, RequestHistory()
         self.bundle, self.backend = bundle, backend
         self.limits = built.limits if built else None
@@ -110,18 +110,21 @@ class Pipeline:
         fit: Fit | None = None,
         during: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     ) -> Pipeline:
-        """Load a bundle or a folder of engines, read or by its path; or `engines` that were built from the bundle.
+        """Load a bundle or a folder of engines, by its path or already read; or `engines` built from the bundle.
 
-        `backend` is one of `BACKENDS` (default: ort-cpu, or the one that a folder of engines is for). `fit` is how
-        pictures that are not square are shown: `crop`, `pad` or `stretch` (default: as the checkpoint does).
-        `compute` is what openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32)
-        compute in (default: fastest).
-        `check_sums` compares every file with its sha256 first; sizes are compared in any case. `sha256` is that of
-        the bundle's `bundle.json`, `engines_sha256` that of the engines' `engines.json`, and `signed_by` a file with
-        the public key that both must be signed with (`sinkprune-export --sign`): what differs is refused. A bundle
-        that was read already was compared by `read_bundle`. `during` is entered with the name of each part that takes
-        its time. Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError`, and `TypeError` for what is
-        of another type than stands here.
+        `backend` is one of `BACKENDS` (default: ort-cpu, or the backend of the engines). `fit` is how pictures that
+        are not square become square: `crop`, `pad` or `stretch` (default: as the checkpoint does). `compute` is what
+        openvino (fastest, bf16, fp32), ort-cpu, ort-cpu+openvino and openvino-gpu (fastest, fp32) compute in
+        (default: fastest).
+
+        `check_sums` compares every file with its sha256 first; sizes are always compared. `sha256` is the expected
+        sum of `bundle.json`, and `engines_sha256` that of `engines.json`. `signed_by` is a file with the public key
+        of both signatures (`sinkprune-export --sign`). A bundle that does not match is rejected. For a bundle that
+        was already read, `read_runnable` has compared them. `during` is a context that is entered with the name of
+        each slow part.
+
+        Raises `BundleError`, `EnginesError`, `BackendError` and `UsageError`, and `TypeError` for an argument of a
+        wrong type.
         """
         if not isinstance(bundle, Bundle):
             check_path("bundle", bundle)
@@ -150,7 +153,7 @@ class Pipeline:
             )
         began = time.perf_counter()
         built = open_engines(engines, opened, engines_pinned) if engines is not None else own_engines(opened)
-        # What is missing is told before the sums, which take their time.
+        # Before the sums, which are slow: an error should come early.
         library = load_backend(usual_backend(opened) if backend is None else backend, threads, built, compute)
         if check_sums:
             with during("checking sums"):
@@ -159,7 +162,7 @@ class Pipeline:
                     built.engines.verify()
         with during("loading the engines"):
             pipeline = cls(opened, library, built, wrap, fit)
-        pipeline.load_ms = _ms_since(began)
+        pipeline.load_ms = (time.perf_counter() - began) * 1e3
         return pipeline
 
     def generate(
@@ -171,7 +174,7 @@ class Pipeline:
         observer: Observer = NOBODY,
         **options: Any,
     ) -> Answer:
-        """The whole answer; takes what `stream` takes. `on_text` is given each piece of text as it comes."""
+        """Return the whole answer. Takes what `stream` takes; `on_text` receives each piece of text as it comes."""
         if on_text is not None:
             check_callable("on_text", on_text)
         return self.stream(image, prompt, observer=observer, **options).rest(on_text)
@@ -184,29 +187,28 @@ class Pipeline:
         observer: Observer = NOBODY,
         **options: Any,
     ) -> Stream:
-        """The answer's text, piece by piece; `Stream.answer` is the whole `Answer` when it has ended.
+        """Return the answer's text as a stream of pieces; after the last, `Stream.answer` is the whole `Answer`.
 
-        `image` is a Pillow image, a uint8 [height,width,3] array or a file, a `Clip` or a `VideoFile`, or a list of
-        several. `prompt` stands behind the images; as a list of texts it stands around them: one text before each
-        image and one behind the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`,
-        `min_new_tokens`, `stop`, `system`, `temperature`, `top_p`, `seed`, `deadline_ms`; and `order`, "bgr" for
-        arrays whose channels are in OpenCV's order.
+        `image` is a Pillow image, a uint8 [height,width,3] array, a file, a `Clip` or a `VideoFile`, or a list of
+        these. `prompt` follows the images. A list of texts surrounds them: one text before each image, and one after
+        the last. `options` are the fields of `Request`: `budget`, `method`, `max_new_tokens`, `min_new_tokens`,
+        `stop`, `system`, `temperature`, `top_p`, `seed`, `deadline_ms`; and `order`, "bgr" for arrays with OpenCV's
+        order of channels.
 
-        Raises `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError` and `BudgetError` at
-        once, and `ImageError` for what is no picture; and when the first piece is asked for `ImageError`,
-        `PromptError`, `PruningError`, `NumericsError`.
+        Raises at once `TypeError`, `UsageError` (`OptionError` for an unknown option), `PromptError`, `BudgetError`,
+        and `ImageError` for an object that is no picture. Reading the first piece raises `ImageError`, `PromptError`,
+        `PruningError` and `NumericsError`.
         """
         check_type("observer", observer, (Observer,), "an Observer")
-        return self.answer(new_request(image, prompt, **self._with_default_length(options)), observer)
+        return self.answer(self.new_request(image, prompt, **options), observer)
 
     def answer(self, request: Request, observer: Observer = NOBODY) -> Stream:
-        """The steps of a request, each reported to `observer`; yields, returns and raises what `stream` does."""
-        self.bundle.manifest.plan(request.method, request.budget)
-        state = StreamState()
-        return Stream(generate(self._model, request, lambda: self._policy(request), observer, state), state)
+        """Return the stream of a request, with each step reported to `observer`; raises what `stream` does."""
+        plan, state = self.bundle.manifest.plan(request.method, request.budget), StreamState()
+        return Stream(generate(self._model, request, plan, lambda: self._policy(request), observer, state), state)
 
     def encode(self, image: PictureLike) -> Encoded:
-        """An image as the unpruned LLM receives it, with its tokens' norms and salience; raises `ImageError`."""
+        """Return an image as the unpruned LLM receives it, with norms and salience; raises `ImageError`."""
         inputs, _ = see(image, decoded(image, self.family), self.family, self.bundle.manifest)
         clock = Stopwatch(self.backend)
         with self.backend.turn:
@@ -220,23 +222,27 @@ class Pipeline:
         seconds: float = SECONDS,
         **options: Any,
     ) -> Costs:
-        """Measure what requests like this one cost on this machine, and load all budgets; requests with a deadline
-        need it.
+        """Measure the costs of requests like this one on this machine, and load all budgets.
 
-        It takes about `seconds`, and minutes where the model is large: every budget answers four times or more.
-        Takes what `stream` takes. With `deadline_ms`, budgets far too slow for it are left out. Sets and returns
-        `costs`, and writes them to the user's cache folder where that is possible, for later processes; raises what
-        `generate` raises.
+        Requests with a deadline need these costs. Every budget answers at least four times: this takes about
+        `seconds`, or minutes with a large model. Takes what `stream` takes. With `deadline_ms`, budgets that are far
+        too slow are left out. Sets and returns `costs`, and writes them to the user's cache folder, if possible, for
+        later processes. Raises what `generate` raises.
         """
-        return self.measure_costs(new_request(image, prompt, **self._with_default_length(options)), seconds)
+        return self.measure_costs(self.new_request(image, prompt, **options), seconds)
 
-    def _with_default_length(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Add the default for `max_new_tokens`, which engines that were built for shorter answers lower."""
+    def new_request(
+        self, image: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], **options: Any
+    ) -> Request:
+        """Return the checked request that `stream` answers; takes what `stream` takes, except `observer`.
+
+        The default of `max_new_tokens` is lower where engines were built for shorter answers.
+        """
         most = self.limits.new_tokens if self.limits else DEFAULT_NEW_TOKENS
-        return {"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options}
+        return new_request(image, prompt, **{"max_new_tokens": min(DEFAULT_NEW_TOKENS, most), **options})
 
     def measure_costs(self, request: Request, seconds: float = SECONDS) -> Costs:
-        """What `warm_up` does, of a `Request`. Raises what `answer` raises."""
+        """Do what `warm_up` does, for a `Request`; raises what `answer` raises."""
         self.load_plans(request.method)
         with self.backend.turn:
             others = OtherLoad()
@@ -257,11 +263,11 @@ class Pipeline:
 
     @property
     def place(self) -> Place:
-        """What measured costs must be of to hold here: model, backend, threads and processor; see `read_costs`."""
+        """The model, backend, threads and processor that costs must match to be valid here; see `read_costs`."""
         return place_of(self.bundle.manifest, self.backend)
 
     def load_plans(self, method: str) -> None:
-        """Load the selection graphs of all budgets of a method, for which a request would have to wait."""
+        """Load the pruning graphs of all budgets of a method, so that no request waits for them."""
         for plan in self.bundle.manifest.plans.get(method, {}).values():
             self.chain.load_plan(plan)
 
@@ -287,11 +293,7 @@ class Pipeline:
         )
 
     def _history_of(self, costs: Costs) -> RequestHistory:
-        """How requests compare with these `costs`; of other costs it is forgotten."""
+        """Return the history of requests compared with these `costs`; it starts anew with other costs."""
         if self._history[0] is not costs:
             self._history = costs, RequestHistory(costs.recent)
         return self._history[1]
-
-
-def _ms_since(start: float) -> float:
-    return (time.perf_counter() - start) * 1e3

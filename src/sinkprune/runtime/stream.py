@@ -13,9 +13,9 @@ from sinkprune.runtime.steps.answer import Answer
 
 @dataclass
 class StreamState:
-    """What a stream and the steps of its request share.
+    """The state that a stream and the steps of its request share.
 
-    Neither refers to the other, so that a stream that nobody holds any longer frees its caches at once.
+    Neither refers to the other, so the last reference to a stream frees its caches at once.
     """
 
     cancelled: bool = False
@@ -38,16 +38,12 @@ class Stream(Generator[str, None, Answer]):
     """
 
     def __init__(self, steps: Generator[str, None, Answer], state: StreamState) -> None:
-        """From the `steps` of a request, which read and write `state`."""
+        """Wrap the `steps` of a request, which read and write `state`."""
         self._steps, self._state = steps, state
         self._answer: Answer | None = None
 
-    def __next__(self) -> str:
-        """Return the next piece of text; raises `StopIteration` with the answer as its value after the last."""
-        return self.send(None)
-
     def send(self, value: None) -> str:
-        """Return the next piece of text, as `next` does."""
+        """Return the next piece of text, as `next` does; after the last, raise `StopIteration` with the answer."""
         try:
             return self._steps.send(value)
         except StopIteration as end:
@@ -58,7 +54,7 @@ class Stream(Generator[str, None, Answer]):
     def throw(
         self, kind: Any, value: BaseException | object = None, traceback: TracebackType | None = None, /
     ) -> NoReturn:
-        """End the request with an exception, which is raised again."""
+        """End the request with an exception, and raise it."""
         error = kind if isinstance(kind, BaseException) else value if isinstance(value, BaseException) else kind()
         self._steps.throw(error if traceback is None else error.with_traceback(traceback))
         raise RuntimeError("a request went on after an exception")
@@ -68,16 +64,16 @@ class Stream(Generator[str, None, Answer]):
         self._steps.close()
 
     def cancel(self) -> None:
-        """Have the stream end after the current token; any thread may call this, at any time.
+        """End the stream after the current token; any thread may call this, at any time.
 
         The reader still gets the last pieces of text, and then `answer` with the finish reason `cancelled` and all
-        tokens so far. A request that is cancelled before its first token generates this one token. Nothing happens
-        where the answer is complete.
+        tokens so far. A request that is cancelled before its first token generates one token. Cancelling a complete
+        answer has no effect.
         """
         self._state.cancelled = True
 
     def rest(self, on_text: Callable[[str], None] | None = None) -> Answer:
-        """Iterate to the end, with each remaining piece of text to `on_text`, and return the whole answer."""
+        """Iterate to the end, pass each remaining piece of text to `on_text`, and return the whole answer."""
         for piece in self:
             if on_text is not None:
                 on_text(piece)

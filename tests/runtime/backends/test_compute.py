@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.errors import UsageError
+from sinkprune.runtime.backends import load_backend
 from support.programs.commands import assert_refused, run
 from support.references.steps import QUESTION, ask
 
@@ -49,6 +51,15 @@ def test_engines_that_were_built_to_be_fastest_compute_in_nothing_else(
     )
 
 
-def test_a_gpu_has_no_choice(bundle: Callable[..., Path]) -> None:
-    with pytest.raises(UsageError, match=r"backend 'ort-cuda' computes in the types of the bundle's graphs\. Leave"):
-        Pipeline.load(bundle("gqa-112"), backend="ort-cuda", compute="fp32")
+@pytest.mark.parametrize(
+    ("backend", "compute", "said"),
+    [
+        ("openvino", "int3", "unknown compute 'int3'; known: fastest, bf16, fp32"),
+        ("ort-cpu", "bf16", "backend 'ort-cpu' has fastest and fp32"),
+        ("ort-cpu+openvino", "bf16", "backend 'ort-cpu+openvino' has fastest and fp32"),
+        ("ort-cuda", "fp32", "backend 'ort-cuda' computes in the types of the bundle's graphs. Leave"),
+    ],
+)
+def test_what_cannot_be_computed_in_is_refused(backend: str, compute: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        load_backend(backend, compute=compute)  # type: ignore[arg-type]

@@ -140,16 +140,11 @@ def test_engines_that_lack_a_graph_are_refused(small: Bundle, build: FakeBuild) 
     Loading(small, build).refused("'head'", "sinkprune-build")
 
 
-def test_a_truncated_engine_is_refused(small: Bundle, build: FakeBuild) -> None:
+@pytest.mark.parametrize(("cut_off", "said"), [(10, "bytes"), (0, "altered")], ids=["truncated", "altered"])
+def test_a_damaged_engine_is_refused(cut_off: int, said: str, small: Bundle, build: FakeBuild) -> None:
     engine = build.folder / build.manifest.engines["decoder_1"].file
-    engine.write_bytes(engine.read_bytes()[:-10])
-    Loading(small, build).refused("decoder_1.engine", "bytes")
-
-
-def test_an_altered_engine_is_refused(small: Bundle, build: FakeBuild) -> None:
-    engine = build.folder / build.manifest.engines["decoder_1"].file
-    engine.write_bytes(bytes(engine.stat().st_size))
-    Loading(small, build).refused("decoder_1.engine", "altered")
+    engine.write_bytes(bytes(engine.stat().st_size - cut_off))
+    Loading(small, build).refused("decoder_1.engine", said)
 
 
 def test_what_tensorrt_says_of_an_engine_it_cannot_load_is_told(small: Bundle, build: FakeBuild) -> None:

@@ -10,7 +10,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
+from sinkprune.contract.bundle import read_bundle
 from sinkprune.runtime.backends.inlined import inlined
+from sinkprune.runtime.backends.models import Model
+from sinkprune.runtime.backends.onnx_file import read_onnx_file
 from sinkprune.runtime.backends.onnxruntime.library import import_onnxruntime, session_options
 
 OPSETS = [helper.make_opsetid("", 21), helper.make_opsetid("ours", 1)]
@@ -85,23 +88,23 @@ CALLS: dict[str, tuple[list[onnx.NodeProto], list[str]]] = {
 @pytest.mark.parametrize("calls", CALLS)
 def test_it_computes_what_it_did(calls: str) -> None:
     data = model(*CALLS[calls])
-    without = inlined(data)
+    without = inlined(read_onnx_file(data, "graph").message)
     assert not onnx.load_from_string(without).functions
     for found, expected in zip(computed(without), computed(data), strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_graph_without_functions_stays_as_it_is(bundle: Callable[..., Path]) -> None:
-    data = (bundle("gqa-112") / "graphs" / "vision.onnx").read_bytes()
-    assert inlined(data) == data
-
-
-def test_graphs_of_plans_are_valid_and_small(bundle: Callable[..., Path]) -> None:
-    sanitizers = list((bundle("gqa-112") / "graphs").rglob("sanitizer.onnx"))
+def test_graphs_of_a_bundle_are_valid_and_small_or_stay_as_they_are(bundle: Callable[..., Path]) -> None:
+    opened = read_bundle(bundle("gqa-112"))
+    sanitizers = [graph for graph in opened.manifest.graphs if graph.endswith("sanitizer")]
     assert sanitizers
-    for path in sanitizers:
-        data = path.read_bytes()
-        without = inlined(data)
-        onnx.checker.check_model(onnx.load_from_string(without), full_check=True)
-        assert {node.domain for node in onnx.load_from_string(without).graph.node} == {""}
-        assert len(without) < 2 * len(data)
+    for graph in ("vision", *sanitizers):
+        loaded = Model.of_bundle(opened, graph)
+        # The parsed file stays as it was read.
+        for without in (loaded.inlined, loaded.inlined):
+            assert graph != "vision" or without == loaded.onnx
+            assert len(without) < 2 * len(loaded.onnx)
+        found = onnx.load_from_string(without)
+        assert {node.domain for node in found.graph.node} == {""}
+        if graph != "vision":
+            onnx.checker.check_model(found, full_check=True)

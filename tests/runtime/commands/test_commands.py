@@ -276,17 +276,6 @@ def test_a_picture_that_cannot_be_written_is_refused(bundle: Bundles, photo_file
     assert outcome.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["sinkprune-export", "sinkprune-run", "sinkprune-profile"])
-def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        run(command, "--help")
-
-
-def test_unknown_arguments_exit_with_two(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run("sinkprune-run", "--nonsense")
-
-
 def test_run_notes_the_options_that_changed_nothing(bundle: Bundles, photo_file: Path) -> None:
     ask = ("sinkprune-run", bundle("mha-336"), "--image", photo_file, *ASK, "--max-new-tokens", 2, "--threads")
     assert "note:" not in run(*ask, 1, "--seed", 1, "--temperature", 0.5).stderr

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from sinkprune import Pipeline
 from sinkprune.contract.costs.model import Costs, Curve, Place, predict
-from sinkprune.runtime.deadline.choices import Choice, choices, up_to
+from sinkprune.runtime.deadline.choices import choice_of, runnable, up_to
 from sinkprune.runtime.deadline.policy import BudgetPolicy, DeadlinePolicy
 from sinkprune.runtime.deadline.request_history import WINDOW, RequestHistory
 from sinkprune.runtime.steps.answer import DeadlineReport
@@ -47,22 +47,21 @@ class Machine:
         slow = self._slowness(self.number)
         self.number += 1
         policy = DeadlinePolicy(request, deadline_ms, self._manifest, self.costs, self.history, self.now)
-        budgets, layouts = policy.budgets(self._manifest, self.layouts), self.layouts
-        possible = choices(self._manifest, None, request, budgets, TEXT, layouts)
+        layouts = self.layouts
+        candidates = policy.candidates(self._manifest, layouts)
+        possible = runnable(self._manifest, None, request, candidates, TEXT, layouts)
         self.seconds += slow * TOWER_MS / 1e3
         chosen = policy.choose(possible, TEXT, layouts)
         expected = predict(self.costs, self._manifest, chosen.schedule, TEXT, layouts)
         self.seconds += slow * expected.first / 1e3
         policy.first_token()
         steps: list[float] = []
-        stopped = len(steps) + 1 >= self._tokens
-        while not stopped and policy.goes_on(len(steps) + 1):
+        while not (finish := "stop" if len(steps) + 1 >= self._tokens else policy.finish(len(steps) + 1)):
             self.seconds += slow * expected.token / 1e3
             steps.append(slow * expected.token)
-            stopped = len(steps) + 1 >= self._tokens
         report = policy.ended(steps)
         assert report.budget == chosen.budget
-        return report, "stop" if stopped else policy.finish(len(steps) + 1)
+        return report, finish
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +85,8 @@ def budgets(found: Sequence[DeadlineReport]) -> list[str]:
 def first_ms(small: Pipeline, budget: str) -> float:
     """When the first token comes at a budget, on a quiet machine."""
     manifest, layouts = small.bundle.manifest, [*small.family.largest().values()]
-    (choice,) = choices(manifest, None, asked(), [budget], TEXT, layouts)
-    return TOWER_MS + predict(Machine(small, quiet).costs, manifest, choice.schedule, TEXT, layouts).first
+    planned = choice_of(manifest, "sinkpruner", budget, layouts).schedule
+    return TOWER_MS + predict(Machine(small, quiet).costs, manifest, planned, TEXT, layouts).first
 
 
 def quiet(number: int) -> float:
@@ -212,11 +211,10 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
     machine = Machine(small, quiet, tokens=1000)
     policy = DeadlinePolicy(asked(100), 1000.0, small.bundle.manifest, machine.costs, RequestHistory(), machine.now)
     layouts = [*small.family.largest().values()]
-    possible = choices(small.bundle.manifest, None, asked(100), ["retain-64"], TEXT, layouts)
-    policy.choose(possible, TEXT, layouts)
+    policy.choose([choice_of(small.bundle.manifest, "sinkpruner", "retain-64", layouts)], TEXT, layouts)
     policy.first_token()
     count = 1
-    while policy.goes_on(count):
+    while not policy.finish(count):
         machine.seconds += 0.090
         count += 1
     assert machine.seconds * 1e3 <= 1000.0 + 90
@@ -227,19 +225,15 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
 def test_a_request_without_a_deadline_runs_as_it_was_asked_for(small: Pipeline) -> None:
     request = asked(7, budget="retain-128")
     policy, manifest = BudgetPolicy(request), small.bundle.manifest
-    assert policy.budgets(manifest, []) == ["retain-128"]
-    assert [policy.goes_on(tokens) for tokens in (1, 6, 7, 8)] == [True, True, False, False]
-    assert (policy.finish(7), policy.ended([1.0])) == ("length", None)
+    assert [choice.budget for choice in policy.candidates(manifest, [])] == ["retain-128"]
+    assert [policy.finish(tokens) for tokens in (1, 6, 7, 8)] == ["", "", "length", "length"]
+    assert policy.ended([1.0]) is None
 
 
-def test_budgets_up_to_another(small: Pipeline) -> None:
+def test_budgets_up_to_another_the_largest_first(small: Pipeline) -> None:
     layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
-    assert up_to(manifest, "sinkpruner", "none", layouts)[0] == "none"
-    assert up_to(manifest, "sinkpruner", "retain-64", layouts) == ["retain-64", "retain-32"]
-
-
-def test_choices_stand_by_what_they_keep(small: Pipeline) -> None:
-    layouts, manifest = [*small.family.largest().values()], small.bundle.manifest
-    names = ["retain-32", "none", "retain-128"]
-    found: Iterator[Choice] = iter(choices(manifest, None, asked(), names, TEXT, layouts))
-    assert [choice.budget for choice in found] == ["none", "retain-128", "retain-32"]
+    for budget, count in (("none", 5), ("retain-64", 2)):
+        choices = up_to(manifest, "sinkpruner", budget, layouts)
+        # Whatever the order of the candidates.
+        found = [choice.budget for choice in runnable(manifest, None, asked(), choices[::-1], TEXT, layouts)]
+        assert found == ["none", "retain-192", "retain-128", "retain-64", "retain-32"][-count:]

@@ -12,6 +12,8 @@ from sinkprune import Pipeline
 from support.models.small_models import SHAPES
 from support.references.steps import watched
 
+BUDGETS = ("retain-64", "retain-64+compact")
+
 
 def features_and_logits(pipeline: Pipeline, photo: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     steps = watched(pipeline, photo, max_new_tokens=1)
@@ -21,20 +23,22 @@ def features_and_logits(pipeline: Pipeline, photo: Image.Image) -> tuple[np.ndar
 @pytest.mark.parametrize("name", SHAPES)
 def test_norms_and_logits_are_close(name: str, pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     norms, logits = features_and_logits(pipeline(name), photo)
-    norms16, logits16 = features_and_logits(pipeline(name, "fp16", ("retain-64",)), photo)
+    norms16, logits16 = features_and_logits(pipeline(name, "fp16", BUDGETS), photo)
     assert logits16.dtype == np.float16
     assert norms16.dtype == np.float32
     np.testing.assert_allclose(norms16, norms, rtol=5e-3)
     assert np.abs(logits16 - logits).max() < 0.05 * np.abs(logits).max()
 
 
+@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_pruned_answers_run_and_keep_the_same_counts(
-    name: str, pipeline: Callable[..., Pipeline], photo: Image.Image
+    name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
-    ask = {"budget": "retain-64", "max_new_tokens": 4, "min_new_tokens": 4}
-    answer = pipeline(name).generate(photo, "What is this?", **ask)
-    answer16 = pipeline(name, "fp16", ("retain-64",)).generate(photo, "What is this?", **ask)
+    ask = {"budget": budget, "max_new_tokens": 4, "min_new_tokens": 4}
+    answer, answer16 = (
+        pipeline(name, precision, BUDGETS).generate(photo, "What is this?", **ask) for precision in ("fp32", "fp16")
+    )
     assert answer16.tokens_per_layer == answer.tokens_per_layer
     assert answer16.kv_bytes * 2 == answer.kv_bytes
     shared = np.intersect1d(answer.kept.index, answer16.kept.index)

@@ -1,7 +1,8 @@
-"""Requests: what is refused when one is made, and what its steps tell whoever watches."""
+"""Requests: which are rejected when they are made, and what observers receive."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.contract.errors import BudgetError, BundleError, PromptError, UsageError
+from sinkprune.contract.errors import BundleError, PromptError, UsageError
 from sinkprune.contract.schedule import schedule
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.steps.decoding import prefill
 from sinkprune.runtime.steps.observer import Observer
-from sinkprune.runtime.steps.request import Request, new_request
+from sinkprune.runtime.steps.request import new_request
 from support.references.steps import QUESTION, watched
 
 
@@ -30,27 +31,45 @@ def test_a_question_stands_behind_the_pictures_and_texts_around_them() -> None:
     ("options", "said"),
     [
         ({"max_new_tokens": 0}, "max new tokens is 0"),
-        ({"temperature": -1.0}, "temperature is -1"),
-        ({"top_p": 2.0}, "top-p is 2"),
-        ({"seed": -3}, "seed is -3"),
-        ({"seed": 1.5}, "seed is 1.5"),
-        ({"temperature": "warm"}, "temperature is 'warm'"),
-        ({"temperature": None}, "temperature is None"),
-        ({"top_p": "most"}, "top-p is 'most'"),
+        ({"max_new_tokens": 3.0}, "max new tokens is 3.0"),
+        ({"max_new_tokens": "4"}, "max new tokens is '4'"),
+        ({"max_new_tokens": True}, "max new tokens is True, expected a whole number from 1 to 10000000."),
+        ({"max_new_tokens": 10**30}, "max new tokens is 1000000000000000000000000000000, expected a whole number"),
+        ({"max_new_tokens": 10**5000}, "max new tokens is a number of more than 80 digits, expected"),
         ({"min_new_tokens": "a"}, "min new tokens is 'a'"),
         ({"min_new_tokens": -1}, "min new tokens is -1"),
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"temperature": "warm"}, "temperature is 'warm'"),
+        ({"temperature": None}, "temperature is None"),
+        ({"temperature": float("nan")}, "temperature is nan, expected 0 (greedy) or a larger finite number."),
+        ({"temperature": float("inf")}, "temperature is inf, expected 0"),
+        ({"top_p": 0.0}, "top-p is 0"),
+        ({"top_p": 1.5}, "top-p is 1.5"),
+        ({"top_p": "0.5"}, "top-p is '0.5', expected more than 0 and at most 1."),
+        ({"seed": -3}, "seed is -3"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"seed": 2**128}, "seed is 340282366920938463463374607431768211456, expected a whole number from 0 to"),
+        ({"budget": ["retain-64"]}, "budget is ['retain-64'], expected a name, as in 'retain-64'."),
+        ({"method": None}, "method is None, expected a name, as in 'sinkpruner'."),
     ],
 )
 def test_what_no_bundle_can_answer_is_refused_at_once(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=re.escape(said)):
         new_request("a.jpg", "Why?", **options)
 
 
-def test_texts_must_fit_the_pictures() -> None:
-    with pytest.raises(PromptError, match="places for 1 images, and 2 were given"):
-        Request(("a.jpg", "b.jpg"), ("", "Why?"))
-    with pytest.raises(PromptError, match="empty"):
-        new_request("a.jpg", " \n")
+@pytest.mark.parametrize(
+    ("pictures", "texts", "said"),
+    [
+        (2, ["", "Why?"], "places for 1 images, and 2 were given"),
+        (1, ["Two ", " and ", "."], "places for 2 images, and 1 were given"),
+        (2, ["", " ", "\n"], "the prompt is empty"),
+        (1, " \n", "the prompt is empty"),
+    ],
+)
+def test_texts_must_fit_the_pictures(pictures: int, texts: str | list[str], said: str) -> None:
+    with pytest.raises(PromptError, match=said):
+        new_request(["a.jpg"] * pictures, texts)
 
 
 @pytest.mark.parametrize("kind", [TypeError, UsageError])
@@ -65,13 +84,6 @@ def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]
         new_request("a.jpg", "Why?", zzz=1)
     with pytest.raises(kind, match="no option 'texts'"):
         new_request("a.jpg", "Why?", texts=("", "Why?"))
-
-
-def test_a_stream_refuses_before_anything_is_asked_for(pipeline: Callable[..., Pipeline]) -> None:
-    with pytest.raises(PromptError, match="empty"):
-        pipeline("gqa-112").stream("a.jpg", "")
-    with pytest.raises(BudgetError, match="retain-65"):
-        next(pipeline("gqa-112").stream("a.jpg", "Why?", budget="retain-65"))
 
 
 def test_every_step_is_told_in_its_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:

@@ -168,26 +168,12 @@ def test_three_images_each_keep_their_quota(pipe: Callable[[str], Pipeline], pho
     assert answer.visual_tokens == sum(kept.norms.size for kept in answer.images)
 
 
-@pytest.mark.parametrize(
-    ("images", "pieces", "said"),
-    [
-        (2, ["Only ", " one place."], "places for 1 images, and 2 were given"),
-        (1, ["Two ", " and ", "."], "places for 2 images, and 1 were given"),
-        (2, ["", " ", "\n"], "prompt is empty"),
-        (4, QUESTION, "4 images, expected 1 to 3.*--max-images"),
-        (0, QUESTION, "0 images, expected 1 to 3"),
-    ],
-)
-def test_images_and_places_must_match(
-    images: int, pieces: Any, said: str, pipe: Callable[[str], Pipeline], photo: Image.Image
+@pytest.mark.parametrize(("images", "most"), [(4, 3), (0, 3), (2, 1)])
+def test_a_bundle_takes_as_many_images_as_it_was_exported_for(
+    images: int, most: int, pipe: Callable[[str], Pipeline], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
-    with pytest.raises(PromptError, match=said):
-        pipe("gqa-112").generate([photo] * images, pieces, max_new_tokens=1)
-
-
-def test_a_bundle_for_one_image_takes_no_two(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
-    with pytest.raises(PromptError, match="2 images, expected 1 to 1"):
-        pipeline("gqa-112").generate([photo, photo], QUESTION, max_new_tokens=1)
+    with pytest.raises(PromptError, match=f"{images} images, expected 1 to {most}.*--max-images"):
+        (pipe if most > 1 else pipeline)("gqa-112").generate([photo] * images, QUESTION, max_new_tokens=1)
 
 
 def test_the_image_that_is_no_image_is_named(

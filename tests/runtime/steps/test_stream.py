@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 from PIL import Image
 
-from sinkprune import BudgetError, Pipeline, Stream, UsageError
+from sinkprune import BudgetError, Pipeline, PromptError, Stream, UsageError
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.observer import Observer
 
@@ -73,9 +73,11 @@ def test_the_budget_is_told_once_it_is_chosen(pipe: Pipeline, photo: Image.Image
     assert stream.budget == "retain-64"
 
 
-def test_a_budget_that_is_not_there_is_refused_at_once(pipe: Pipeline, photo: Image.Image) -> None:
+def test_a_wrong_request_is_refused_at_once(pipe: Pipeline, photo: Image.Image) -> None:
     with pytest.raises(BudgetError, match="no budget 'nope'"):
         pipe.stream(photo, "What?", budget="nope")
+    with pytest.raises(PromptError, match="empty"):
+        pipe.stream(photo, "")
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sinkprune.runtime.commands.unseen import percent
+from sinkprune.runtime.commands.picture_notes import percent
 
 
 def unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:

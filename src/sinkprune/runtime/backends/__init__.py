@@ -1,8 +1,9 @@
-"""Engine libraries behind one small interface. Adding one is a module, and a row in `known`."""
+"""The interface of backends: an engine library on a device. A new backend is a module, and a row in `known`."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -25,19 +26,19 @@ THREADS = WholeNumber("threads", 1, 4 * (os.cpu_count() or 1))
 
 
 class Engine(Protocol):
-    """One loaded graph of a bundle, to be called as often as wanted."""
+    """One loaded graph of a bundle."""
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All outputs by name, from all inputs by name; both are in the backend's own buffers, on its device.
+        """Return all outputs by name, from all inputs by name; both are tensors of the backend, on its device.
 
-        Raises `BackendError` where the library gives up.
+        Raises `BackendError` where the library fails.
         """
 
 
 class Cache(Protocol):
     """The keys and values of one decoder segment's layers, of one answer.
 
-    Its memory goes back with the last reference to it.
+    The last reference to it frees its memory.
     """
 
     length: int
@@ -45,22 +46,22 @@ class Cache(Protocol):
 
 
 class Decoder(Protocol):
-    """A loaded decoder segment, which keeps the keys and values of all rows it has seen in a cache."""
+    """A loaded decoder segment, which keeps the keys and values of earlier rows in a cache."""
 
     def new_cache(self) -> Any:
-        """A `Cache` that is empty, for calls of this decoder only. It takes its memory as it grows."""
+        """Return an empty `Cache` for this decoder. Its memory grows with its rows."""
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: Any) -> dict[str, Tensor]:
-        """`hidden_out`, and where a select follows `query` and `key`, from `hidden`, `cos` and `sin` of new rows.
+        """Return `hidden_out` of new rows, and `query` and `key` where a select follows, from `hidden`, `cos`, `sin`.
 
-        There may be more outputs. New rows see those of `cache` and, of themselves, those up to their own; then they
-        are among those of `cache`. Answers may take turns, each with caches of its own. Raises `BackendError` where
-        the library gives up or memory runs out; the cache is of no use then.
+        There may be more outputs. A new row attends to the rows of `cache` and to the new rows up to itself. The call
+        adds the new rows to `cache`. Answers may alternate, each with its own caches. Raises `BackendError` where the
+        library fails or memory runs out; then the cache cannot be used any more.
         """
 
 
 class Backend(Protocol):
-    """An engine library on a device: loads graphs, holds tensors, and tells the time of what they do."""
+    """An engine library on a device: loads graphs, holds tensors, and measures times."""
 
     name: str
     """One of `BACKENDS`."""
@@ -71,47 +72,52 @@ class Backend(Protocol):
     cache: str
     """The type of keys and values, in words for reports."""
     versions: dict[str, str]
-    """What reports tell of the library and its device, by name."""
+    """The versions of libraries, and the device, for reports."""
     turn: AbstractContextManager[Any]
     """Held by a thread while it calls engines; a null context where the library runs several calls at once."""
 
     def load(self, model: Model) -> Engine:
-        """The engine of one graph, from the bundle's ONNX file or a built one.
+        """Load the engine of one graph, from the bundle's ONNX file or a built engine.
 
-        Raises `BackendError`, also where it takes or gives something else than the bundle says; and what a held file
-        raises that was altered since it was opened.
+        Raises `BackendError`, also where inputs or outputs differ from the bundle's list; and what a held file raises
+        that was altered since it was opened.
         """
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
-        """The decoder segment of one graph, whose caches are of the form that the bundle names.
+        """Load the decoder segment of one graph, with caches of the bundle's `form`.
 
-        It calls `wrap` of its engine in that one's place. Where caches are buffers, that is given all inputs of the
-        graph contract. Raises what `load` raises.
+        The decoder calls `wrap(engine)` instead of its engine. Where caches are buffers, this engine receives all
+        inputs of the graph contract. Raises what `load` raises.
         """
 
     def tensor(self, array: Array) -> Tensor:
-        """`array` as a tensor on the device, which may share the array's memory."""
+        """Return `array` as a tensor on the device, which may share the array's memory."""
 
     def numpy(self, tensor: Tensor) -> Array:
-        """`tensor` as a host array; waits until it is computed."""
+        """Return `tensor` as a host array; waits until it is computed."""
 
     def join(self, parts: Sequence[Tensor], order: Array) -> Tensor:
-        """[1,S,d]: rows of `parts` [...,d], counted through all parts one behind the other, in `order` [S] int64."""
+        """Return [1,S,d]: rows of `parts` [...,d], numbered through all parts, in `order` [S] int64."""
 
     def mark(self) -> Any:
-        """The moment at which all work enqueued before is done; `elapsed_ms` of two tells the time between them."""
+        """Return the moment at which all work enqueued so far is done.
+
+        The default is for libraries whose calls return when they are done: the time of the host.
+        """
+        return time.perf_counter()
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks of `mark`; waits for the second."""
+        """Return the milliseconds between two results of `mark`; waits for the second."""
+        return float(end - start) * 1e3
 
 
 def load_backend(
     name: str, threads: int | None = None, built: BuiltEngines | None = None, compute: Compute | None = None
 ) -> Backend:
-    """The backend `name`, found to fit the engines `built`, without which TensorRT alone cannot do.
+    """Open the backend `name`, and check that it fits the engines `built`; only TensorRT requires engines.
 
-    `threads` is for CPU work (default: all cores); `compute`, one of `COMPUTES`, is for all but ort-cuda and TensorRT
-    (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
+    `threads` is for CPU work (default: all cores). `compute`, one of `COMPUTES`, is for all backends but ort-cuda and
+    TensorRT (default: fastest). Raises `BackendError`, `EnginesError`, `UsageError`.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise BackendError(f"unknown backend {format_value(name)}; known backends: {', '.join(BACKENDS)}.")
@@ -129,7 +135,7 @@ def load_backend(
 
 
 def _check_compute(name: str, compute: Any, built: BuiltEngines | None) -> None:
-    """Refuse what the backend of that name, or the engines `built`, cannot compute in; raises `UsageError`."""
+    """Reject a `compute` that the backend, or the engines `built`, do not have; raises `UsageError`."""
     if not isinstance(compute, str) or compute not in COMPUTES:
         raise UsageError(f"unknown compute {format_value(compute)}; known: {', '.join(COMPUTES)}.")
     choices = KNOWN[name].computes

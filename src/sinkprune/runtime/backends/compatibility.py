@@ -1,4 +1,4 @@
-"""Engines against what they are to run with: all of `engines.json` is compared before any engine is loaded."""
+"""Checks that engines fit the bundle, backend and machine: compares `engines.json` before any engine is loaded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from sinkprune.runtime.system.processor import instructions, machine
 
 @dataclass(frozen=True)
 class BuiltEngines:
-    """Engines and the bundle they are to run with.
+    """Engines and the bundle that they run with.
 
-    Each check raises `EnginesError`, which names both sides and the command that builds engines that fit.
+    Each check raises an `EnginesError` that names both sides, and the command that builds matching engines.
     """
 
     engines: Engines
     bundle: Bundle
 
     def model(self, graph: str) -> Model:
-        """The engine of the graph of that name, as a backend loads it."""
+        """Return the engine of the graph of that name, as a backend loads it."""
         model, engine = Model.of_bundle(self.bundle, graph), self.engines.manifest.engines[graph]
         return replace(model, name=engine.file, folder=self.engines.files, built=True)
 
@@ -34,14 +34,14 @@ class BuiltEngines:
     def limits(self) -> Limits | None:
         """The largest request that the engines accept; None if only the model limits requests.
 
-        Where the user gave some limits to engines that take any shape, the other limits are those of the bundle.
+        Engines that take any shape may have limits by the user. Their other limits are those of the bundle.
         """
         enforced = self.engines.manifest.enforced_limits
         unlimited = Limits(MOST_TOKENS, MOST_TOKENS, self.bundle.manifest.max_images)
         return replace(unlimited, **enforced) if enforced else None
 
     def check_bundle(self) -> None:
-        """Refuse engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""
+        """Reject engines of another checkpoint or bundle, or of only some of its graphs; raises `EnginesError`."""
         manifest, bundle = self.engines.manifest, self.bundle
         compared = {
             "checkpoint": (manifest.checkpoint_sha256, bundle.manifest.checkpoint.config_sha256),
@@ -58,7 +58,7 @@ class BuiltEngines:
             raise EnginesError(f"{self._were} built without the graph '{missing[0]}' of the bundle. {self.rebuild}")
 
     def check_backend(self, backend: str) -> None:
-        """Refuse engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
+        """Reject engines whose target is not that of `backend`, e.g. "ort-cpu"; raises `EnginesError`."""
         built, expected = self.engines.manifest.target, KNOWN[backend].target
         if built != expected:
             raise EnginesError(
@@ -67,7 +67,7 @@ class BuiltEngines:
             )
 
     def check_library(self, library: str, version: str) -> None:
-        """Refuse engines that another version of the library than `version` built; raises `EnginesError`."""
+        """Reject engines built by another version of the library than `version`; raises `EnginesError`."""
         built = self.engines.manifest.library_version
         if built != version:
             raise EnginesError(
@@ -76,9 +76,9 @@ class BuiltEngines:
             )
 
     def check_processor(self, provider: str) -> None:
-        """Refuse models optimised for another `provider` of onnxruntime, or for another kind of processor than here.
+        """Reject models optimised for another `provider` of onnxruntime, or for another kind of processor.
 
-        Matrices are packed for the instructions that the processor has. Raises `EnginesError`.
+        Their matrices are packed for the instructions of one processor. Raises `EnginesError`.
         """
         flags = self.engines.manifest.flags
         here = {"provider": provider, "machine": machine(), "instructions": instructions()}
@@ -91,7 +91,7 @@ class BuiltEngines:
                 )
 
     def check_gpu(self, name: str, compute_capability: int) -> None:
-        """Refuse engines without code for this GPU, e.g. ("Orin", 87) for sm_87; raises `EnginesError`."""
+        """Reject engines without code for this GPU, e.g. ("Orin", 87) for sm_87; raises `EnginesError`."""
         built = self.engines.manifest.compute_capabilities
         if compute_capability not in built:
             # Engines for target tensorrt are built on the GPU they are for.
@@ -102,9 +102,9 @@ class BuiltEngines:
             )
 
     def check_plugins(self, found: Mapping[str, str]) -> None:
-        """Refuse engines that call a plugin not `found` here, or found with other kernels than they were built with.
+        """Reject engines that need a plugin that is missing here, or has other kernels here.
 
-        `found` is the sha256 of a plugin's kernels, by the plugin's name. Raises `EnginesError`.
+        `found` is the sha256 of each plugin's kernels, by the plugin's name. Raises `EnginesError`.
         """
         for name, built in self.engines.manifest.plugins.items():
             if name not in found:
@@ -120,13 +120,13 @@ class BuiltEngines:
 
     @property
     def rebuild(self) -> str:
-        """The command that builds these engines again, as a sentence without its full stop."""
+        """The command that rebuilds these engines, as a sentence without its full stop."""
         path, target = self.engines.path, self.engines.manifest.target
         return f"Build them with: sinkprune-build {self._source} -o {path} --target {target} --force"
 
     @property
     def _source(self) -> str:
-        """What they are built from, as a command names it."""
+        """The bundle that they are built from, as a command names it."""
         return "BUNDLE" if self.bundle.engines else str(self.bundle.path)
 
     @property
@@ -135,10 +135,10 @@ class BuiltEngines:
 
 
 def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = ANY) -> BuiltEngines:
-    """The engines in the folder `path`, which must be those that `trust` expects and have been built from `bundle`.
+    """Open the engines in the folder `path`, which must match `trust` and be built from `bundle`.
 
     The sums of their files are not compared: see `Engines.verify`. Raises `EnginesError`, and `UsageError` for
-    engines that may be any beside a bundle that may not.
+    engines without a pin or signature with a bundle that has one.
     """
     if bundle.trust != ANY and trust == ANY:
         raise UsageError(
@@ -153,9 +153,9 @@ def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = AN
 
 
 def own_engines(bundle: Bundle) -> BuiltEngines | None:
-    """The engines that `bundle` came with, found to be those of all its graphs; None where it has graphs.
+    """Return the engines that `bundle` came with, or None where it has graphs.
 
-    Raises `EnginesError`.
+    Raises `EnginesError` if they lack one of the bundle's graphs.
     """
     if bundle.engines is None:
         return None
@@ -165,10 +165,10 @@ def own_engines(bundle: Bundle) -> BuiltEngines | None:
 
 
 def usual_backend(bundle: Bundle) -> str:
-    """The backend that runs `bundle` where none is named: what its engines are for, or the one that runs anywhere."""
+    """Return the default backend of `bundle`: that of its engines, or the one that runs anywhere."""
     return next(iter(KNOWN)) if bundle.engines is None else backend_of(bundle.engines.manifest.target)
 
 
 def backend_of(target: Target) -> str:
-    """The backend that runs engines built for `target` where none is named."""
+    """Return the default backend of engines built for `target`."""
     return next(name for name, spec in KNOWN.items() if spec.target == target)

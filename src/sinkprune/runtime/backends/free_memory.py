@@ -1,4 +1,4 @@
-"""How much memory is free where a backend computes."""
+"""The free memory of the device that a backend computes on."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sinkprune.runtime.device import open_device
 
 
 def free_bytes(backend: str) -> int:
-    """Bytes of the memory that the backend of that name computes in; 0 where nobody tells.
+    """Return the free bytes of the memory that a backend computes in, by the backend's name; 0 where unknown.
 
-    A GPU's library is asked, before anything is loaded. What is missing there is told when the backend is opened.
+    For a GPU this opens its library, and ignores errors: opening the backend raises them later.
     """
     if not KNOWN[backend].on_gpu:
         return available_bytes()

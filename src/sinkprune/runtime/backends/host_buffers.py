@@ -1,4 +1,4 @@
-"""Host memory for caches: blocks that come back when nobody holds them, so that requests take turns in the same."""
+"""Host memory for KV caches: blocks return to a pool with their last reference, and later requests reuse them."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import numpy as np
 
 from sinkprune.contract.precision import Array
 
-# Of a cache line and of the widest vector: what starts elsewhere is read in two.
+# The size of a cache line and of the widest vector: unaligned reads take two accesses.
 _ALIGNMENT = 64
 
 
 class HostBuffers:
-    """Lends blocks of host memory, the smallest free one that is large enough.
+    """A pool that lends the smallest free block that is large enough.
 
-    Where none is, the largest free one is given back to the system for it: there are never more blocks than were held
-    at once, and they do not outgrow what was asked for.
+    Where none is, it frees the largest free block and allocates a new one. So there are never more blocks than were
+    in use at once, and none is larger than a request needed.
     """
 
     def __init__(self) -> None:
         self._free: list[Array] = []
-        # What comes back does so at any moment, in any thread: in the midst of `lend`, too.
+        # Filled by finalizers, which may run in any thread at any moment, also within `lend`.
         self._returned: deque[Array] = deque()
         self._lock = Lock()
 
     def lend(self, size: int) -> Array:
-        """uint8 [`size`] that may hold anything; whoever holds it or a view of it holds the memory."""
+        """Return uint8 [`size`] with any content; the block returns with its last reference or view."""
         with self._lock:
             block = self._block(size)
         start = -block.ctypes.data % _ALIGNMENT
-        # Of a view on a memoryview further views know, and hold; of one on an array they know the array only.
+        # Views of a memoryview's array keep that array alive. Views of an array keep only its base alive.
         lent = np.frombuffer(block.data[start : start + size], np.uint8)
         weakref.finalize(lent, self._returned.append, block).atexit = False
         return lent
@@ -50,5 +50,5 @@ class HostBuffers:
 
 
 def _size(block: Array) -> int:
-    """How much can be lent of it."""
+    """Return how many bytes of a block can be lent."""
     return block.nbytes - _ALIGNMENT

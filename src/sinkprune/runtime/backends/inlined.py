@@ -1,6 +1,6 @@
-"""Functions of an ONNX file put in the place of their calls, for engine libraries that know none.
+"""Replaces calls of an ONNX file's functions by their bodies, for engine libraries without functions.
 
-With protobuf alone: onnx itself is not for a robot. A plan's graph grows by a few kilobytes.
+Uses protobuf alone: the package onnx is too large for a robot. A plan's graph grows by a few kilobytes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from typing import Any
 from sinkprune.runtime.backends.onnx_file import domain_of, message_class
 
 
-def inlined(data: bytes) -> bytes:
-    """The ONNX file `data`, which `read_onnx_file` has found to end, without functions: each call is its body."""
-    model = message_class("Model").FromString(data)
-    if not model.functions:
-        return data
+def inlined(model: Any) -> bytes:
+    """Return the file of a `Model` message from `read_onnx_file`, with the body of each function at its calls."""
     functions = {(domain_of(function), function.name, function.overload): function for function in model.functions}
-    nodes = list(_expanded(model.graph.node, functions, "inlined"))
-    del model.graph.node[:], model.functions[:]
-    model.graph.node.extend(nodes)
-    return bytes(model.SerializeToString())
+    expanded = message_class("Model")()
+    expanded.CopyFrom(model)
+    del expanded.graph.node[:], expanded.functions[:]
+    expanded.graph.node.extend(_expanded(model.graph.node, functions, "inlined"))
+    return bytes(expanded.SerializeToString())
 
 
 def _expanded(nodes: Any, functions: dict[Any, Any], prefix: str) -> Iterator[Any]:
-    """`nodes`, and for calls the nodes of their functions, whose own values begin with `prefix`."""
+    """Yield `nodes`, and for each call the nodes of its function, whose own values begin with `prefix`."""
     for number, node in enumerate(nodes):
         function = functions.get((domain_of(node), node.op_type, node.overload))
         if function is None:
@@ -35,11 +33,11 @@ def _expanded(nodes: Any, functions: dict[Any, Any], prefix: str) -> Iterator[An
 
 
 def _body(function: Any, call: Any, prefix: str) -> Iterator[Any]:
-    """The nodes of `function` on the values of `call`."""
-    # An input that a call leaves out has no name anywhere; an output has one still, for the other nodes.
-    given = dict(zip(function.input, chain(call.input, repeat("")), strict=False))
-    made = {name: other for name, other in zip(function.output, call.output, strict=False) if other}
-    names = {"": "", **given, **made}
+    """Yield the nodes of `function` on the values of `call`."""
+    # A missing input has no name anywhere. A missing output keeps its name, because other nodes may read it.
+    inputs = dict(zip(function.input, chain(call.input, repeat("")), strict=False))
+    outputs = {name: other for name, other in zip(function.output, call.output, strict=False) if other}
+    names = {"": "", **inputs, **outputs}
     attributes = {attribute.name: attribute for attribute in (*function.attribute_proto, *call.attribute)}
     for node in function.node:
         own = message_class("Node")()

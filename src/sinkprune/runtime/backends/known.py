@@ -1,4 +1,4 @@
-"""The backends there are, and what is known of each before its library is imported."""
+"""The table of backends: what is known of each before its library is imported."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from sinkprune.contract.engines_manifest import Target
 from sinkprune.contract.system.memory_need import OPENVINO, ORT_CPU, BackendMemory
 
 Compute = Literal["fastest", "bf16", "fp32"]
-"""What a backend that has the choice computes in. Selection is in fp32 always.
+"""The type of computation, where a backend has the choice. Selection is always in fp32.
 
-`fastest`: in ort-cpu int8 for rows that meet quantised weights; in openvino bf16 where the processor has it, and
-int8 for such rows where the library finds that faster; in openvino-gpu fp16, or int8 in the same way;
-ort-cpu+openvino has the tower in openvino's types.
-`bf16`: openvino alone, for all but selection. `fp32`: rows are not rounded, and openvino computes all in fp32.
+- `fastest`: ort-cpu rounds activations to int8 for quantised weights. openvino computes in bf16 where the processor
+  has it, and rounds in the same way where that is faster. openvino-gpu does the same with fp16. ort-cpu+openvino has
+  the vision tower in openvino's types.
+- `bf16`: openvino only, for all but selection.
+- `fp32`: activations are not rounded, and openvino computes in fp32.
 """
 COMPUTES: tuple[Compute, ...] = get_args(Compute)
 TOWER_IN = "; vision in "
-"""Stands in reports between what graphs are computed in and what the vision tower is, where that is another."""
+"""In reports: separates the type of computation from that of the vision tower, where they differ."""
 
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """What a backend is. Adding a backend is its module and its row in `KNOWN`."""
+    """The facts about a backend. A new backend is a module and a row in `KNOWN`."""
 
     module: str
     """The module of this package whose `open_backend(name, threads, compute, built)` returns the `Backend`."""
     target: Target
-    """What its engines are built for (`sinkprune-build --target`)."""
+    """The target of its engines (`sinkprune-build --target`)."""
     libraries: tuple[str, ...]
     """The Python modules that it imports."""
     computes: tuple[Compute, ...] = ()
-    """What it can be asked to compute in; nothing where it computes in the types of a bundle's graphs."""
+    """The types of computation to choose from; none where it computes in the types of a bundle's graphs."""
     on_gpu: bool = False
     takes_threads: bool = True
     memory: BackendMemory | None = None
@@ -77,6 +78,6 @@ KNOWN = {
         "tensorrt.backend", "tensorrt-rtx", ("tensorrt_rtx",), on_gpu=True, takes_threads=False
     ),
 }
-"""By name. The first runs bundles where no backend is named, the first of a target its engines."""
+"""By name. The first backend is the default for bundles, and the first of a target the default for its engines."""
 BACKENDS = tuple(KNOWN)
 ON_CPU = tuple(name for name, spec in KNOWN.items() if not spec.on_gpu)

@@ -1,7 +1,7 @@
-"""A decoder segment on an engine that is given its caches as buffers, and what backends must do with such buffers.
+"""Decoder segments whose engines take caches as buffers, and the memory of such buffers.
 
-A buffer has room for more rows than it holds, so that no token moves what is there and shapes stay as they are. Room
-is taken in steps; rows that hold nothing yet are seen by nobody, and zero, because what is not finite would show.
+A buffer has room for more rows than it holds, so that a new token copies nothing and shapes stay the same. Room grows
+in steps. Unused rows are masked, and zero: a value that is not finite would spoil the result even where it is masked.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Cache, Decoder, Engine, Tensor
 
 ROOM = 64
-"""Rows: how many rows a cache has room for is a multiple of it."""
+"""The room of a cache is a multiple of so many rows."""
 
 
 def room_for(rows: int) -> int:
-    """How many rows a cache has room for that must hold `rows`."""
+    """Return the room of a cache that must hold `rows`."""
     return -(-rows // ROOM) * ROOM
 
 
 def cache_names(spec: GraphSpec) -> dict[str, str]:
-    """The caches among the inputs of the decoder segment `spec`, by the outputs that stand for them."""
+    """Return the cache inputs of the decoder segment `spec`, by the outputs with their new content."""
     prefix = "past_"
     names = (tensor.name.removeprefix(prefix) for tensor in spec.inputs if tensor.name.startswith(prefix))
     return {name: prefix + name for name in names if name != "length"}
 
 
 def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
-    """The one room that an engine of the decoder segment `spec` takes caches of; None where it takes others too.
+    """Return the only room that an engine of the decoder segment `spec` takes, or None where it takes a range.
 
-    TensorRT updates caches of one size in place, and of no range of sizes.
+    TensorRT updates caches in place only where their size is fixed.
     """
     rooms = {
         shape[2]
@@ -50,25 +50,25 @@ def fixed_room(spec: GraphSpec, profiles: OptimisationProfiles) -> int | None:
 
 
 class CacheMemory(Protocol):
-    """Where a backend keeps the buffers of caches: [1,Hkv,C,h], each with the rows of all heads."""
+    """The memory of a backend for the buffers of caches [1,Hkv,C,h]."""
 
     def tensor(self, array: Array) -> Tensor:
-        """`array` as a tensor on the device."""
+        """Return `array` as a tensor on the device."""
 
     def rows(self, tensor: Tensor) -> int:
-        """The length of axis 1 of `tensor` [1,S,d]; must not wait for the device."""
+        """Return S of `tensor` [1,S,d]; must not wait for the device."""
 
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-        """A tensor that may hold anything; its memory is another's when nobody holds it any more.
+        """Return a tensor with any content, whose memory is reused after its last reference.
 
-        Raises `BackendError` where there is no memory for it.
+        Raises `BackendError` where memory runs out.
         """
 
     def copy_rows(self, source: Tensor, target: Tensor, place: int) -> None:
         """Copy all rows of `source` [1,Hkv,R,h] to the rows of `target` [1,Hkv,C,h] from `place` on."""
 
     def zero_rows(self, target: Tensor, first: int) -> None:
-        """Make the rows of `target` [1,Hkv,C,h] from `first` on zero; there may be none."""
+        """Set the rows of `target` [1,Hkv,C,h] from `first` on to zero; there may be none."""
 
 
 @dataclass
@@ -83,10 +83,10 @@ class BufferedCache(Cache):
 
 
 class BufferedDecoder(Decoder):
-    """A decoder segment whose engine is given all inputs of the graph contract, its caches among them."""
+    """A decoder segment whose engine takes all inputs of the graph contract, with the caches."""
 
     def __init__(self, engine: Engine, memory: CacheMemory, spec: GraphSpec, room: int | None = None) -> None:
-        """`engine` runs the graph `spec`. `room` is the only one its caches may have; None where any will do."""
+        """Run the graph `spec` on `engine`. `room` is the only room that its caches may have, or None."""
         self._engine, self._memory, self._room = engine, memory, room
         self._names = cache_names(spec)
         a_cache = next(tensor for tensor in spec.inputs if tensor.name in self._names.values())
@@ -104,7 +104,7 @@ class BufferedDecoder(Decoder):
         return self._engine({**inputs, "past_length": length, **cache.buffers})
 
     def _make_room(self, cache: BufferedCache, rows: int) -> None:
-        """Have room for `rows`; those behind them are zero where new room was taken."""
+        """Grow `cache` to have room for `rows`; rows after these are zero in new buffers."""
         if rows <= cache.room:
             return
         room = self._room or room_for(rows)
@@ -126,7 +126,7 @@ class BufferedDecoder(Decoder):
 
 
 class InPlaceDecoder(BufferedDecoder):
-    """Of form `in-place`: the engine writes new rows into the buffers it is given."""
+    """A decoder of form `in-place`: the engine writes new rows into the buffers of the cache."""
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
         length = cache.length + self._memory.rows(inputs["hidden"])
@@ -137,12 +137,12 @@ class InPlaceDecoder(BufferedDecoder):
 
 
 class RowsDecoder(BufferedDecoder):
-    """Of form `rows`: the engine gives new rows, which are written into the buffers when it is done."""
+    """A decoder of form `rows`: the engine returns new rows, which are then written into the buffers."""
 
     def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
         length = cache.length + self._memory.rows(inputs["hidden"])
         outputs = self._run(inputs, cache)
-        # Not before: rows that were taken and not written yet would not be finite.
+        # After the run, because new room may hold values that are not finite until the rows are written.
         self._make_room(cache, length)
         for output, name in self._names.items():
             self._memory.copy_rows(outputs[output], cache.buffers[name], cache.length)

@@ -1,9 +1,9 @@
-"""A graph's file as a backend loads it: held since it was checked, and reaching for nothing that was not."""
+"""A graph's file as a backend loads it: held open since it was checked, with weights in checked files only."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,88 +17,98 @@ from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.held_files import HeldFile, any_is_mapped
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.backends.onnx_file import Weight, read_onnx_file
+from sinkprune.runtime.backends.inlined import inlined
+from sinkprune.runtime.backends.onnx_file import OnnxFile, Weight, read_onnx_file
 
 GRAPH_BYTES = 64 << 20
-"""The most an ONNX file may have; weights lie in files beside it."""
+"""The largest ONNX file that is read; weights lie in other files."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """One graph of a bundle: its ONNX file, or the engine built of it."""
+    """One graph of a bundle: its ONNX file, or the engine that was built from it."""
 
     graph: str
     """The graph's name in the bundle."""
     spec: GraphSpec
-    """What it takes and gives, by the bundle."""
+    """The graph's inputs and outputs, as the bundle lists them."""
     name: str
-    """Its file's name in its folder."""
+    """The file's name in its folder."""
     folder: Mapping[str, HeldFile]
-    """Every file that its folder's manifest lists, by name."""
+    """Every file that the folder's manifest lists, by name."""
     weight_bytes: int
-    """How many bytes its weights have in the bundle; graphs that select have none."""
+    """Bytes of the graph's weights in the bundle; 0 for graphs that select tokens."""
     built: bool = False
-    """Whether it is an engine: only there weights may lie as a library packed them, which nobody can check."""
+    """Whether it is an engine. Only engines may hold weights as a library packed them, which cannot be checked."""
     patches_per_token: int = 1
-    """How many patches the bundle's vision tower joins to a visual token."""
+    """How many patches the vision tower merges into one visual token."""
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, graph: str) -> Model:
-        """The ONNX file of the graph of that name."""
+        """Return the ONNX file of the bundle's graph of that name."""
         manifest = bundle.manifest
         spec, unit = manifest.graphs[graph], manifest.vision.patches_per_token
         return cls(graph, spec, spec.file, bundle.files, manifest.weight_bytes(graph), patches_per_token=unit)
 
     @property
     def file(self) -> HeldFile:
-        """Its file, held open."""
+        """The file, held open."""
         return self.folder[self.name]
 
     @property
     def onnx(self) -> bytes:
-        """The bytes of its ONNX file, which hold no weights; raises what `weights` raises."""
-        return self._read[0]
+        """The bytes of the ONNX file, which hold no weights; raises what `weights` raises."""
+        return self._parsed.data
+
+    @property
+    def inlined(self) -> bytes:
+        """The same with functions inlined, for libraries without functions; raises what `weights` raises."""
+        return inlined(self._parsed.message) if self._parsed.message.functions else self._parsed.data
 
     @property
     def weights(self) -> tuple[Weight, ...]:
-        """Its weights that lie in other files of the folder.
+        """The weights that lie in other files of the folder.
 
-        Raises `BackendError` for one in a file that the manifest does not list, and for a graph that might never end.
+        Raises `BackendError` for a weight in a file that the manifest does not list, and for a graph that might never
+        end.
         """
-        return self._read[1]
+        return self._parsed.weights
 
     @cached_property
-    def _read(self) -> tuple[bytes, tuple[Weight, ...]]:
-        data = self.file.read(GRAPH_BYTES)
-        weights = read_onnx_file(data, f"graph '{self.graph}' in '{self.file.path}'")
-        for weight in weights:
+    def _parsed(self) -> OnnxFile:
+        parsed = read_onnx_file(self.file.read(GRAPH_BYTES), self._described)
+        for weight in parsed.weights:
             if self._file_of(weight) not in self.folder:
                 raise BackendError(
-                    f"graph '{self.graph}' in '{self.file.path}' reads the file '{weight.location}', which the "
-                    "manifest does not list. Export or copy the bundle again."
+                    f"{self._described} reads the file '{weight.location}', which the manifest does not list. Export "
+                    "or copy the bundle again."
                 )
             if weight.packed and not self.built:
                 raise BackendError(
-                    f"graph '{self.graph}' in '{self.file.path}' holds the weight '{weight.name}' as an engine "
-                    "library packed it, which only engines do. sinkprune writes no such bundle: export it again."
+                    f"{self._described} holds the weight '{weight.name}' as an engine library packed it, which only "
+                    "engines do. sinkprune writes no such bundle: export it again."
                 )
-        return data, tuple(weights)
+        return parsed
+
+    @property
+    def _described(self) -> str:
+        return f"graph '{self.graph}' in '{self.file.path}'"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its file and of those that its weights lie in; raises what `weights` raises."""
+        """The names of the file and of the files that hold its weights; raises what `weights` raises."""
         return tuple(dict.fromkeys([self.name, *map(self._file_of, self.weights)]))
 
     def weight(self, weight: Weight) -> Array:
-        """The values of one of its weights, read into memory of their own."""
+        """Return the values of one of the weights, read into memory of their own."""
         data = self.folder[self._file_of(weight)].read_at(weight.offset, weight.bytes)
         return np.frombuffer(data, weight.dtype).reshape(weight.shape)
 
     @contextmanager
     def by_path(self) -> Iterator[Path]:
-        """Its file's path, where its weights lie beside it, for a library that opens them itself.
+        """Yield the path of the file, for a library that opens the file and its weights itself.
 
-        All of them must be unaltered before the block and after it. Raises what a `HeldFile` raises.
+        None of them may be altered before or within the block. Raises what a `HeldFile` raises.
         """
         with ExitStack() as stack:
             for name in self.names:
@@ -107,7 +117,7 @@ class Model:
 
     @contextmanager
     def mapped_weights(self) -> Iterator[dict[str, mmap | bytes]]:
-        """The files that its weights lie in, by the names that the ONNX file has for them, while the block runs.
+        """Yield the files that hold the weights, mapped, by the names that the ONNX file uses for them.
 
         Raises what `HeldFile.mapped` raises.
         """
@@ -116,41 +126,39 @@ class Model:
             yield {location: stack.enter_context(file.mapped()) for location, file in named.items()}
 
     def is_mapped(self) -> bool:
-        """Whether one of its files is mapped into this process; False where no Linux lists what is."""
+        """Return whether this process maps one of the files; False where the system lists no maps."""
         return any_is_mapped(self.folder[name] for name in self.names)
 
     def _file_of(self, weight: Weight) -> str:
-        """The name in the folder of the file that a weight lies in."""
+        """Return the name, within the folder, of the file that holds a weight."""
         return posixpath.normpath(posixpath.join(posixpath.dirname(self.name), weight.location))
 
     def check_interface(self, inputs: list[TensorSpec], outputs: list[TensorSpec]) -> None:
-        """Refuse a model that takes or gives something else than the bundle says; raises `BackendError`.
+        """Reject a model whose inputs or outputs differ from the bundle's list; raises `BackendError`.
 
-        A size that is a text, on either side, may be any.
+        A size that is a text, on either side, matches any size.
         """
-        for role, found, expected in (
-            ("input", inputs, self.spec.inputs),
-            ("output", outputs, self.spec.outputs),
-        ):
+        for role, found, expected in (("input", inputs, self.spec.inputs), ("output", outputs, self.spec.outputs)):
             by_name = {tensor.name: tensor for tensor in found}
-            if len(by_name) != len(expected) or not all(_fits(by_name.get(spec.name), spec) for spec in expected):
-                told = [
-                    ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors) or "none"
-                    for tensors in (found, expected)
-                ]
+            if by_name.keys() != {spec.name for spec in expected} or not all(
+                _fits(by_name[spec.name], spec) for spec in expected
+            ):
                 raise BackendError(
-                    f"graph '{self.graph}' in '{self.file.path}' has the {role}s {told[0]}, the bundle says "
-                    f"{told[1]}. Export or copy the bundle again."
+                    f"{self._described} has the {role}s {_listed(found)}, the bundle says {_listed(expected)}. "
+                    "Export or copy the bundle again."
                 )
 
 
-def _fits(found: TensorSpec | None, expected: TensorSpec) -> bool:
+def _fits(found: TensorSpec, expected: TensorSpec) -> bool:
     return (
-        found is not None
-        and found.dtype == expected.dtype
+        found.dtype == expected.dtype
         and len(found.shape) == len(expected.shape)
         and all(
             size == wanted or isinstance(size, str) or isinstance(wanted, str)
             for size, wanted in zip(found.shape, expected.shape, strict=True)
         )
     )
+
+
+def _listed(tensors: Iterable[TensorSpec]) -> str:
+    return ", ".join(f"{tensor.name} {tensor.dtype}{list(tensor.shape)}" for tensor in tensors) or "none"

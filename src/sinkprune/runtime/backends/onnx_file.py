@@ -1,6 +1,6 @@
-"""What an ONNX file may do when it is loaded and run, read with protobuf alone: onnx itself is not for a robot.
+"""Parses ONNX files and rejects unsafe ones, with protobuf alone: the package onnx is too large for a robot.
 
-Protobuf passes over fields that a schema does not name, so the part of onnx.proto3 that matters here is enough of it.
+The schema below is the part of onnx.proto3 that matters here. Protobuf keeps fields that a schema does not name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from sinkprune.contract.errors import BackendError
 
@@ -57,7 +59,7 @@ _SCHEMA = {
     },
     "Entry": {"key": (1, "text"), "value": (2, "text")},
 }
-"""Messages of onnx.proto3 with the numbers and types of their fields; a star stands for any number of them."""
+"""Messages of onnx.proto3, with the number and type of each field; a star marks a repeated field."""
 _DTYPES = {
     1: "float32",
     2: "uint8",
@@ -69,24 +71,13 @@ _DTYPES = {
     21: "uint4",
     22: "int4",
 }
-"""By their numbers in onnx.proto3, the types that sinkprune writes; uint8 is what ONNX Runtime packs codes into."""
-_BITS = {
-    "float32": 32,
-    "uint8": 8,
-    "int8": 8,
-    "int64": 64,
-    "bool": 8,
-    "float16": 16,
-    "bfloat16": 16,
-    "uint4": 4,
-    "int4": 4,
-}
-_OF_MATRICES = ("bfloat16", "uint4", "int4")
-"""Types that numpy does not know: only matrices are of them, which are never read here."""
+"""The types that sinkprune writes, by their numbers in onnx.proto3. ONNX Runtime packs codes into uint8."""
+_MATRIX_BITS = {"bfloat16": 16, "uint4": 4, "int4": 4}
+"""Bits of the types that numpy does not have. Only matrices have these types, and no matrix is read here."""
 _MATRICES = {"MatMul": (1,), "FusedMatMul": (1,), "Gemm": (1,), "FusedGemm": (1,), "MatMulNBits": (1, 2, 3)}
-"""The inputs that are matrices, or their codes, scales and zero points: of ONNX's operators and ONNX Runtime's."""
+"""By operator of ONNX or ONNX Runtime: the inputs that are a matrix, or its codes, scales and zero points."""
 _PACKED = "prepacked"
-"""How ONNX Runtime names the place of a matrix as it packed it, beside the matrix itself."""
+"""How the keys begin under which ONNX Runtime stores a packed copy of a matrix."""
 _MOST_NODES = 50_000
 _MOST_AXES, _LONGEST_AXIS = 8, 1 << 40
 _MOST_FUNCTIONS_DEEP = 32
@@ -97,30 +88,40 @@ class Weight(NamedTuple):
 
     name: str
     location: str
-    """The file, as the ONNX file names it: relative to its own folder."""
+    """The file, relative to the folder of the ONNX file."""
     offset: int
-    """Where its bytes begin, counted in bytes."""
+    """The first byte in that file."""
     shape: tuple[int, ...]
     dtype: str
-    """The type of its values, in numpy's words."""
+    """The type of the values, by numpy's name."""
     multiplied: bool
-    """Whether it is the matrix of a MatMul, or its codes or scales: engine libraries pack those anew when they load
-    them."""
+    """Whether it is the matrix of a MatMul, or its codes or scales. Engine libraries repack those when they load."""
     packed: bool
-    """Whether it also lies there as ONNX Runtime packed it, to be mapped and computed with as it is."""
+    """Whether the file also holds it as ONNX Runtime packed it, to be mapped and used as it is."""
 
     @property
     def bytes(self) -> int:
-        """How many bytes it has."""
-        return (prod(self.shape) * _BITS[self.dtype] + 7) // 8
+        """The number of bytes."""
+        bits = _MATRIX_BITS.get(self.dtype) or 8 * np.dtype(self.dtype).itemsize
+        return (prod(self.shape) * bits + 7) // 8
 
 
-def read_onnx_file(data: bytes, what: str) -> list[Weight]:
-    """The weights of an ONNX file that lie in other files; `what` begins messages.
+class OnnxFile(NamedTuple):
+    """An ONNX file, parsed and checked."""
 
-    Refused is what sinkprune never writes: a graph within a node (Loop, If, Scan), for a loop need not end; functions
-    that call themselves, or come to more than 50,000 nodes; and values in files that are no weights of the graph.
-    Raises `BackendError`.
+    data: bytes
+    message: Any
+    """The `Model` message."""
+    weights: tuple[Weight, ...]
+    """The weights that lie in other files."""
+
+
+def read_onnx_file(data: bytes, what: str) -> OnnxFile:
+    """Parse an ONNX file, and reject what sinkprune never writes; `what` begins messages.
+
+    Rejected are graphs within a node (Loop, If, Scan), because a loop need not end; functions that call themselves,
+    or expand to more than 50,000 nodes; and values in other files that are no weights of the graph. Raises
+    `BackendError`.
     """
     from google.protobuf.message import DecodeError
 
@@ -140,11 +141,11 @@ def read_onnx_file(data: bytes, what: str) -> list[Weight]:
     external = [tensor for tensor in model.graph.initializer if tensor.external_data]
     if len({tensor.name for tensor in external}) != len(external):
         raise BackendError(f"{what} has two weights of one name. Export or copy the bundle again.")
-    return [_weight(tensor, tensor.name in matrices, what) for tensor in external]
+    return OnnxFile(data, model, tuple(_weight(tensor, tensor.name in matrices, what) for tensor in external))
 
 
 def _matrices(graph: Any) -> set[str]:
-    """The names of all values that are matrices of a product, and of what such a one is dequantised or cast from."""
+    """Return the names of all values that a product uses as its matrix, and of those they are dequantised from."""
     sources = {
         node.output[0]: node.input
         for node in graph.node
@@ -167,34 +168,34 @@ def _matrices(graph: Any) -> set[str]:
 
 def _weight(tensor: Any, multiplied: bool, what: str) -> Weight:
     entries = [(entry.key, entry.value) for entry in tensor.external_data]
-    told = dict(entries)
-    offset, shape = told.get("offset", "0"), tuple(tensor.dims)
+    place = dict(entries)
+    offset, shape = place.get("offset", "0"), tuple(tensor.dims)
     fits = (
-        len(told) == len(entries)
-        # ONNX Runtime means something else by a star than a file.
-        and "*" not in told.get("location", "*")
+        len(place) == len(entries)
+        # For ONNX Runtime, a location with a star is an address in memory.
+        and "*" not in place.get("location", "*")
         and re.fullmatch("[0-9]{1,18}", offset)
         and (dtype := _DTYPES.get(tensor.data_type)) is not None
-        and (multiplied or dtype not in _OF_MATRICES)
+        and (multiplied or dtype not in _MATRIX_BITS)
         and len(shape) <= _MOST_AXES
         and all(0 <= size <= _LONGEST_AXIS for size in shape)
     )
     if not fits:
         raise BackendError(
-            f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {told}, "
+            f"{what}: its weight {tensor.name!r} of type {tensor.data_type} and shape {list(shape)} lies at {place}, "
             "which sinkprune never writes. Export the bundle again."
         )
-    packed = any(key.startswith(_PACKED) for key in told)
-    return Weight(tensor.name, told["location"], int(offset), shape, str(dtype), multiplied, packed)
+    packed = any(key.startswith(_PACKED) for key in place)
+    return Weight(tensor.name, place["location"], int(offset), shape, str(dtype), multiplied, packed)
 
 
 def _check_functions(model: Any, what: str) -> None:
-    """Refuse functions whose bodies, each put in the place of its call, would make a graph without end or measure."""
+    """Reject functions that would expand to a graph that is endless or too large."""
     bodies = {(domain_of(function), function.name, function.overload): function.node for function in model.functions}
     counted: dict[Any, tuple[int, int]] = {}
 
     def count(nodes: Any, depth: int) -> tuple[int, int]:
-        """How many nodes there are, and how deep functions call each other in them; `depth` deep it stands itself."""
+        """Return the expanded number of `nodes`, and how deep they call functions; they stand `depth` calls deep."""
         total, deepest = len(nodes), 0
         for node in nodes:
             called = (domain_of(node), node.op_type, node.overload)
@@ -220,7 +221,7 @@ def _check_functions(model: Any, what: str) -> None:
 
 
 def domain_of(named: Any) -> str:
-    """The domain of a node or a function; ONNX's own has two names."""
+    """Return the domain of a node or a function; ONNX's own domain has two names."""
     return "" if named.domain == "ai.onnx" else str(named.domain)
 
 
@@ -246,7 +247,7 @@ def _parts(sparse: Any) -> Iterator[Any]:
 
 
 def message_class(name: str) -> Any:
-    """The class of the message `name` of the schema; fields that the schema does not name stay when it is written."""
+    """Return the class of the schema's message `name`."""
     from google.protobuf import message_factory
 
     return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"sinkprune.{name}"))
@@ -254,12 +255,12 @@ def message_class(name: str) -> Any:
 
 @cache
 def _pool() -> Any:
-    """The schema, as protobuf knows it."""
+    """Return the schema in a pool of its own."""
     from google.protobuf import descriptor_pb2, descriptor_pool
 
     field = descriptor_pb2.FieldDescriptorProto
     types = {"text": field.TYPE_STRING, "number": field.TYPE_INT64}
-    # Not "onnx": onnx, where it is imported too, has messages of these names.
+    # The package is not named "onnx", because the library onnx registers messages of these names.
     file = descriptor_pb2.FileDescriptorProto(name="sinkprune_onnx.proto", package="sinkprune", syntax="proto3")
     for message, fields in _SCHEMA.items():
         described = file.message_type.add(name=message)

@@ -1,4 +1,4 @@
-"""Rows of several tensors in a new order, as the fewest pieces that can be copied whole."""
+"""Rows of several tensors in a new order, as runs of adjacent rows that are copied at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sinkprune.contract.precision import Array
 
 
 class RowRun(NamedTuple):
-    """Rows that stand together before and after."""
+    """Rows that are adjacent in their tensor and in the new order."""
 
     part: int
     """The tensor they come from."""
@@ -24,7 +24,7 @@ class RowRun(NamedTuple):
 
 
 def row_runs(lengths: Sequence[int], order: Array) -> list[RowRun]:
-    """The runs of `order` [S] int64, which counts rows through tensors of so many rows each."""
+    """Return the runs of `order` [S] int64, which numbers rows through tensors of these `lengths`."""
     starts = np.cumsum([0, *lengths])
     part = np.searchsorted(starts, order, side="right") - 1
     breaks = np.flatnonzero((np.diff(order) != 1) | (np.diff(part) != 0)) + 1
@@ -37,7 +37,7 @@ def row_runs(lengths: Sequence[int], order: Array) -> list[RowRun]:
 
 
 def joined(parts: Sequence[Array], order: Array) -> Array:
-    """[1,S,d]: rows of the host arrays `parts` [...,d], counted through all of them, in `order` [S] int64."""
+    """Return [1,S,d]: rows of the host arrays `parts` [...,d], numbered through all parts, in `order` [S] int64."""
     rows = [part.reshape(-1, part.shape[-1]) for part in parts]
     together = np.empty((1, len(order), rows[0].shape[1]), rows[0].dtype)
     for part, first, count, place in row_runs([len(part) for part in rows], order):

@@ -1,4 +1,4 @@
-"""The runtime's commands, and what they share: arguments, and loading with something to look at."""
+"""The runtime's commands, and what they share: options, loading, reports, progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 _LONG_VIDEO = 300
 IMAGE_PLACE = "{image}"
-"""Where an image stands in a prompt."""
+"""The place of an image in a prompt."""
 
 
 @dataclass(kw_only=True)
@@ -57,17 +57,17 @@ class BundleOptions:
 
     @property
     def trust(self) -> Trust:
-        """What the bundle must be; raises `UsageError` for what is no sum."""
+        """The sum and key that the bundle must match; raises `UsageError` for a malformed sum."""
         return Trust(self.sha256, self.signed_by)
 
     @property
     def key_files(self) -> list[Path]:
-        """The public key that the bundle is compared with, if any."""
+        """The file of the public key, if any."""
         return [self.signed_by] if self.signed_by else []
 
     @property
     def folders(self) -> list[Path]:
-        """The folders that `load_pipeline` reads: the bundle's, and the engines' where they are given."""
+        """The folders that `load_pipeline` reads: the bundle's, and that of `--engines`."""
         return [folder for folder in (self.bundle, self.engines) if folder]
 
 
@@ -95,31 +95,31 @@ class ReportOptions:
 
     @property
     def outputs(self) -> list[Output]:
-        """The reports that are written, each with the endings it may have."""
+        """The reports to write, each with its allowed suffixes."""
         return [*json_outputs(self.json), *([(self.plot, PLOT_SUFFIXES)] if self.plot else [])]
 
 
 def new_parser(
     name: str, description: str, examples: str, sources: Mapping[str, str] = MappingProxyType({})
 ) -> CommandParser:
-    """A parser with the arguments every command takes that asks about images.
+    """Return a parser with the arguments of commands that ask about images.
 
-    `sources` are options of the command's own, with their help, whose paths may stand in the place of images.
+    `sources` are further options that may replace images, with their help. Each takes a path.
     """
     parser = bundle_parser(name, description, examples)
     add = parser.add_argument
     picture = parser.add_mutually_exclusive_group(required=True)
     picture.add_argument("--image", type=Path, action="append", help="an image file to ask about; may be repeated")
     picture.add_argument("--video", type=Path, action="append", help="a video file to ask about; may be repeated")
-    for source, told in sources.items():
-        picture.add_argument(source, type=Path, help=told)
+    for source, help_text in sources.items():
+        picture.add_argument(source, type=Path, help=help_text)
     add("--prompt", required=True, help="the question; {image} in it is the place of an image (default: in front)")
     add("--method", default="sinkpruner", help="pruning method (default: sinkpruner)")
     return parser
 
 
 def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
-    """A parser with the arguments every command takes that runs a bundle; `load_pipeline` reads them."""
+    """Return a parser with the arguments of commands that run a bundle; `load_pipeline` reads them."""
     parser = CommandParser(name, description, examples)
     add = parser.add_argument
     add("bundle", type=Path, metavar="BUNDLE", help="a folder written by sinkprune-export or sinkprune-build")
@@ -145,7 +145,7 @@ def bundle_parser(name: str, description: str, examples: str) -> CommandParser:
 
 
 def open_bundle(options: PictureOptions, budgets: list[str]) -> Bundle:
-    """The bundle, with method and budgets known to be in it: mistakes are told before anything slow begins."""
+    """Open the bundle, and check early that it has the method and the budgets; raises `BudgetError`."""
     bundle = read_runnable(options.bundle, options.trust)
     for budget in [UNPRUNED, *budgets]:
         bundle.manifest.plan(options.method, budget)
@@ -153,7 +153,7 @@ def open_bundle(options: PictureOptions, budgets: list[str]) -> Bundle:
 
 
 def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = None) -> Pipeline:
-    """Load `bundle` on the chosen backend, with something to look at meanwhile."""
+    """Load `bundle` on the chosen backend, with progress on stderr."""
     return Pipeline.load(
         bundle,
         backend=options.backend,
@@ -170,7 +170,7 @@ def load_pipeline(options: BundleOptions, bundle: Bundle, wrap: Wrap | None = No
 
 
 def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
-    """The images, or the frames of the videos that the bundle's model is shown; raises `ImageError`.
+    """Return the images, or the frames of the videos that the model sees; raises `ImageError`.
 
     Prints a note about each long video that must be decoded as a whole.
     """
@@ -188,20 +188,20 @@ def read_pictures(options: PictureOptions, bundle: Bundle) -> list[Picture]:
 
 
 def prompt_pieces(prompt: str) -> str | list[str]:
-    """The question, or the pieces around the places it gives to images; raises `PromptError` if it says nothing."""
+    """Return the prompt, or the texts around its places for images; raises `PromptError` for an empty prompt."""
     pieces = prompt.split(IMAGE_PLACE)
     check_texts(pieces, len(pieces) - 1)
     return pieces if len(pieces) > 1 else prompt
 
 
 def add_report_options(parser: CommandParser, drawn: str) -> None:
-    """The arguments of a command that makes a report; `check_report_options` and `write_report` read them."""
+    """Add the arguments of `ReportOptions`; `check_report_options` and `write_report` read them."""
     parser.add_json("the report")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"draw {drawn}")
 
 
 def check_report_options(bundle: BundleOptions, report: ReportOptions, read: Iterable[Path], *others: Output) -> None:
-    """Refuse reports, and `others` a command writes, that could not be written later or are among files it reads.
+    """Reject outputs that cannot be written, or that the command reads; `others` are outputs besides reports.
 
     Raises `OutputError`, and `UsageError` without matplotlib.
     """
@@ -216,7 +216,7 @@ def write_report(
     plot: Callable[[R, str], bytes],
     more: Mapping[str, object] = MappingProxyType({}),
 ) -> None:
-    """Write a report as the picture and the JSON that were asked for; the JSON has the keys of `more` too."""
+    """Write a report as the requested plot and JSON; the JSON also has the keys of `more`."""
     if options.plot:
         write_whole(options.plot, plot(report, options.plot.suffix))
     # Last, because the reader of standard output may stop reading.
@@ -225,7 +225,7 @@ def write_report(
 
 @contextmanager
 def status(text: str) -> Iterator[None]:
-    """A spinner on stderr while the block runs; a line every ten seconds where stderr is no terminal."""
+    """Show a spinner on stderr while the block runs, or a line every ten seconds if stderr is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         with ProgressLines(text):
@@ -236,7 +236,7 @@ def status(text: str) -> Iterator[None]:
 
 
 def plain(text: str) -> Text:
-    """Text of a stranger for rich's tables: neither markup nor control characters have a meaning in it."""
+    """Return untrusted text for rich's tables, in which markup and control characters have no effect."""
     return Text(escaped(text))
 
 

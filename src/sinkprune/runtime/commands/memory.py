@@ -1,4 +1,4 @@
-"""What a command needs of memory, told and compared before anything is loaded."""
+"""The memory that a command needs, compared with the free memory before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.steps.pictures import layout_of
 
 _TEMPLATE_TOKENS = 64
-"""What a chat template puts around a question, generously."""
+"""A generous estimate of what a chat template adds to a question."""
 _LETTERS_A_TOKEN = 2
 _WAY_OUT = "give fewer or smaller pictures and fewer new tokens, or export with --weights int4"
 
 
 class Planned(NamedTuple):
-    """What a command will ask, as far as memory depends on it."""
+    """The requests of a command, as far as memory depends on them."""
 
     pictures: Sequence[Picture]
-    """Those of one prompt."""
+    """The pictures of one request."""
     method: str
     budgets: Sequence[str]
     prompt: str | Sequence[str]
@@ -35,15 +35,15 @@ class Planned(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What was found."""
+    """The memory that a command needs, and the free memory."""
 
     needed_bytes: int
     free_bytes: int | None
-    """None where the system does not tell."""
+    """None where it is unknown."""
 
 
 def check_memory(options: BundleOptions, bundle: Bundle, planned: Planned) -> Memory:
-    """Tell on stderr what `planned` needs and what is free where it computes, if it is much.
+    """Check that the memory for `planned` is free, and print the need on stderr if it is large.
 
     Raises `TooLittleMemoryError`, and what `layout_of` raises.
     """
@@ -52,18 +52,18 @@ def check_memory(options: BundleOptions, bundle: Bundle, planned: Planned) -> Me
     layouts = [layout_of(picture, picture, family, manifest) for picture in planned.pictures]
     letters = len(planned.prompt) if isinstance(planned.prompt, str) else sum(map(len, planned.prompt))
     tokens = letters // _LETTERS_A_TOKEN + _TEMPLATE_TOKENS + planned.new_tokens
-    # A longer request is refused for its length, not for its memory.
+    # A longer request is rejected for its length, not for its memory.
     tokens = min(tokens, manifest.language_model.max_positions)
-    needs: list[MemoryNeed] = []
-    for budget in planned.budgets:
+    built = options.engines is not None or bundle.engines is not None
+
+    def need_at(budget: str) -> MemoryNeed:
         rows = schedule(manifest, planned.method, budget, layouts)
-        built = options.engines is not None or bundle.engines is not None
-        needs.append(
-            running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
-        )
-    need, free = max(needs, key=lambda one: one.bytes), free_bytes(backend)
+        memory = KNOWN[backend].memory
+        return running_need(manifest, memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
+
+    need, free = max(map(need_at, planned.budgets), key=lambda one: one.bytes), free_bytes(backend)
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
-    # Libraries take theirs of small bundles too.
+    # Without the fixed part, because libraries need that for any bundle.
     if need.bytes - need.fixed >= TOLD_BYTES:
         sys.stderr.write(f"{memory_line(need, free)}\n")
     return Memory(need.bytes, free or None)

@@ -1,4 +1,4 @@
-"""The options of a command that measures joules, and what they open."""
+"""The options of commands that measure energy, and how they are used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def add_power_options(parser: argparse.ArgumentParser) -> None:
         choices=SENSORS,
         help="measure joules, with the first sensor that is there or the one that is named",
     )
-    told = f"seconds before the first request, for the power that is subtracted (default: {IDLE_SECONDS:g})"
-    parser.add_argument("--idle", type=IDLE, metavar="SECONDS", help=told)
+    parser.add_argument(
+        "--idle",
+        type=IDLE,
+        metavar="SECONDS",
+        help=f"seconds before the first request, for the power that is subtracted (default: {IDLE_SECONDS:g})",
+    )
 
 
 @dataclass(kw_only=True)
@@ -38,9 +42,9 @@ class PowerOptions:
 
 
 def wanted_sensor(options: PowerOptions, backend: str) -> Sensor | None:
-    """The sensor for what `backend` computes on, found to be there; None without `--power`.
+    """Open the sensor of the device that `backend` computes on; None without `--power`.
 
-    Raises `PowerError`, and `UsageError`.
+    Raises `PowerError` and `UsageError`.
     """
     if options.power is None:
         if options.idle is not None:
@@ -51,7 +55,7 @@ def wanted_sensor(options: PowerOptions, backend: str) -> Sensor | None:
 
 @contextmanager
 def maybe_measuring(options: PowerOptions, sensor: Sensor | None) -> Iterator[EnergyMeter | None]:
-    """A meter on `sensor` that has measured idle power; None for None. Raises `PowerError`."""
+    """Measure idle power, then yield a meter on `sensor`; yields None without a sensor. Raises `PowerError`."""
     if sensor is None:
         yield None
         return
@@ -63,13 +67,13 @@ def maybe_measuring(options: PowerOptions, sensor: Sensor | None) -> Iterator[En
 
 
 def check_lived(power: PowerReport | None) -> None:
-    """Raise `PowerError` where a sensor died: the last thing a command does, when all else is told and written."""
+    """Raise `PowerError` if a sensor failed; commands call this after all output is written."""
     if power is not None and power.failure is not None:
         raise PowerError(f"{power.failure.rstrip('.')}. Times are whole; joules are missing from then on.")
 
 
 def power_line(power: PowerReport) -> str:
-    """A line about the sensor."""
+    """Return a line about the sensor and the idle power."""
     idle = power.idle
     return (
         f"joules by {power.sensor} ({power.measures}), a reading every {power.period_ms:.0f} ms (longest gap "
@@ -79,7 +83,7 @@ def power_line(power: PowerReport) -> str:
 
 
 def joules_text(part: PartEnergy | None) -> str:
-    """The joules of a part and their standard deviation, with a tilde where they are estimated."""
+    """Return the joules of a part with their standard deviation; a tilde marks an estimate."""
     if part is None:
         return "-"
     unit, factor = ("J", 1.0) if max(abs(part.joules), part.deviation or 0.0) >= 1 else ("mJ", 1e3)

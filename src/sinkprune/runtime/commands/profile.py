@@ -1,4 +1,4 @@
-"""`sinkprune-profile`: every budget against the unpruned engines."""
+"""`sinkprune-profile`: measures every budget and the unpruned baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.checks.terminal import escaped
@@ -32,8 +31,8 @@ from sinkprune.runtime.commands import (
     read_pictures,
     write_report,
 )
-from sinkprune.runtime.commands.frames import frame_files, read_frames
 from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.commands.power import (
     PowerOptions,
     add_power_options,
@@ -43,10 +42,16 @@ from sinkprune.runtime.commands.power import (
     power_line,
     wanted_sensor,
 )
-from sinkprune.runtime.commands.rate import FRAMES, RateOptions, add_rate_options, print_rates, wanted_camera
-from sinkprune.runtime.commands.scaled import warn_scaled
-from sinkprune.runtime.commands.table_console import TableConsole
-from sinkprune.runtime.commands.unseen import warn_unseen
+from sinkprune.runtime.commands.rate import (
+    FRAMES,
+    RateOptions,
+    add_rate_options,
+    frame_files,
+    print_rates,
+    read_frames,
+    wanted_camera,
+)
+from sinkprune.runtime.commands.table_console import TableConsole, budget_table
 from sinkprune.runtime.families import load_family
 from sinkprune.runtime.profiling.plot import plot_report
 from sinkprune.runtime.profiling.profile import REPEAT, WARMUP, profile
@@ -97,7 +102,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
     add("--repeat", type=REPEAT, help=f"measured rounds (default: {_REPEAT})")
     add(
         "--warmup-rounds",
-        # The name that one letter told from run's --warm-up.
+        # The older name, too close to run's --warm-up.
         "--warmup",
         dest="warmup",
         type=WARMUP,
@@ -137,7 +142,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
                 )
             write_report(options, report, plot_report)
             if not prints_json(options.json):
-                # Last: the reader of standard output may stop reading, as `head` does.
+                # Last, because the reader of standard output may stop reading, as `head` does.
                 _print_table(report)
             power = report.power
         else:
@@ -149,13 +154,12 @@ def _profile(arguments: Sequence[str] | None) -> None:
             power = rates.power
     check_lived(power)
     pictures = [picture for own in prompts for picture in own]
-    warn_scaled(files, pictures)
-    warn_unseen(options, bundle, files, pictures)
+    note_pictures(pipeline, files, pictures)
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[..., None]]:
-    """A bar or lines on stderr while the block runs; call what it yields with a budget's name and the steps done."""
+    """Show progress on stderr while the block runs. Yields a function of a budget's name and its finished steps."""
     console = Console(stderr=True)
     columns = [
         TextColumn("{task.description:<12}", markup=False),
@@ -178,17 +182,10 @@ def _progress(total: int) -> Iterator[Callable[..., None]]:
 
 def _print_table(report: Report) -> None:
     console = TableConsole()
-    console.print(
-        f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
-        f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; milliseconds, median (p95) of "
-        f"{report.repeat} interleaved runs{_FEW if report.repeat < _ENOUGH else ''}",
-        highlight=False,
-        markup=False,
-    )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    headings = ["budget", "visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
-    for heading in [*headings, "prefill x", "ideal x", "achieved", "TTFT x"]:
-        table.add_column(heading, justify="left" if heading == "budget" else "right", no_wrap=True)
+    few = _FEW if report.repeat < _ENOUGH else ""
+    console.print_head(report, f"milliseconds, median (p95) of {report.repeat} interleaved runs{few}")
+    headings = ["visual", "mean %", "TTFT", "vision", "prefill", "select", "a token", "latency", "KV MB"]
+    table = budget_table([*headings, "prefill x", "ideal x", "achieved", "TTFT x"])
     for name, budget in report.budgets.items():
         ms = budget.ms
         table.add_row(
@@ -206,7 +203,7 @@ def _print_table(report: Report) -> None:
             f"{budget.speedup.ttft:.2f}",
         )
     console.print(table)
-    console.print(_LEGEND, highlight=False)
+    console.print(_LEGEND)
     if len(report.budgets) > 1 and report.repeat > 1:
         console.print(plain(_noise(report)))
     for name, budget in report.budgets.items():
@@ -230,13 +227,13 @@ def _noise(report: Report) -> str:
 
 
 def _parts(budget: BudgetReport) -> str:
-    """Return what the time to the first token is made of, in milliseconds. Medians need not add up to its median."""
+    """Return the median milliseconds of TTFT's parts. They need not add up to the median of TTFT."""
     parts = [f"{part} {_median(budget.ms[part])}" for part in OF_TTFT]
     return ", ".join(parts).replace(", rest", f" (select {_median(budget.ms['select'])} of it), rest")
 
 
 def _rates(budget: BudgetReport) -> str:
-    """What the machine achieved: no figure here may beat its peak."""
+    """Return the rates that the machine achieved. A rate above the machine's peak is a bug."""
     prefill = budget.ms["prefill"]
     rates = [f"prefill {budget.flops.prefill / prefill.median / 1e6:.0f} GFLOP/s"] if prefill else []
     if budget.decode_tokens_per_s is not None:
@@ -245,7 +242,7 @@ def _rates(budget: BudgetReport) -> str:
 
 
 def _joules(energy: BudgetEnergy | None) -> str:
-    """What a request takes, its parts and a token."""
+    """Return the joules of a request, of its parts and of a token."""
     if energy is None:
         return "no joules: the power sensor told nothing of its runs"
     parts = [f"{part} {joules_text(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
@@ -255,7 +252,7 @@ def _joules(energy: BudgetEnergy | None) -> str:
 
 
 def _peaks(budget: BudgetReport) -> str:
-    """The memory each stage of the first run reached, and all runs."""
+    """Return the peak memory of each stage of the first run, and of all runs."""
     stages = ", ".join(f"{stage} {count / 1e6:.0f}" for stage, count in budget.stage_peak_rss_bytes.items())
     return stages if budget.peak_rss_bytes is None else f"{stages}; in all {budget.peak_rss_bytes / 1e6:.0f}"
 

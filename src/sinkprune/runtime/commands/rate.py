@@ -1,4 +1,4 @@
-"""`sinkprune-profile --rate`: its options, and what it prints."""
+"""`sinkprune-profile --rate`: its options, its frames, and the table it prints."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
-from sinkprune.contract.checks.terminal import escaped
-from sinkprune.contract.errors import UsageError
+from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.runtime.commands import plain
 from sinkprune.runtime.commands.power import power_line
-from sinkprune.runtime.commands.table_console import TableConsole
+from sinkprune.runtime.commands.table_console import TableConsole, budget_table
+from sinkprune.runtime.families import Family
+from sinkprune.runtime.media.clip import Picture
 from sinkprune.runtime.profiling.frame_clock import DURATION, RATE, FrameClock, frame_clock
+from sinkprune.runtime.steps.pictures import decoded
 
 DURATION_SECONDS = 60.0
 FRAMES = {"--frames": "with --rate: a folder of pictures, of which each frame shows the next"}
-"""What may stand in the place of images, for `new_parser`."""
+"""The option that may replace images, for `new_parser`."""
+_MOST_FRAME_BYTES = 1 << 30
+_CHANNELS = 3
 
 
 def add_rate_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `RateOptions` but for `--frames` and `--repeat`."""
+    """Add the arguments of `RateOptions`, except `--frames` and `--repeat`."""
     add = parser.add_argument
     add("--rate", type=RATE, metavar="HZ", help="ask at a camera's steady rate instead, each budget for --duration")
     add("--duration", type=DURATION, metavar="SECONDS", help=f"for --rate (default: {DURATION_SECONDS:g})")
@@ -39,7 +41,7 @@ class RateOptions:
 
 
 def wanted_camera(options: RateOptions) -> FrameClock | None:
-    """What sends frames; None without --rate. Raises `UsageError` for options that do not go together."""
+    """Return the clock of frames, or None without --rate; raises `UsageError` for options that exclude each other."""
     if options.rate is None:
         for name in ("frames", "duration"):
             if getattr(options, name) is not None:
@@ -50,20 +52,43 @@ def wanted_camera(options: RateOptions) -> FrameClock | None:
     return frame_clock(options.rate, DURATION_SECONDS if options.duration is None else options.duration)
 
 
+def frame_files(folder: Path) -> list[Path]:
+    """Return the files of a folder in the order of their names, without hidden ones; raises `ImageError`."""
+    if not folder.is_dir():
+        raise ImageError(
+            f"'{folder}' is no folder. --frames takes a folder of pictures; give single ones by --image."
+        )
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith(".")]
+    if not files:
+        raise ImageError(f"'{folder}' holds no files, expected pictures.")
+    return files
+
+
+def read_frames(files: list[Path], family: Family) -> list[Picture]:
+    """Return the pictures in `files`, decoded as those of a camera; raises `ImageError`, also for more than 1 GB."""
+    pictures: list[Picture] = []
+    held = 0
+    for path in files:
+        pictures.append(decoded(path, family))
+        held += pictures[-1].size[0] * pictures[-1].size[1] * _CHANNELS
+        if held > _MOST_FRAME_BYTES:
+            raise ImageError(
+                f"the first {len(pictures)} of {len(files)} pictures take {held / 1e9:.1f} GB in memory, expected up "
+                f"to {_MOST_FRAME_BYTES / 1e9:.1f} GB. Give fewer or smaller ones."
+            )
+    return pictures
+
+
 def print_rates(report: RateReport) -> None:
-    """A table with a row for each budget, and what was told of the machine."""
+    """Print a table with a row for each budget, and the power and conditions of the machine."""
     console = TableConsole()
-    console.print(
-        f"{escaped(report.model)}, {report.precision}, {report.backend}, {report.threads} threads, {report.machine}\n"
-        f"{report.prompt_tokens} text tokens, {report.new_tokens} new tokens; {report.rate_hz:g} frames a second for "
-        f"{report.duration_s:g} s; milliseconds from a frame's arrival to its whole answer",
-        highlight=False,
-        markup=False,
+    console.print_head(
+        report,
+        f"{report.rate_hz:g} frames a second for {report.duration_s:g} s; milliseconds from a frame's arrival to its "
+        "whole answer",
     )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    headings = ["budget", "visual", "frames", "missed", "p50", "p95", "p99", "max", "jitter", "busy p50"]
-    for heading in [*headings, *(["J a frame", "W"] if report.power else [])]:
-        table.add_column(heading, justify="left" if heading == "budget" else "right", no_wrap=True)
+    headings = ["visual", "frames", "missed", "p50", "p95", "p99", "max", "jitter", "busy p50"]
+    table = budget_table([*headings, *(["J a frame", "W"] if report.power else [])])
     for name, budget in report.rates.items():
         late, energy = budget.latency_ms, budget.energy
         joules = [f"{energy.joules_per_frame:.3g}", f"{energy.watts:.2f}"] if energy else ["-", "-"]
@@ -89,10 +114,10 @@ def print_rates(report: RateReport) -> None:
 
 
 def _conditions(report: RateReport) -> str:
-    """Where temperatures and clocks began and ended, and how far they went."""
-    told = []
+    """Return a line with the first, last, lowest and highest temperatures and clocks."""
+    parts = []
     for unit, lines in (("C", report.conditions.temperatures_c), ("MHz", report.conditions.clocks_mhz)):
         for name, values in lines.items():
             known = [value for value in values if value is not None]
-            told.append(f"{name} {known[0]:.0f} to {known[-1]:.0f} {unit} ({min(known):.0f} to {max(known):.0f})")
-    return "; ".join(told) if told else "no temperature or clock can be read here"
+            parts.append(f"{name} {known[0]:.0f} to {known[-1]:.0f} {unit} ({min(known):.0f} to {max(known):.0f})")
+    return "; ".join(parts) if parts else "no temperature or clock can be read here"

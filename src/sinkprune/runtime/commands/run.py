@@ -1,4 +1,4 @@
-"""`sinkprune-run`: ask a bundle about an image."""
+"""`sinkprune-run`: answers a question about pictures."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ from sinkprune.runtime.commands import (
     write_line,
 )
 from sinkprune.runtime.commands.memory import Memory, Planned, check_memory
-from sinkprune.runtime.commands.scaled import warn_scaled
-from sinkprune.runtime.commands.unseen import warn_unseen
+from sinkprune.runtime.commands.picture_notes import note_pictures
 from sinkprune.runtime.overlay import PICTURE_SUFFIXES, overlay, picture_bytes
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.answer import Answer, DeadlineReport
@@ -139,22 +138,23 @@ def _run(arguments: Sequence[str] | None) -> None:
     bundle = open_bundle(options, [options.budget])
     images = read_pictures(options, bundle)
     texts = [options.system or "", *([prompt] if isinstance(prompt, str) else prompt)]
-    asked = Planned(images, options.method, [options.budget], texts, options.max_new_tokens or DEFAULT_NEW_TOKENS)
-    memory = check_memory(options, bundle, asked)
+    new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
+    memory = check_memory(options, bundle, Planned(images, options.method, [options.budget], texts, new_tokens))
     pipeline = load_pipeline(options, bundle)
-    asking = {name: getattr(options, name) for name in _REQUEST}
+    fields = {name: getattr(options, name) for name in _REQUEST}
     if options.max_new_tokens is None:
-        del asking["max_new_tokens"]
+        del fields["max_new_tokens"]
+    request = pipeline.new_request(images, prompt, **fields)
     if options.costs:
         pipeline.costs = read_costs(options.costs, pipeline.place)
     elif options.warm_up:
         with status("measuring what budgets cost on this machine"):
-            pipeline.warm_up(images, prompt, **asking)
+            pipeline.measure_costs(request)
     if options.deadline_ms is not None:
         pipeline.load_plans(options.method)
     on_text = None if prints_json(options.json) else _write_piece
     with ProgressLines("answering"):
-        answer = pipeline.generate(images, prompt, on_text=on_text, **asking)
+        answer = pipeline.answer(request).rest(on_text)
     if not prints_json(options.json):
         write_line("\n" + _timings(answer))
     if options.json is not None:
@@ -166,13 +166,12 @@ def _run(arguments: Sequence[str] | None) -> None:
     if options.overlay:
         write_whole(options.overlay, picture_bytes(overlay(answer, images), options.overlay))
     # Last: where a command fails, its error is the only line.
-    warn_scaled(options.picture_files, images)
-    warn_unseen(options, bundle, options.picture_files, images)
+    note_pictures(pipeline, options.picture_files, images)
     sys.stderr.write(_unused_options(options))
 
 
 def _write_piece(text: str) -> None:
-    # A program that reads the answer gets it as it is.
+    # Only a terminal needs escapes; a program reads the answer unchanged.
     sys.stdout.write(escaped(text, keep="\n\t") if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -204,12 +203,12 @@ def _late(deadline: DeadlineReport) -> str:
     """Return a warning for a late answer, and nothing for one in time."""
     if deadline.met:
         return ""
-    told = (
+    late = (
         f"late: {deadline.measured_ms:.0f} ms where {deadline.deadline_ms:g} were given, at budget {deadline.budget}"
     )
     if deadline.can_meet:
-        return f"{told}.\n"
-    return f"{told}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
+        return f"{late}.\n"
+    return f"{late}. No budget was expected to bring a token sooner than in {deadline.predicted_first_ms:.0f} ms.\n"
 
 
 def _unused_options(options: _Options) -> str:
@@ -236,16 +235,14 @@ def _not_kept(pipeline: Pipeline) -> str:
 
 def _doubtful_costs(deadline: DeadlineReport) -> str:
     """Return a line about costs that are old or were measured under load, and nothing about others."""
-    age, load = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0
-    doubts = [
-        *([f"are {age / _DAY_S:.0f} days old"] if age > _OLD_S else []),
-        *([f"were measured while other programs took {100 * load:.0f} % of the processors"] if load > LOADED else []),
-    ]
-    return (
-        f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.\n"
-        if doubts
-        else ""
-    )
+    age, load, doubts = deadline.costs_age_s or 0.0, deadline.costs_load or 0.0, []
+    if age > _OLD_S:
+        doubts.append(f"are {age / _DAY_S:.0f} days old")
+    if load > LOADED:
+        doubts.append(f"were measured while other programs took {100 * load:.0f} % of the processors")
+    if not doubts:
+        return ""
+    return f"note: the costs {' and '.join(doubts)}. Measure them again with --warm-up when the machine is idle.\n"
 
 
 def _summary(pipeline: Pipeline, answer: Answer, memory: Memory) -> dict[str, Any]:

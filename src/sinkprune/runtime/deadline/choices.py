@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sinkprune.contract.budgets import UNPRUNED
@@ -22,51 +22,53 @@ class Choice(NamedTuple):
     schedule: Schedule
 
 
-def up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[str]:
-    """The budgets of `method` that keep no more of pictures of these `layouts` than `budget` does, itself among them.
+def choice_of(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> Choice:
+    """Return what `budget` keeps of pictures of these `layouts`; raises `BudgetError` for an unknown budget."""
+    return Choice(budget, schedule(manifest, method, budget, layouts))
 
-    Raises `BudgetError` for what the bundle does not hold.
+
+def up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Choice]:
+    """Return `budget` and all budgets of `method` that keep no more of pictures of these `layouts`.
+
+    Raises `BudgetError` for an unknown method or budget.
     """
-    most = _work(manifest, schedule(manifest, method, budget, layouts))
-    others = [UNPRUNED, *manifest.plans[method]]
-    kept = {name: _work(manifest, schedule(manifest, method, name, layouts)) for name in others}
-    return [name for name in others if kept[name] <= most]
+    most = _rows_of_all_layers(manifest, choice_of(manifest, method, budget, layouts))
+    every = [choice_of(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
+    return [choice for choice in every if _rows_of_all_layers(manifest, choice) <= most]
 
 
-def choices(
+def runnable(
     manifest: Manifest,
     limits: Limits | None,
     request: Request,
-    budgets: Sequence[str],
+    choices: Iterable[Choice],
     text: int,
     layouts: Sequence[VisualLayout],
 ) -> list[Choice]:
-    """Those of `budgets` at which a request with so many `text` tokens can run, the largest first.
+    """Return the `choices` at which a request with `text` tokens of text can run, the largest first.
 
-    Raises `PromptError` and `PruningError` where none is left: what is wrong with the last.
+    Raises the `PromptError` or `PruningError` of the last choice where none can run.
     """
     found, refusal = [], None
-    for budget in budgets:
-        planned = schedule(manifest, request.method, budget, layouts)
+    for choice in choices:
         try:
-            check_length(manifest, limits, request, text, planned.rows, layouts)
-            _check_pruning(planned, layouts, manifest.language_model.num_layers)
+            check_length(manifest, limits, request, text, choice.schedule.rows, layouts)
+            _check_pruning(choice.schedule, layouts, manifest.language_model.num_layers)
         except (PromptError, PruningError) as error:
             refusal = error
         else:
-            found.append(Choice(budget, planned))
+            found.append(choice)
     if not found and refusal is not None:
         raise refusal
-    return sorted(found, key=lambda choice: -_work(manifest, choice.schedule))
+    return sorted(found, key=lambda choice: -_rows_of_all_layers(manifest, choice))
 
 
-def _work(manifest: Manifest, planned: Schedule) -> int:
-    """Visual rows of all layers."""
-    return sum(map(planned.reaching, range(manifest.language_model.num_layers)))
+def _rows_of_all_layers(manifest: Manifest, choice: Choice) -> int:
+    return sum(choice.schedule.per_layer(manifest.language_model.num_layers))
 
 
 def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:
-    """Refuse a plan that would drop nothing; raises `PruningError`."""
+    """Reject a plan that would drop nothing; raises `PruningError`."""
     left = planned.reaching(num_layers)
     if planned.plan is not None and left == sum(layout.all_tokens for layout in layouts):
         raise PruningError(

@@ -1,4 +1,4 @@
-"""Measures what requests cost on this machine: whole ones at each budget, and the decoder by itself."""
+"""Measures what requests cost on this machine: whole requests at each budget, and the decoder alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Place, fit_meas
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.reports.report import PARTS
 from sinkprune.runtime.backends import Backend
-from sinkprune.runtime.deadline.choices import Choice, choices, up_to
+from sinkprune.runtime.deadline.choices import Choice, runnable, up_to
 from sinkprune.runtime.deadline.decoder_times import DecoderTimes
 from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.loaded_model import LoadedModel
@@ -22,9 +22,9 @@ from sinkprune.runtime.steps.request import Request
 from sinkprune.runtime.system.processor import processor_name
 
 SECONDS = 2.0
-"""For about how long is measured where a request waits for it."""
+"""About how long a measurement takes."""
 _ROUNDS = (3, 100)
-"""The fewest and the most: a large model takes longer."""
+"""The fewest and the most rounds, however long a round takes."""
 _COUNTS = 6
 _FAR_ABOVE = 2.0
 
@@ -34,11 +34,11 @@ Ask = Callable[[Request], Answer]
 
 
 def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float = SECONDS) -> Costs:
-    """The costs of requests like this one: medians of whole ones and of the decoder, in turn for about `seconds`.
+    """Return the costs of requests like this one, as medians over about `seconds`.
 
-    Budgets that take far longer to their first token than the request's deadline are left out, the smallest aside.
-    The decoder runs on some numbers of rows between those of the smallest and those of the largest budget that is
-    measured. Raises what a request raises.
+    Whole requests and the decoder alone run in turn. Larger budgets whose first token takes far longer than the
+    request's deadline are left out. The decoder runs on several numbers of rows, from those of the smallest to those
+    of the largest measured budget. Raises what a request raises.
     """
     manifest, limits, family, prompts, embedding, chain = model
     pictures = tuple(decoded(source, family) for source in request.pictures)
@@ -46,16 +46,16 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
     prompt = prompts.encode(request.texts, [layout.texts for layout in layouts], request.system)
     text = prompt.text_tokens
     plain = replace(request, pictures=pictures, deadline_ms=None, max_new_tokens=1, temperature=0.0)
-    budgets = up_to(manifest, request.method, request.budget, layouts)
-    possible = choices(manifest, limits, plain, budgets, text, layouts)[::-1]
-    asked = _worth_asking(ask, plain, possible, request.deadline_ms or float("inf"))
-    planned = [choice.schedule for choice in possible[: len(asked)]]
+    candidates = up_to(manifest, request.method, request.budget, layouts)
+    possible = runnable(manifest, limits, plain, candidates, text, layouts)[::-1]
+    requests = _fast_enough(ask, plain, possible, request.deadline_ms or float("inf"))
+    planned = [choice.schedule for choice in possible[: len(requests)]]
     least = min(one.reaching(manifest.language_model.num_layers) for one in planned)
     most = max(one.rows for one in planned)
     counts = {round(count) for count in np.geomspace(text + least, text + most, _COUNTS)}
-    decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in asked]
+    decoder, runs = DecoderTimes(chain, embedding, [*counts]), [list[_Ms]() for _ in requests]
     for counted in rounds(seconds):
-        for each, own in zip(asked, runs, strict=True):
+        for each, own in zip(requests, runs, strict=True):
             answered = ask(each).ms
             if counted:
                 own.append(answered)
@@ -91,8 +91,7 @@ def measure_costs(model: LoadedModel, ask: Ask, request: Request, seconds: float
 
 
 def rounds(seconds: float) -> Iterator[bool]:
-    """Rounds of something to be measured, for about as many `seconds`; false for the first, which does not count: an
-    engine's first run is not like the others."""
+    """Yield for each round of a measurement of about `seconds`: False first, because a warm-up does not count."""
     yield False
     began = time.perf_counter()
     for number in range(1, _ROUNDS[1] + 1):
@@ -102,7 +101,7 @@ def rounds(seconds: float) -> Iterator[bool]:
 
 
 def place_of(manifest: Manifest, backend: Backend) -> Place:
-    """What costs of this bundle on this backend hold for."""
+    """Return the model, backend and machine for which costs of this bundle on this backend are valid."""
     return Place(
         config_sha256=manifest.checkpoint.config_sha256,
         cut_after=manifest.cut_after,
@@ -115,15 +114,17 @@ def place_of(manifest: Manifest, backend: Backend) -> Place:
     )
 
 
-def _worth_asking(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms: float) -> list[Request]:
-    """The request at the smallest of the `possible` budgets, and at the others below the first that takes far longer
-    than `most_ms`."""
-    asked: list[Request] = []
+def _fast_enough(ask: Ask, plain: Request, possible: Sequence[Choice], most_ms: float) -> list[Request]:
+    """Return the request at the smallest of the `possible` budgets, and at all before the first far above `most_ms`.
+
+    `possible` are ordered from the smallest to the largest.
+    """
+    requests: list[Request] = []
     for choice in possible:
         request = replace(plain, budget=choice.budget)
-        # An engine's first run is not like the others.
+        # Warm-up: an engine's first run is slower.
         ask(request)
-        if asked and (ask(request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
+        if requests and (ask(request).ms["ttft"] or 0.0) > _FAR_ABOVE * most_ms:
             break
-        asked.append(request)
-    return asked
+        requests.append(request)
+    return requests

@@ -1,4 +1,4 @@
-"""How long the decoder takes for so many rows, segment by segment, and for a token behind them."""
+"""Measures the decoder alone: prefills of several lengths, segment by segment, and tokens after them."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ _TOKENS = 2
 
 
 class DecoderTimes:
-    """Milliseconds of the decoder on rows of text: what rows say does not matter to the time they take."""
+    """Milliseconds of the decoder on rows of text; the time does not depend on the content of rows."""
 
     def __init__(self, chain: Chain, embedding: Embedding, counts: Sequence[int]) -> None:
-        """Of prefills of each of `counts` rows."""
+        """Prepare prefills of each of `counts` rows."""
         self._chain, self._counts = chain, sorted(counts)
         rows = embedding(range(min(max(counts), chain.model.vocab_size)))
         self._rows: Array = np.resize(rows, (max(counts), rows.shape[1]))
         self.prefills: dict[int, list[tuple[float, ...]]] = defaultdict(list)
-        """By count: each prefill's way through each segment."""
+        """By count of rows: the milliseconds of each prefill in each segment."""
         self.tokens: dict[int, list[float]] = defaultdict(list)
-        """By count: each token behind such a prefill, head included."""
+        """By count of rows: the milliseconds of each token after such a prefill, with the head."""
 
     def run(self, *, counted: bool) -> None:
-        """A prefill of each count, and tokens behind it."""
+        """Run a prefill of each count, and tokens after it; store the times if `counted`."""
         for count in self._counts:
             self._run(count, counted=counted)
-        # Behind a larger, then behind a smaller: what was before is no count's privilege.
+        # Reverse the order, so that neither a larger nor a smaller predecessor favours a count.
         self._counts.reverse()
 
     @property
     def segments(self) -> tuple[Curve, ...]:
-        """A prefill's way through each segment, against its rows."""
+        """For each segment: the time of a prefill by its number of rows."""
         return tuple(self._curve(segment) for segment in range(len(self._chain.decoders)))
 
     @property
     def token(self) -> Curve:
-        """A token behind a prefill, against the prefill's rows."""
+        """The time of a token, by the number of rows of the prefill before it."""
         return fit_measured([(count, median(ms)) for count, ms in self.tokens.items()])
 
     def _curve(self, segment: int) -> Curve:
@@ -59,7 +59,7 @@ class DecoderTimes:
         for decoder in chain.decoders:
             cache, start = decoder.new_cache(), backend.mark()
             hidden = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, cache)["hidden_out"]
-            # Of the first segment alone
+            # Only the first segment takes these.
             added = {}
             spans.append((start, backend.mark()))
             caches.append(cache)

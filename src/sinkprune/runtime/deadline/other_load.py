@@ -1,4 +1,4 @@
-"""How busy other programs keep the machine."""
+"""Measures how busy other programs keep the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How recent requests compare with their costs: load on the machine, and errors of the costs."""
+"""Compares recent requests with their predicted costs, to correct for load and for errors of the costs."""
 
 from __future__ import annotations
 
@@ -9,56 +9,58 @@ from typing import NamedTuple
 from sinkprune.contract.costs.model import Prediction, Recent
 
 WINDOW = 40
-"""How many requests are remembered. Where they come in any order alike, the next exceeds all of them once in
-`WINDOW` + 1 times, whatever their distribution: 2.4 %."""
+"""How many requests the history holds. If their order is random, the next request is slower than all of them with
+probability 1 / (`WINDOW` + 1), whatever their distribution: 2.4 %."""
 MARGIN = 1.05
-"""What is expected is longer by this than the slowest request was."""
+"""The expected time is the slowest recent request's times this."""
 _FEW = 20
-"""Of fewer requests, the next exceeds all of them more often than once in 20 times."""
+"""With fewer requests, the next one is slower than all of them with a probability of more than 5 %."""
 _UNKNOWN = 1.3
-"""Until `_FEW` requests were seen, one that is slower than the fastest by this factor is expected."""
+"""With fewer than `_FEW` requests, the expected slowdown is at least the fastest request's times this."""
 _NONE = Recent()
 
 
 class Slower(NamedTuple):
-    """How many times as long as by its costs a request is expected to take."""
+    """The expected time of a request as a multiple of its predicted costs."""
 
     first: float
-    """From behind the tower to the first token."""
+    """From the end of the vision tower to the first token."""
     token: float
-    """A token behind the first."""
+    """For each token after the first."""
 
     def of(self, usual: Prediction) -> Prediction:
-        """What to expect where `usual` is what costs say."""
+        """Return the expected times, where `usual` are the predicted costs."""
         return usual._replace(first=usual.first * self.first, token=usual.token * self.token)
 
 
 class RequestHistory:
-    """The last `WINDOW` requests: a slow one counts at once, and is forgotten after as many others.
+    """The last `WINDOW` requests. A slow request counts at once, and leaves the history after `WINDOW` others.
 
-    Requests that are faster than their costs lower what is expected in the same way.
+    Requests that are faster than their costs lower the expected times in the same way.
     """
 
     def __init__(self, recent: Recent = _NONE) -> None:
-        """Of `recent` requests, which an earlier process may have answered."""
+        """Start with `recent` requests, which an earlier process may have answered."""
         self._first, self._token = deque(recent.first, WINDOW), deque(recent.token, WINDOW)
 
     def add(self, usual: Prediction, first: float, token: float | None) -> None:
-        """A request took `first` milliseconds from behind the tower to its first token and `token` for each behind
-        it, and `usual` is what costs say. Where there was none (None), tokens compare as the first one does: answers
-        of one token would leave costs that are too high as they are."""
+        """Add a request with the predicted costs `usual`.
+
+        It took `first` milliseconds from the tower to its first token, and `token` for each later token. None is an
+        answer of one token: then tokens get the ratio of `first`, so that costs that are too high are corrected too.
+        """
         ratio = first / usual.first
         self._first.append(ratio)
         self._token.append(ratio if token is None else token / usual.token)
 
     @property
     def slower(self) -> Slower:
-        """What to expect of the next: that it is like the slowest of them."""
+        """The expected slowdown of the next request: that of the slowest recent one."""
         return Slower(_expected(self._first), _expected(self._token))
 
     @property
     def recent(self) -> Recent:
-        """The requests, for a process to come."""
+        """The requests, for a later process."""
         return Recent(tuple(self._first), tuple(self._token))
 
 

@@ -20,7 +20,7 @@ class Kept:
     schedule: PictureSchedule
     """How many tokens the budget keeps at each step."""
     index: Array = field(repr=False)
-    """[G',n0] the tokens the LLM received; row 0 of a plan with a sink stands for all outliers."""
+    """[G',n0] the tokens the LLM received; with a sink, row 0 represents all outliers."""
     norms: Array = field(repr=False)
     """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array = field(repr=False)

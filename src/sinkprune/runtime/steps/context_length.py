@@ -1,4 +1,4 @@
-"""Whether a request fits the model's context and the engines it runs on; refusals say what would fit."""
+"""Checks that a request fits the model's context and the engines; errors say what would fit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sinkprune.runtime.steps.request import Request
 
 
 class Length(NamedTuple):
-    """How long a request is, in tokens, and how long it may be."""
+    """The length of a request in tokens, and its limit."""
 
     text: int
     visual: int
     new: int
     limit: int
-    """How many positions the model has."""
+    """The number of the model's positions."""
 
 
 def check_number(manifest: Manifest, limits: Limits | None, pictures: int) -> None:
-    """Refuse more pictures than the bundle, or engines of it, are made for; raises `PromptError`."""
+    """Reject more pictures than the bundle or its engines take; raises `PromptError`."""
     most = limits.images if limits else manifest.max_images
     if not 1 <= pictures <= most:
         raise PromptError(
@@ -44,20 +44,20 @@ def check_length(
     visual: int,
     layouts: Sequence[VisualLayout],
 ) -> None:
-    """Refuse a request with so many `text` tokens and `visual` rows; raises `PromptError`.
+    """Reject a request that is too long, with `text` tokens of text and `visual` rows; raises `PromptError`.
 
-    `limits` are those of engines; None for graphs, which have none. The pictures' `layouts` tell what would fit.
+    `limits` are those of engines; None for graphs, which have none. `layouts` are those of the pictures.
     """
     if limits is not None:
         lengths = (
             ("text tokens in the prompt", text, limits.prompt_tokens, "--max-prompt"),
             ("new tokens", request.max_new_tokens, limits.new_tokens, "--max-new-tokens"),
         )
-        for what, asked, most, _ in lengths:
-            if asked > most:
+        for what, wanted, most, _ in lengths:
+            if wanted > most:
                 flags = [f"{flag} {max(own, built)}" for _, own, built, flag in lengths if built < MOST_TOKENS]
                 raise PromptError(
-                    f"{asked} {what} are more than the {most} the engines were built for. Ask for less, or build "
+                    f"{wanted} {what} are more than the {most} the engines were built for. Ask for less, or build "
                     f"them again with sinkprune-build {' '.join(flags)} --force."
                 )
     length = Length(text, visual, request.max_new_tokens, manifest.language_model.max_positions)
@@ -68,7 +68,7 @@ def check_length(
 
 
 def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
-    """How pictures would have fewer tokens."""
+    """Return advice on how to have fewer visual tokens."""
     if any(isinstance(picture, (Clip, VideoFile, Shown)) for picture in pictures):
         return "Give fewer or smaller frames, or export again with a smaller --max-frames or --max-pixels."
     fewer = "fewer images" if len(pictures) > 1 else ""
@@ -79,7 +79,10 @@ def _fewer_tokens(manifest: Manifest, pictures: Sequence[PictureLike]) -> str:
 
 
 def too_long(length: Length, kept: Mapping[str, int], fewer_tokens: str) -> PromptError:
-    """`kept` are the visual tokens each budget of the bundle would leave, `fewer_tokens` how pictures have fewer."""
+    """Return the error for a prompt that is too long.
+
+    `kept` are the visual tokens that each budget keeps; `fewer_tokens` is advice on how to have fewer.
+    """
     text, visual, new, limit = length
     room = limit - text - new
     fit = {tokens: name for name, tokens in kept.items() if tokens <= room}

@@ -21,7 +21,7 @@ from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 @dataclass
 class KVCache:
-    """The caches of every decoder segment, each at its own length."""
+    """The caches of all decoder segments, each with its own length."""
 
     segments: list[Cache]
     next_positions: list[int]
@@ -75,7 +75,7 @@ def prefill(
             length = text + schedule.reaching(layers.start)
             cache = decoder.new_cache()
             outputs = decoder({"hidden": state["hidden"], "cos": state["cos"], "sin": state["sin"], **added}, cache)
-            # Of the first segment alone
+            # Only the first segment takes these.
             added = {}
             result.cache.segments.append(cache)
             result.cache.next_positions.append(length if compact else rows.positions.next)

@@ -1,7 +1,7 @@
-"""The LLM's embedding table, read row by row: the table itself stays in the file. Learned rows beside it.
+"""The LLM's embedding table, read row by row from its file, and the learned rows of the same file.
 
-A robot has no gigabyte to spare for a table of which a request reads some rows. So each row's digest is kept in its
-place, and compared whenever the row is read.
+A request reads few rows, and a robot has no gigabyte to spare for the whole table. So only a digest of each row stays
+in memory, and each row that is read is compared with its digest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sinkprune.contract.precision import DTYPES, Array, PrecisionName
 
 _DTYPES = {"F32": "fp32", "F16": "fp16"}
 _TABLE = "weight"
-# What stands before the header's own bytes: their number.
+# The file begins with the length of the header.
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 1 << 20
 _DIGEST_BYTES = 16
@@ -34,14 +34,14 @@ class _Tensor(NamedTuple):
 
 
 class Embedding:
-    """`weight` [vocab,d] of a safetensors file, and the rows [d] that stand in it under names of their own.
+    """The tensor `weight` [vocab,d] of a safetensors file, and its named rows [d].
 
-    Its own few lines read the format (https://github.com/huggingface/safetensors#format): the safetensors package
-    maps the file, and a mapped file that is cut off ends the process.
+    This class reads the format itself (https://github.com/huggingface/safetensors#format). The safetensors package
+    maps the file, and a truncated mapped file ends the process.
     """
 
     def __init__(self, file: HeldFile, manifest: Manifest) -> None:
-        """Reads the whole file once. Raises `BundleError` for a file without such a table for the model."""
+        """Read the whole file once; raises `BundleError` for a file without a matching table."""
         lm = manifest.language_model
         self._file, self._vocab, self._width = file, lm.vocab_size, lm.hidden_size
         self._dtype, self._beside = DTYPES[manifest.precision], manifest.deepstack_width
@@ -53,7 +53,10 @@ class Embedding:
         self._learned = {name: file.read_at(self._tensors[name].start, self._row_bytes) for name in learned}
 
     def __call__(self, ids: Sequence[int]) -> Array:
-        """[len(ids),d] in the table's type; raises `BundleError` for an id that has no row, or an altered file."""
+        """Return rows [len(ids),d] in the table's type.
+
+        Raises `BundleError` for an id without a row, and for a file that was altered.
+        """
         rows = np.empty((len(ids), self._width), self._dtype)
         for place, token in enumerate(ids):
             if not 0 <= token < self._vocab:
@@ -68,11 +71,11 @@ class Embedding:
         return rows
 
     def beside(self, rows: int) -> dict[str, Array]:
-        """[rows,E] of zeros for each input that `decoder_0` takes beside its rows, by name: text has none of that."""
+        """Return zeros [rows,E] for each additional input of `decoder_0`, by name, as text rows have none of that."""
         return {"deepstack": np.zeros((rows, self._beside), self._dtype)} if self._beside else {}
 
     def named(self, name: str) -> Array:
-        """[d] in the table's type: the learned row that bears a name of its own, such as `image_newline`.
+        """Return the learned row [d] of that name, such as `image_newline`, in the table's type.
 
         Raises `BundleError` if there is none.
         """
@@ -87,12 +90,12 @@ class Embedding:
             yield from (_digest(block[row * self._row_bytes :][: self._row_bytes]) for row in range(count))
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> int:
-        """Where the tensor of that name and shape begins in the file."""
+        """Return the offset in the file of the tensor of that name and shape."""
         found = self._tensors.get(name)
         if found is None or found.shape != shape:
-            told = f"of shape {list(found.shape)}" if found else "not there"
+            state = f"of shape {list(found.shape)}" if found else "not there"
             raise BundleError(
-                f"'{self._file.path}': its tensor '{name}' is {told}, expected {self._dtype.name}{list(shape)}. "
+                f"'{self._file.path}': its tensor '{name}' is {state}, expected {self._dtype.name}{list(shape)}. "
                 "Export the bundle again."
             )
         return found.start
@@ -103,7 +106,7 @@ def _digest(row: bytes | memoryview) -> bytes:
 
 
 def _read_header(file: HeldFile, precision: PrecisionName) -> dict[str, _Tensor]:
-    """The tensors of this precision by name; raises `BundleError` for what is no safetensors file."""
+    """Return the tensors of this precision by name; raises `BundleError` for a file that is not safetensors."""
 
     def refusal(reason: object) -> BundleError:
         return BundleError(f"'{file.path}' is no safetensors file: {reason}. Export or copy the bundle again.")

@@ -17,24 +17,24 @@ from sinkprune.runtime.steps.chain import Chain
 
 @dataclass(frozen=True)
 class Encoded:
-    """A picture as the LLM receives it: of each of G' groups of N' tokens, the sanitizer kept n0."""
+    """A picture as the LLM receives it: n0 kept tokens of each of G' groups of N' tokens."""
 
     embeddings: Tensor
     """[G',n0,d] float on the device, in the decoder's width."""
     device_norms: Tensor
     """[G,N] fp32 on the device, from the tower: an input of some selects."""
     kept_index: Array
-    """[G',n0] int64: the token that each row stands for, counted within its group."""
+    """[G',n0] int64: the token of each row, numbered within its group."""
     norms: Array
     """[G',N'] fp32: the norm of each token in the vision tower."""
     salience: Array
     """[G',N'] fp32: the attention each token receives in the vision tower."""
     deepstack: Tensor | None = None
-    """[G',n0,E] float on the device: what the decoder's first layers add to each row, where the model has that."""
+    """[G',n0,E] float on the device: what the decoder's first layers add to each row, for models with DeepStack."""
 
     @property
     def source_tokens(self) -> Array:
-        """[G'*n0] int64: the token that each row stands for, counted through all groups."""
+        """[G'*n0] int64: the token of each row, numbered through all groups."""
         groups, tokens = self.norms.shape
         source: Array = (self.kept_index + tokens * np.arange(groups)[:, None]).ravel()
         return source
@@ -53,7 +53,7 @@ class TowerOutput:
     """[G,N] fp32 on the host."""
     salience: Array
     deepstack: Tensor | None = None
-    """[G,N,E] float on the device: what the decoder's first layers add to each token, where the model has that."""
+    """[G,N,E] float on the device: what the decoder's first layers add to each token, for models with DeepStack."""
 
 
 def run_tower(chain: Chain, inputs: Mapping[str, Array], clock: Stopwatch) -> TowerOutput:
@@ -81,8 +81,8 @@ def encode(chain: Chain, plan: Plan | None, tower: TowerOutput, clock: Stopwatch
     if plan is not None and plan.sanitizer is not None:
         sanitizer = chain.plan_engine(plan.sanitizer)
         with clock.measure("sanitizer"):
-            given = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
-            sanitized = sanitizer(given if deepstack is None else {**given, "deepstack": deepstack})
+            inputs = {"tokens": tokens, "norms": tower.device_norms, "salience": tower.device_salience}
+            sanitized = sanitizer(inputs if deepstack is None else {**inputs, "deepstack": deepstack})
         tokens, deepstack = sanitized["kept_tokens"], sanitized.get("kept_deepstack")
     if deepstack is not None:
         _check_finite("features beside its tokens", backend.numpy(deepstack))

@@ -1,4 +1,4 @@
-"""What a request may show a model: images and clips, in files or in memory."""
+"""The pictures of a request: images and clips, in files or in memory, and their way to the vision tower."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from sinkprune.runtime.media.images import read_image, to_rgb
 from sinkprune.runtime.media.video_file import VideoFile
 
 PictureLike = Picture | Array | str | os.PathLike[str] | Clip | VideoFile
-"""A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or what `decoded`
-made of one. Greyscale of 16 bits is divided by 257."""
+"""A Pillow image, a uint8 [height,width,3] array, an image file, frames in a list, a video file, or a result of
+`decoded`. Greyscale of 16 bits is divided by 257."""
 
 
 ORDERS = ("rgb", "bgr")
@@ -28,7 +28,7 @@ ORDERS = ("rgb", "bgr")
 
 
 def decoded(source: PictureLike, family: Family) -> Picture:
-    """An RGB image, or the frames of a clip that a model of `family` is shown; raises `ImageError`."""
+    """Return an RGB image, or the frames of a clip that a model of `family` sees; raises `ImageError`."""
     if isinstance(source, Shown):
         return source
     if isinstance(source, (Clip, VideoFile)):
@@ -37,7 +37,7 @@ def decoded(source: PictureLike, family: Family) -> Picture:
 
 
 def check_order(order: object) -> str:
-    """The order of an array's channels; raises `UsageError` for what is neither "rgb" nor "bgr"."""
+    """Return the order of an array's channels; raises `UsageError` for anything but "rgb" and "bgr"."""
     if not isinstance(order, str) or order not in ORDERS:
         raise UsageError(
             f"order is {format_value(order)}, expected 'rgb' or 'bgr', the order of an array's channels."
@@ -46,12 +46,12 @@ def check_order(order: object) -> str:
 
 
 def in_rgb(array: Array, order: str) -> Array:
-    """A view of the array [height,width,3], whose channels are in `order`, with channels in the order RGB."""
+    """Return a view of the array [height,width,3], whose channels are in `order`, with channels in RGB order."""
     return array[..., ::-1] if order == "bgr" else array
 
 
 def with_order(source: PictureLike, order: str) -> PictureLike:
-    """`source` with channels in RGB, where it is an array or a clip of arrays whose channels are in `order`."""
+    """Return `source` in RGB order, where it is an array, or a clip of arrays, with channels in `order`."""
     if isinstance(source, np.ndarray) and source.ndim == 3:
         return in_rgb(source, order)
     if isinstance(source, Clip) and order != "rgb":
@@ -64,26 +64,24 @@ def with_order(source: PictureLike, order: str) -> PictureLike:
 
 
 def see(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> Seen:
-    """`picture`, which came from `source`, as the tower takes it, floats in the bundle's precision.
+    """Return the vision tower's inputs for `picture`, decoded from `source`, with floats in the bundle's precision.
 
     Raises what `layout_of` raises.
     """
     layout, dtype = layout_of(source, picture, family, manifest), DTYPES[manifest.precision]
     with _naming(source):
         inputs = family.inputs(picture)
-    return Seen(
-        {
-            name: array.astype(dtype, copy=False) if np.issubdtype(array.dtype, np.floating) else array
-            for name, array in inputs.items()
-        },
-        layout,
-    )
+    in_precision = {
+        name: array.astype(dtype, copy=False) if np.issubdtype(array.dtype, np.floating) else array
+        for name, array in inputs.items()
+    }
+    return Seen(in_precision, layout)
 
 
 def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: Manifest) -> VisualLayout:
-    """What `picture`, which came from `source`, is to the model; reads sizes only, no pixels.
+    """Return the layout of `picture`, decoded from `source`; reads sizes only, no pixels.
 
-    Raises `ImageError` for what the family rejects, and for more tokens than the bundle's graphs take.
+    Raises `ImageError` for a picture that the family rejects, or with more tokens than the bundle's graphs take.
     """
     with _naming(source):
         layout, most = family.layout(picture), manifest.most_visual_tokens
@@ -98,7 +96,7 @@ def layout_of(source: PictureLike, picture: Picture, family: Family, manifest: M
 
 @contextmanager
 def _naming(source: PictureLike) -> Iterator[None]:
-    """Put the file's name before what is said of an image from a file."""
+    """Begin the messages of an `ImageError` with the file's name, where `source` is a file."""
     try:
         yield
     except ImageError as error:

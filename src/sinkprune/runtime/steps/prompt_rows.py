@@ -1,4 +1,4 @@
-"""A prompt as the rows that the decoder is given: text and pictures in their places."""
+"""The input rows of the decoder for a prompt: text and pictures in their places."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PromptRows:
     visual: Array
     """[V] int64: the rows that are visual tokens, ascending."""
     picture: Array
-    """[V] int64: the number of the picture each of them belongs to."""
+    """[V] int64: the picture's number of each visual row."""
     source: Array
-    """[V] int64: which of its picture's rows each of them is."""
+    """[V] int64: the place of each visual row among its picture's rows."""
     text: Array
-    """[L] int64: the text rows behind the last picture."""
+    """[L] int64: the text rows after the last picture."""
     positions: Positions
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """[1,S,E] float on the device, by name: what `decoder_0` takes of the rows beside the inputs of all segments."""
+    """[1,S,E] float on the device, by name: the inputs that only `decoder_0` takes."""
 
     @property
     def length(self) -> int:
@@ -51,11 +51,11 @@ def lay_out(
     *,
     pruned: bool,
 ) -> PromptRows:
-    """`texts` (token ids) with `pictures` between them: one text before each part of a picture, one behind the last.
+    """Join `texts` (token ids) and `pictures`: one text before each part of a picture, and one after the last.
 
-    Unpruned, a picture's rows stand in the order of the model's own prompt, and `between_rows` names the learned row
-    at the end of a line. Rows are joined on the device. Of a picture in several parts, each row stands in that of its
-    token's group.
+    Unpruned rows of a picture are in the order of the model's own prompt, with the learned row `between_rows` at the
+    end of each line. In a picture of several parts, each row belongs to the part of its token's group. Rows are
+    joined on the device.
     """
     table = embedding([*joined.from_iterable(texts)])
     if between_rows is not None:
@@ -68,7 +68,7 @@ def lay_out(
         place += len(ids)
         if number < len(shown):
             rows = shown[number].rows
-            order.append(np.where(rows < 0, line_end, shown[number].behind + rows))
+            order.append(np.where(rows < 0, line_end, shown[number].first + rows))
             visual.append(np.arange(place, place + len(rows)))
             place += len(rows)
     whole = np.concatenate(order)
@@ -88,38 +88,38 @@ def lay_out(
 
 
 class _Part(NamedTuple):
-    """Rows of a picture that stand in a prompt one behind the other."""
+    """Rows of a picture that are adjacent in a prompt."""
 
     layout: VisualLayout
     picture: int
     """The picture's number."""
-    behind: int
-    """How many rows stand before the picture's, where all that there are stand one behind the other."""
+    first: int
+    """The number of the picture's first row, where rows are numbered through the table of texts and all pictures."""
     rows: Array
-    """Which of the picture's rows they are; -1 is the end of a line."""
+    """The numbers of the rows within the picture; -1 is the end of a line."""
     tokens: Array
-    """The token each stands for, counted through all groups."""
+    """The token of each row, numbered through all groups."""
 
 
-def _parts(pictures: Sequence[tuple[VisualLayout, Encoded]], behind: int, *, pruned: bool) -> Iterator[_Part]:
-    """The parts of all pictures, whose rows stand behind `behind` others."""
+def _parts(pictures: Sequence[tuple[VisualLayout, Encoded]], first: int, *, pruned: bool) -> Iterator[_Part]:
+    """Yield the parts of all pictures; `first` is the number of the first picture's first row."""
     for number, (layout, encoded) in enumerate(pictures):
         rows = np.arange(encoded.kept_index.size) if pruned else layout.unpruned_rows
         tokens = encoded.source_tokens if pruned else rows
         if layout.parts == 1:
-            yield _Part(layout, number, behind, rows, tokens)
+            yield _Part(layout, number, first, rows, tokens)
         else:
             for group in range(layout.parts):
                 own = tokens // layout.tokens == group
-                yield _Part(layout, number, behind, rows[own], tokens[own])
-        behind += encoded.kept_index.size
+                yield _Part(layout, number, first, rows[own], tokens[own])
+        first += encoded.kept_index.size
 
 
 def positions(texts: Sequence[int], pictures: Sequence[tuple[VisualLayout, Array]]) -> Positions:
-    """The positions of a prompt's rows: texts of so many rows, and between them pictures of the `tokens` [V].
+    """Return the positions of a prompt's rows: `texts` are lengths, `pictures` are layouts with kept tokens [V].
 
-    Text counts on along all axes; a token of a picture adds its own places, whatever was dropped beside it. New
-    tokens go on from the largest position of all.
+    Text advances along all axes. A picture's token adds its own place, whichever other tokens were dropped. New
+    tokens continue after the largest position.
     """
     rows, place, latest = [], 0, 0
     for count, picture in zip_longest(texts, pictures):

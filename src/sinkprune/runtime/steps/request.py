@@ -1,4 +1,4 @@
-"""A request to a bundle: pictures, the texts around them, and how to answer. Checked once, when it is made."""
+"""A request: pictures, the texts around them, and the options of the answer. It is checked once, when it is made."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from sinkprune.runtime.steps.pictures import PictureLike, check_order, with_orde
 from sinkprune.runtime.text.sampling import Sampler
 
 DEFAULT_NEW_TOKENS = 128
-"""How many tokens an answer has at most where nobody says; fewer where engines were built for fewer."""
-# No model has so many positions; what a bundle's has is checked with the prompt.
+"""The default limit of an answer's tokens; lower where engines were built for fewer."""
+# More than any model has positions. The limit of a bundle's model is checked with the prompt.
 MAX_NEW_TOKENS = WholeNumber("max new tokens", 1, 10**7)
 MIN_NEW_TOKENS = WholeNumber("min new tokens", 0, 10**7)
 DEADLINE_MS = RealNumber("deadline ms", 1, 86_400_000, "milliseconds, from 1 to 86400000 (a day)")
@@ -29,38 +29,38 @@ DEADLINE_MS = RealNumber("deadline ms", 1, 86_400_000, "milliseconds, from 1 to 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What is asked, and how. Raises `ImageError`, `PromptError` and `UsageError` for what no bundle
-    could answer.
+    """A question about pictures, and the options of its answer.
 
-    `new_request` makes one of what users write: one picture or a list, a question or the texts around the pictures.
+    `new_request` makes one from a picture or a list, and a question or the texts around the pictures. Raises
+    `ImageError`, `PromptError` and `UsageError` for a request that no bundle can answer.
     """
 
     pictures: tuple[PictureLike, ...]
     texts: tuple[str, ...]
-    """One before each picture, and one behind the last."""
+    """One before each picture, and one after the last."""
     budget: str = UNPRUNED
     """A budget of the bundle, as in `retain-64`; `none` runs unpruned. With a deadline, the largest that may be
     chosen."""
     method: str = "sinkpruner"
     """A method of the bundle, as `sinkprune-export --methods` names them."""
     max_new_tokens: int = DEFAULT_NEW_TOKENS
-    """How many tokens the answer has at most."""
+    """The largest number of tokens of the answer."""
     min_new_tokens: int = 0
     """Stop tokens and stop strings are ignored before so many tokens."""
     stop: Sequence[str] = field(default=(), kw_only=True)
-    """Strings that end the answer, as in ("\\n", "Question:"); the text has none of them, nor what follows one. A
-    single str is one string. `Answer.token_ids` has all tokens, also those of the string."""
+    """Strings that end the answer, as in ("\\n", "Question:"); the text ends before them. A single str is one string.
+    `Answer.token_ids` has all tokens, also those of the string."""
     system: str | None = field(default=None, kw_only=True)
-    """A system message, which the checkpoint's chat template writes; None leaves it to the template."""
+    """A system message for the checkpoint's chat template; None leaves it to the template."""
     temperature: float = 0.0
-    """0 takes the likeliest token; larger values sample ever more freely."""
+    """0 takes the likeliest token; larger values sample more freely."""
     top_p: float = 1.0
     """Sample from the likeliest tokens only, up to this probability."""
     seed: int | None = None
-    """The same seed samples the same answer; None samples anew each time."""
+    """The same seed samples the same answer; None samples a new answer each time."""
     deadline_ms: float | None = None
-    """Milliseconds in which the whole answer must be there: a budget is chosen for it, and tokens end in time. None
-    where it may take as long as it takes."""
+    """Milliseconds until the whole answer must be complete. A budget is chosen for it, and the answer ends in time;
+    None for no deadline."""
 
     def __post_init__(self) -> None:
         for name in ("pictures", "texts"):
@@ -72,7 +72,7 @@ class Request:
                     f"{name} is {format_value(getattr(self, name))}, expected a name, as in '{example}'."
                 )
         for name, count in (("max_new_tokens", MAX_NEW_TOKENS), ("min_new_tokens", MIN_NEW_TOKENS)):
-            # numpy's small whole numbers overflow where they are added to others.
+            # As int, because numpy's small integers overflow in sums.
             object.__setattr__(self, name, count.check(getattr(self, name)))
         if self.deadline_ms is not None:
             object.__setattr__(self, "deadline_ms", DEADLINE_MS.check(self.deadline_ms))
@@ -85,20 +85,18 @@ class Request:
         check_texts(self.texts, len(self.pictures))
 
     def new_sampler(self) -> Sampler:
-        """Chooses the tokens of one answer; raises `UsageError` for settings out of range."""
+        """Return the sampler of one answer; raises `UsageError` for settings out of range."""
         return Sampler(self.temperature, self.top_p, self.seed)
 
 
 def new_request(
     pictures: PictureLike | Sequence[PictureLike], prompt: str | Sequence[str], order: str = "rgb", **options: object
 ) -> Request:
-    """The request about one picture or a list of them; `options` are the fields of `Request` behind `texts`.
+    """Return the request about one picture or a list; `options` are the fields of `Request` after `texts`.
 
-    `order` says whether the channels of arrays, also of those in clips, are "rgb" or, as OpenCV's are, "bgr".
-
-    A `prompt` of one text stands behind the pictures; a list of texts stands around them: one before each picture and
-    one behind the last. Raises `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`,
-    which is a `UsageError` and a `TypeError`.
+    A `prompt` of one text follows the pictures. A list of texts surrounds them: one before each picture, and one
+    after the last. `order` is that of the channels of arrays, also in clips: "rgb", or OpenCV's "bgr". Raises
+    `ImageError`, `PromptError`, `UsageError`, and for an unknown option `OptionError`, which is also a `TypeError`.
     """
     check_options(options, [*(field.name for field in fields(Request)[2:]), "order"])
     order = check_order(order)
@@ -117,7 +115,7 @@ def _check_picture(picture: object) -> None:
 
 
 def _stop_strings(given: object) -> tuple[str, ...]:
-    """One string or several as a tuple; raises `UsageError` for what is none, or empty."""
+    """Return one string or several as a tuple; raises `UsageError` for anything else, and for empty strings."""
     strings = (given,) if isinstance(given, str) else given
     if not isinstance(strings, (tuple, list)) or not all(isinstance(one, str) and one for one in strings):
         raise UsageError(f'stop is {format_value(given)}, expected strings that are not empty, as in stop=("\\n",).')
@@ -132,7 +130,7 @@ def _check_text(name: str, text: object) -> None:
 
 
 def check_texts(texts: Sequence[object], pictures: int) -> None:
-    """Refuse texts that do not fit so many pictures, or say nothing; raises `PromptError`."""
+    """Reject texts whose number does not fit the pictures, or that are all empty; raises `PromptError`."""
     for text in texts:
         _check_text("prompt", text)
     if len(texts) != pictures + 1:

@@ -1,4 +1,4 @@
-"""The C library's heap, which keeps what libraries let go of."""
+"""The C library's heap, which keeps freed memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import ctypes
 
 
 def trim_heap() -> None:
-    """Give the system back what has been freed, where the C library can: glibc keeps pieces between others that live.
+    """Return freed memory to the system, where the C library can: glibc keeps free pieces between pieces in use.
 
-    After loading int4 weights that is as much as a third of the process.
+    After loading int4 weights this is up to a third of the process.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -1,4 +1,4 @@
-"""This machine's processor, as the system tells of it."""
+"""This machine's processor, as the system describes it."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
 _CHOOSING = {"fma", "f16c", "sme", "sme2", "i8mm", "bf16", "asimddp", "asimdhp", "fphp"}
-"""Beside those of these families, the instructions that engine libraries choose their code and layouts by."""
+"""With those of `_FAMILIES`, the instructions by which engine libraries choose their code and layouts."""
 _FAMILIES = ("avx", "amx", "sve")
 
 
 def machine() -> str:
-    """The kind of processor, e.g. `x86_64`."""
+    """Return the architecture of the processor, e.g. `x86_64`."""
     return platform.machine()
 
 
 def processor_name(cpuinfo: Path = _CPUINFO) -> str:
-    """The processor's name."""
-    return _told("model name", cpuinfo) or platform.processor() or platform.machine()
+    """Return the processor's name."""
+    return _field("model name", cpuinfo) or platform.processor() or platform.machine()
 
 
 def instructions(cpuinfo: Path = _CPUINFO) -> str:
-    """The sets of instructions that matter to engine libraries, with blanks between; empty where nothing tells."""
-    names = (_told("flags", cpuinfo) or _told("Features", cpuinfo) or "").split()
+    """Return the instruction sets that matter to engine libraries, separated by blanks; empty where unknown."""
+    names = (_field("flags", cpuinfo) or _field("Features", cpuinfo) or "").split()
     return " ".join(sorted(name for name in names if name in _CHOOSING or name.startswith(_FAMILIES)))
 
 
-def _told(field: str, cpuinfo: Path) -> str | None:
-    """What the system says of the first processor's `field`; None where it does not."""
+def _field(field: str, cpuinfo: Path) -> str | None:
+    """Return a field of the first processor in `cpuinfo`; None where it is missing."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

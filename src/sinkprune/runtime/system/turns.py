@@ -1,4 +1,4 @@
-"""A lock that threads get in the order in which they asked for it."""
+"""A fair lock: threads acquire it in the order in which they requested it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from threading import Lock, get_ident
 class Turns:
     """A reentrant lock for `with` blocks, first come, first served.
 
-    `threading.RLock` may give a thread that lets go of it and asks again at once its next turn before threads that
-    wait, so a long answer would hold up a short one.
+    `threading.RLock` is not fair. A thread that releases it and acquires it again may overtake waiting threads, so a
+    long answer could block a short one.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Turns:
         try:
             called.acquire()
         except BaseException:
-            # Ctrl-C while it waited, or in the very moment in which its turn came.
+            # Ctrl-C while the thread waited, or just when its turn came.
             with self._changes:
                 if (thread, called) in self._waiting:
                     self._waiting.remove((thread, called))

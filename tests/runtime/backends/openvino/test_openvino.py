@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import product, zip_longest
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BackendError, EnginesError, UsageError
+from sinkprune.contract.errors import BackendError, EnginesError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
@@ -164,33 +164,6 @@ def test_what_faster_types_change_is_little(
     assert fast.backend.compute.partition(",")[0] in fastest_floats()
     assert fast.backend.compute != exact.backend.compute
     assert_alike(fast, exact, photo)
-
-
-def test_answers_that_take_turns_have_caches_of_their_own(bundle: Callable[..., Path], photo: Image.Image) -> None:
-    pipe = Pipeline.load(bundle("gqa-112"), backend="openvino", compute="fp32")
-    pictures = [photo, photo.rotate(180)]
-
-    def begun(picture: Image.Image) -> Iterator[str]:
-        return pipe.stream(picture, QUESTION, budget="retain-64", max_new_tokens=8, min_new_tokens=8)
-
-    alone = [list(begun(picture)) for picture in pictures]
-    together = list(zip_longest(*map(begun, pictures)))
-    assert [[piece for piece in pieces if piece is not None] for pieces in zip(*together, strict=True)] == alone
-    assert alone[0] != alone[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"backend": "openvino", "compute": "int3"}, "unknown compute 'int3'; known: fastest, bf16, fp32"),
-        ({"backend": "ort-cpu", "compute": "bf16"}, "backend 'ort-cpu' has fastest and fp32"),
-    ],
-)
-def test_what_cannot_be_computed_in_is_refused(
-    options: dict[str, str], words: str, bundle: Callable[..., Path]
-) -> None:
-    with pytest.raises(UsageError, match=words):
-        Pipeline.load(bundle("gqa-112"), **options)
 
 
 def test_a_processor_without_bf16_computes_in_fp32_and_says_so_where_bf16_is_asked_for() -> None:

@@ -1,8 +1,7 @@
-"""ONNX Runtime, on a CPU or a CUDA GPU. Tensors are OrtValues and never leave the device between graphs."""
+"""ONNX Runtime, on a CPU or a CUDA GPU. Tensors are OrtValues, and stay on the device between graphs."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -36,18 +35,18 @@ _DTYPES: dict[str, Any] = {
     "tensor(bool)": "bool",
 }
 _TOO_NEW = ("Unsupported model IR version", "is under development and support for this is limited")
-"""Errors of onnxruntime for a file and for an opset of a later ONNX."""
+"""Errors of onnxruntime for a file, and for an opset, of a later ONNX."""
 _PROVIDERS = {"ort-cpu": "CPUExecutionProvider", "ort-cuda": "CUDAExecutionProvider"}
 _DEVICES = {"CPUExecutionProvider": "cpu", "CUDAExecutionProvider": "cuda"}
 
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OrtBackend:
-    """The backend `name`, which fits the engines `built`; raises `BackendError` and `EnginesError`."""
+    """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
     return opened(OrtBackend, name, _PROVIDERS[name], threads, compute, built)
 
 
 class OrtBackend(Backend):
-    """ONNX Runtime with one execution provider. Tensors are OrtValues; calls of engines return when they are done."""
+    """ONNX Runtime with one execution provider. Calls of engines return when they are done."""
 
     def __init__(self, name: str, provider: str, threads: int | None, compute: Compute) -> None:
         ort = import_onnxruntime(name)
@@ -73,15 +72,15 @@ class OrtBackend(Backend):
         return self._load(model, {})
 
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
-        # Bound to one buffer, or onnxruntime would copy all of it.
+        # The output is bound to the input's buffer; otherwise onnxruntime copies all of it.
         in_place = cache_names(model.spec) if form == "in-place" else {}
         return DECODERS[form](wrap(self._load(model, in_place)), self._caches, model.spec)
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
-        """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
+        """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
         options = session_options(self._ort)
         options.intra_op_num_threads = self.threads
-        # Every engine has its own threads; they must not spin while another engine's work.
+        # Every engine has its own threads. They must not spin while those of another engine work.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.add_session_config_entry("session.use_env_allocators", "1")
         # Products with quantised weights: 4 rounds rows to int8, 1 computes in fp32.
@@ -90,13 +89,14 @@ class OrtBackend(Backend):
         # Shapes change from call to call: a recorded memory pattern would never fit.
         options.enable_mem_pattern = False
         held = self._hold_small_weights(model, options)
-        # What has no weights is loaded from memory: later, too, when nobody knows what its file's name leads to.
-        source = model.by_path() if model.weights else nullcontext(model.onnx)
-        with source as found:
-            path_or_bytes = found if isinstance(found, bytes) else session_path(found)
-            session = self._session(model, path_or_bytes, options)
+        if model.weights:
+            with model.by_path() as path:
+                session = self._session(model, session_path(path), options)
+        else:
+            # From memory: it may be loaded late, when its file's name may lead to another file.
+            session = self._session(model, model.onnx, options)
         if self._device == "cpu" and model.weights and not model.built and model.is_mapped():
-            # A processor for which onnxruntime does not pack some matrix, and reads it in the file for good.
+            # On some processors onnxruntime does not pack a matrix, and reads it from the mapped file at each call.
             session = self._session_in_memory(model, options)
         if self._provider not in session.get_providers():
             raise BackendError(
@@ -104,14 +104,14 @@ class OrtBackend(Backend):
                 f"{', '.join(session.get_providers())}. Check the CUDA and cuDNN libraries it needs."
             )
         if model.weights:
-            # What they were before they were packed
+            # Frees the weights as they were before they were packed.
             trim_heap()
         model.check_interface(_specs(session.get_inputs()), _specs(session.get_outputs()))
         return _OrtEngine(model.graph, session, self._device, held, in_place)
 
     def _session(self, model: Model, path_or_bytes: str | bytes, options: Any) -> Any:
         try:
-            # It would try the same again, and say so on stdout.
+            # The fallback would try the same again, and print on stdout.
             return self._ort.InferenceSession(path_or_bytes, options, providers=[self._provider], enable_fallback=0)
         except Exception as error:
             # onnxruntime has no common base class for its errors.
@@ -120,7 +120,7 @@ class OrtBackend(Backend):
             ) from error
 
     def _session_in_memory(self, model: Model, options: Any) -> Any:
-        """A session that has copied all weights: it takes longer to load, and more memory while it does."""
+        """Return a session with a copy of all weights. It loads more slowly, and takes more memory meanwhile."""
         if not hasattr(options, "add_external_initializers_from_files_in_memory"):
             raise BackendError(
                 f"backend '{self.name}': onnxruntime {self._ort.__version__} reads the weights of "
@@ -134,7 +134,7 @@ class OrtBackend(Backend):
             return self._session(model, model.onnx, options)
 
     def _remedy(self, error: Exception) -> str:
-        """What to do about a graph that is newer than this onnxruntime. Python 3.10 has none that reads opset24."""
+        """Return what to do about a graph that is too new. Python 3.10 has no onnxruntime that reads opset24."""
         if not any(sign in str(error) for sign in _TOO_NEW):
             return ""
         return (
@@ -143,10 +143,10 @@ class OrtBackend(Backend):
         )
 
     def _hold_small_weights(self, model: Model, options: Any) -> list[Any]:
-        """Weights that are no matrices, in memory of our own that must live as long as the session.
+        """Copy weights that are no matrices into our own memory, which must live as long as the session.
 
-        On a CPU onnxruntime maps weights from their file. It packs matrices anew and lets go of the file; all else it
-        goes on reading there, and a file that is cut off would end the process.
+        On a CPU onnxruntime maps weights from their file. It packs matrices and then releases the file. All other
+        weights it keeps reading there, and a truncated file would end the process.
         """
         small = [weight for weight in model.weights if self._device == "cpu" and not weight.multiplied]
         values = [self._ort.OrtValue.ortvalue_from_numpy(model.weight(weight)) for weight in small]
@@ -157,20 +157,16 @@ class OrtBackend(Backend):
         return self._ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(array), self._device, 0)
 
     def numpy(self, tensor: Any) -> Array:
-        """`tensor` as a host array in memory of its own."""
-        # OrtValue.numpy() is a view; of a tensor made from an array, on memory that goes with the array.
+        """Return `tensor` as a host array in its own memory."""
+        # OrtValue.numpy() is a view. For a tensor made from an array, it is a view of that array's memory.
         return np.array(tensor.numpy())
 
     def join(self, parts: Sequence[Any], order: Array) -> Any:
-        """[1,S,d]: rows of `parts` in `order`. On a CPU one copy; on a GPU by way of the host, because onnxruntime's
-        Python copies no piece of a tensor from device to device."""
+        """Return [1,S,d]: rows of `parts` in `order`.
+
+        On a GPU this goes through the host, because onnxruntime's Python copies whole tensors only.
+        """
         return self.tensor(joined([tensor.numpy() for tensor in parts], order))
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_ms(self, start: float, end: float) -> float:
-        return (end - start) * 1e3
 
 
 class _OrtEngine:
@@ -183,7 +179,7 @@ class _OrtEngine:
         self._outputs = [value.name for value in session.get_outputs()]
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """All outputs by name; they stay on the device. Raises `BackendError` where onnxruntime gives up."""
+        """Return all outputs by name; they stay on the device. Raises `BackendError` where onnxruntime fails."""
         binding = self._session.io_binding()
         for name in self._inputs:
             binding.bind_ortvalue_input(name, inputs[name])
@@ -205,7 +201,7 @@ class _OrtEngine:
 
 
 def _specs(values: Sequence[Any]) -> list[TensorSpec]:
-    """What a session says of its inputs or outputs; a size it does not know is a text."""
+    """Return the inputs or outputs of a session; an unknown size is a text."""
     return [
         TensorSpec(
             value.name,

@@ -1,7 +1,8 @@
-"""The buffers of caches as OrtValues, on a CPU or a CUDA GPU."""
+"""The buffers of KV caches as OrtValues, on a CPU or a CUDA GPU."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -10,26 +11,35 @@ import numpy as np
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends.host_buffers import HostBuffers
 from sinkprune.runtime.backends.kv_cache import CacheMemory
-from sinkprune.runtime.backends.onnxruntime.row_writer import RowWriter
+from sinkprune.runtime.backends.onnxruntime.library import session_options
 
-_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16"}
+_INT64 = 7
+_ELEMENT_TYPES = {"tensor(float)": 1, "tensor(float16)": 10}
+"""By ONNX Runtime's names, the numbers of onnx.proto3."""
 
 
-class CpuMemory(CacheMemory):
-    """Buffers in host memory that requests take turns in."""
+class _OrtMemory(CacheMemory):
+    """Tensors as OrtValues on one device."""
 
-    def __init__(self, onnxruntime: Any) -> None:
-        self._ort, self._blocks = onnxruntime, HostBuffers()
+    def __init__(self, onnxruntime: Any, device: str) -> None:
+        self._ort, self._device = onnxruntime, device
 
     def tensor(self, array: Array) -> Any:
-        return self._ort.OrtValue.ortvalue_from_numpy(array)
+        return self._ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
 
     def rows(self, tensor: Any) -> int:
-        rows: int = tensor.shape()[1]
-        return rows
+        return int(tensor.shape()[1])
+
+
+class CpuMemory(_OrtMemory):
+    """Buffers in host memory, which later requests reuse."""
+
+    def __init__(self, onnxruntime: Any) -> None:
+        super().__init__(onnxruntime, "cpu")
+        self._blocks = HostBuffers()
 
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        # An OrtValue holds the array that it was made of.
+        # The OrtValue keeps the array alive.
         return self.tensor(self._blocks.lend(prod(shape) * dtype.itemsize).view(dtype).reshape(shape))
 
     def copy_rows(self, source: Any, target: Any, place: int) -> None:
@@ -40,28 +50,71 @@ class CpuMemory(CacheMemory):
         target.numpy()[:, :, first:] = 0
 
 
-class GpuMemory(CacheMemory):
-    """Buffers in a GPU's memory, of which onnxruntime's own allocator keeps what comes back.
+class GpuMemory(_OrtMemory):
+    """Buffers in GPU memory, which ONNX Runtime's allocator reuses. New buffers are copied from zeros on the host.
 
-    Rows are copied on the device. New buffers are filled with zeros from the host.
+    Rows are copied on the device. ONNX Runtime's Python copies whole tensors only, so a graph of one operator does
+    it: ScatterND, whose output is bound to its first input, writes the given rows and nothing else.
     """
 
     def __init__(self, onnxruntime: Any, provider: str = "CUDAExecutionProvider", device: str = "cuda") -> None:
-        self._ort, self._device = onnxruntime, device
-        self._writer = RowWriter(onnxruntime, provider, device)
-
-    def tensor(self, array: Array) -> Any:
-        return self._ort.OrtValue.ortvalue_from_numpy(array, self._device, 0)
-
-    def rows(self, tensor: Any) -> int:
-        rows: int = tensor.shape()[1]
-        return rows
+        super().__init__(onnxruntime, device)
+        self._provider = provider
+        self._session = lru_cache(self._new_session)
 
     def buffer(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return self.tensor(np.zeros(shape, dtype))
 
     def copy_rows(self, source: Any, target: Any, place: int) -> None:
-        self._writer.write(source, target, place, _DTYPES[target.data_type()])
+        _, heads, rows, _ = source.shape()
+        indices = np.zeros((1, heads, rows, 3), np.int64)
+        indices[..., 1] = np.arange(heads)[:, None]
+        indices[..., 2] = np.arange(place, place + rows)
+        session = self._session(_ELEMENT_TYPES[target.data_type()])
+        binding = session.io_binding()
+        for name, value in (("target", target), ("indices", self.tensor(indices)), ("source", source)):
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_ortvalue_output("written", target)
+        session.run_with_iobinding(binding)
 
     def zero_rows(self, target: Any, first: int) -> None:
-        """They are: nothing was written there since `buffer`."""
+        """Do nothing: `buffer` returns zeros, and these rows were not written since."""
+
+    def _new_session(self, element_type: int) -> Any:
+        options = session_options(self._ort)
+        options.intra_op_num_threads = 1
+        return self._ort.InferenceSession(
+            scatter_graph(element_type), options, providers=[self._provider], enable_fallback=0
+        )
+
+
+def scatter_graph(element_type: int) -> bytes:
+    """Return an ONNX file: written = ScatterND(target, indices, source), of operator set 13.
+
+    Its few fields are encoded here, because the package onnx is too large for a robot.
+    """
+    inputs = {"target": element_type, "indices": _INT64, "source": element_type}
+    node = b"".join(_field(1, name.encode()) for name in inputs) + _field(2, b"written") + _field(4, b"ScatterND")
+    graph = _field(1, node) + _field(2, b"write_rows")
+    graph += b"".join(_field(11, _value(name, kind)) for name, kind in inputs.items())
+    graph += _field(12, _value("written", element_type))
+    return _number(1, 8) + _field(7, graph) + _field(8, _field(1, b"") + _number(2, 13))
+
+
+def _value(name: str, element_type: int) -> bytes:
+    any_shape = _field(2, _field(1, b"") * 4)
+    return _field(1, name.encode()) + _field(2, _field(1, _number(1, element_type) + any_shape))
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a protobuf field of bytes: its number, the length in groups of 7 bits, and the bytes."""
+    length, groups = len(content), []
+    while length > 127:
+        groups.append(length & 127 | 128)
+        length >>= 7
+    return bytes([number << 3 | 2, *groups, length]) + content
+
+
+def _number(number: int, value: int) -> bytes:
+    """Return a protobuf field with a number below 128."""
+    return bytes([number << 3, value])

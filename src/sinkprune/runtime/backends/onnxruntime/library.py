@@ -9,16 +9,16 @@ from typing import Any
 
 from sinkprune.contract.errors import BackendError
 
-# Read once, when the library is loaded.
+# The library reads this variable once, when it is loaded.
 _TELEMETRY_OFF = "ORT_DISABLE_TELEMETRY"
 
 
 def import_onnxruntime(name: str) -> Any:
-    """The library, for the backend or target `name`; raises `BackendError`.
+    """Import the library, for the backend or target `name`; raises `BackendError`.
 
-    From 1.29 on, importing it writes an identifier and a database to the home directory and sends to its vendor what
-    is run. A robot must not, so this is switched off, whatever the environment says. Where somebody else imported it
-    before us, what was written then stays; nothing more is reported.
+    From 1.29 on, its import writes an identifier and a database to the home directory, and reports to the vendor what
+    is run. A robot must not do this, so telemetry is always switched off. If other code imported the library earlier,
+    the files stay, and nothing more is reported.
     """
     os.environ[_TELEMETRY_OFF] = "1"
     try:
@@ -34,23 +34,22 @@ def import_onnxruntime(name: str) -> Any:
 
 @cache
 def share_arena(onnxruntime: Any) -> None:
-    """Have sessions that ask for it (`session.use_env_allocators`) take memory of one arena, made once in a process.
+    """Create the arena that sessions with `session.use_env_allocators` share, once in a process.
 
-    A session keeps the most that it ever took. Graphs run one after the other, and with an arena each they would keep
-    the sum of that.
+    An arena keeps the most memory that it ever needed. Graphs run one after the other, so arenas of their own would
+    keep the sum of that.
     """
     information = onnxruntime.OrtMemoryInfo(
         "Cpu", onnxruntime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, onnxruntime.OrtMemType.DEFAULT
     )
-    # 0, -1, -1, -1: no limit, and the library's own ways of growing.
+    # No limit, and the library's defaults for growing.
     onnxruntime.create_and_register_allocator(information, onnxruntime.OrtArenaCfg(0, -1, -1, -1))
 
 
 def session_options(onnxruntime: Any) -> Any:
-    """Options that every session has: its log is not for the terminal, and it reads ONNX and nothing else.
+    """Return the options of every session: no log on the terminal, and ONNX files only.
 
-    What it has to say comes as an exception. A file that onnxruntime took for its own format would be loaded past
-    what was checked of it as ONNX.
+    Errors are exceptions anyway. A file in onnxruntime's own format would bypass the checks of ONNX files.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -59,7 +58,7 @@ def session_options(onnxruntime: Any) -> Any:
 
 
 def session_path(path: Path) -> str:
-    """`path` as sessions take it; raises `BackendError` where it is not UTF-8, which onnxruntime cannot open."""
+    """Return `path` as sessions take it; raises `BackendError` for a path that is not UTF-8."""
     try:
         str(path).encode()
     except UnicodeEncodeError as error:
@@ -71,5 +70,5 @@ def session_path(path: Path) -> str:
 
 
 def words(error: Exception) -> str:
-    """What onnxruntime said, in one line and without its full stop."""
+    """Return onnxruntime's message in one line, without its final full stop."""
     return " ".join(str(error).split()).removesuffix(".")

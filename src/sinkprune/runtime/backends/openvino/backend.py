@@ -1,12 +1,10 @@
-"""OpenVINO, on a CPU or a GPU of Intel. Tensors are host arrays; the cache of a decoder segment is the state of an
-inference request.
+"""OpenVINO, on a CPU or an Intel GPU. Tensors are host arrays; the cache of a decoder segment is a request's state.
 
-Selection is computed in fp32 always, and everything else as `compute` says.
+Selection is always computed in fp32, and everything else as `compute` says.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +28,12 @@ from sinkprune.runtime.backends.row_runs import joined
 from sinkprune.runtime.system.turns import Turns
 
 _NO_BEAM = np.zeros(1, np.int32)
-# The fewest patches of the first run, as whole visual tokens.
+# The first run has at least so many patches, in whole visual tokens.
 _PATCHES = 64
 
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> OpenVinoBackend:
-    """The backend `name`, whose library fits the engines `built`; raises `BackendError` and `EnginesError`."""
+    """Open the backend `name` for the engines `built`, if any; raises `BackendError` and `EnginesError`."""
     backend = OpenVinoBackend(name, threads, compute)
     if built is not None:
         built.check_library("openvino", backend.versions["openvino"])
@@ -43,14 +41,14 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
 
 
 class OpenVinoBackend(Backend):
-    """OpenVINO on one of `DEVICES`; calls of engines return when they are done."""
+    """OpenVINO on one of `DEVICES`. Calls of engines return when they are done."""
 
     def __init__(self, name: str, threads: int | None, compute: Compute) -> None:
-        """Raises `BackendError` where openvino or the device is missing, or cannot compute in what is asked for."""
+        """Raises `BackendError` where openvino or the device is missing, or lacks the type `compute`."""
         openvino = import_openvino(name)
         self._openvino, self._core = openvino, openvino.Core()
-        # Which matrices it reads from a mapped file for as long as it runs depends on the processor, and a file that
-        # is cut off would end the process. So it reads all weights into memory of its own.
+        # On some processors it keeps reading matrices from a mapped file, and a truncated file would end the process.
+        # So it reads all weights into its own memory.
         self._core.set_property({"ENABLE_MMAP": False})
         self.turn = Turns()
         self._reader = GraphReader(openvino, self._core)
@@ -71,15 +69,15 @@ class OpenVinoBackend(Backend):
         return _OpenVinoDecoder(self._compiled(model), wrap)
 
     def write(self, model: Model, file: Path) -> None:
-        """Write the graph as openvino's own format has it, to `file`.xml, and its weights to a file of the same name.
+        """Write the graph in openvino's own format to `file`, and its weights to a file of the same name.
 
-        Its functions are inlined and its caches are states. Raises what `load` raises.
+        Functions are inlined, and caches are states. Raises what `load` raises.
         """
         with self._refusals(model), paths(model):
             self._openvino.serialize(self._reader.read(model), file, file.with_suffix(WEIGHTS))
 
     def _compiled(self, model: Model) -> _Compiled:
-        """The compiled model of a graph, run once: OpenVINO packs matrices when it first runs them, for seconds."""
+        """Compile a graph, and run it once: OpenVINO packs matrices in their first run, which takes seconds."""
         with self._refusals(model):
             read = self._reader.read(model)
             if model.weight_bytes and self._device.fills_blocks:
@@ -94,7 +92,7 @@ class OpenVinoBackend(Backend):
 
     @contextmanager
     def _refusals(self, model: Model) -> Iterator[None]:
-        """What openvino raises in the block is raised as `BackendError`."""
+        """Raise openvino's errors of the block as `BackendError`."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
@@ -104,22 +102,16 @@ class OpenVinoBackend(Backend):
         return np.ascontiguousarray(array)
 
     def numpy(self, tensor: Array) -> Array:
-        """`tensor`, which is a host array."""
+        """Return `tensor`, which is a host array."""
         return tensor
 
     def join(self, parts: Sequence[Array], order: Array) -> Array:
         return joined(parts, order)
 
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def elapsed_ms(self, start: float, end: float) -> float:
-        return (end - start) * 1e3
-
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled model and the graph's own names: the library's may be those of values that it found to be equal."""
+    """A compiled model and the graph's own names; OpenVINO may use the names of equal values instead."""
 
     graph: str
     library: Any
@@ -128,13 +120,13 @@ class _Compiled:
 
 
 class _OpenVinoEngine:
-    """One compiled model, run by an inference request of its own."""
+    """One compiled model, run by its own inference request."""
 
     def __init__(self, compiled: _Compiled) -> None:
         self._compiled, self._request = compiled, compiled.library.create_infer_request()
 
     def __call__(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name, in memory of their own; raises `BackendError` where openvino gives up."""
+        """Return all outputs by name, in their own memory; raises `BackendError` where openvino fails."""
         own = {name: inputs[name] for name in self._compiled.inputs}
         try:
             self._request.infer(dict(enumerate(own.values())), share_inputs=True, share_outputs=True)
@@ -152,46 +144,40 @@ class _OpenVinoEngine:
 
 @dataclass
 class _OpenVinoCache(Cache):
-    """The keys and values of one segment, of one answer: states of the inference request that `engine` runs."""
+    """The keys and values of one segment, of one answer: the states of `engine`'s inference request."""
 
     engine: _OpenVinoEngine
     length: int = 0
 
 
 class _OpenVinoDecoder(Decoder):
-    """One compiled segment; every answer has an inference request of its own, with its caches as states."""
+    """One compiled segment; every answer has its own inference request, with its caches as states."""
 
     def __init__(self, compiled: _Compiled, wrap: Callable[[Engine], Engine]) -> None:
         self._compiled = compiled
-        # One engine is wrapped, for all caches; whose request it runs is not among its inputs.
-        self._asked: list[_OpenVinoEngine] = []
-        self._engine = wrap(lambda inputs: self._asked[-1](inputs))
+        # One engine is wrapped for all caches. It runs the request of the cache in use, the last of these.
+        self._in_use: list[_OpenVinoEngine] = []
+        self._engine = wrap(lambda inputs: self._in_use[-1](inputs))
 
     def new_cache(self) -> _OpenVinoCache:
         return _OpenVinoCache(_OpenVinoEngine(self._compiled))
 
     def __call__(self, inputs: Mapping[str, Array], cache: _OpenVinoCache) -> dict[str, Array]:
         length = np.array([cache.length], np.int64)
-        self._asked.append(cache.engine)
+        self._in_use.append(cache.engine)
         try:
             outputs = self._engine({**inputs, "past_length": length, BEAM: _NO_BEAM})
         finally:
-            self._asked.pop()
+            self._in_use.pop()
         cache.length += inputs["hidden"].shape[1]
         return outputs
 
 
 def _smallest_inputs(model: Model, names: Sequence[str]) -> list[Array]:
-    """Zeros for the inputs `names` of a graph, in a shape that it takes and that is soon computed."""
-    patches = -(-_PATCHES // model.patches_per_token) * model.patches_per_token
-    inputs = {
-        tensor.name: np.zeros([_size(size, patches) for size in tensor.shape], tensor.dtype)
-        for tensor in model.spec.inputs
-    }
-    return [_NO_BEAM if name == BEAM else inputs[name] for name in names]
-
-
-def _size(declared: int | str, patches: int) -> int:
-    if isinstance(declared, int):
-        return declared
-    return patches if declared == "patches" else 1
+    """Return zeros for the inputs `names` of a graph, in a small shape that it takes."""
+    sizes = {"patches": -(-_PATCHES // model.patches_per_token) * model.patches_per_token}
+    inputs: dict[str, Array] = {BEAM: _NO_BEAM}
+    for tensor in model.spec.inputs:
+        shape = [size if isinstance(size, int) else sizes.get(size, 1) for size in tensor.shape]
+        inputs[tensor.name] = np.zeros(shape, tensor.dtype)
+    return [inputs[name] for name in names]

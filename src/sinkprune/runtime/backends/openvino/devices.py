@@ -1,4 +1,4 @@
-"""The devices that OpenVINO computes on, and what each is asked to compute in. Selection is in fp32 on all."""
+"""The devices that OpenVINO computes on, and the types they compute in. Selection is in fp32 on all."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ import numpy as np
 from sinkprune.contract.errors import BackendError
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.runtime.backends.known import Compute
+from sinkprune.runtime.backends.openvino.layers import group_in_int8
 from sinkprune.runtime.backends.openvino.library import import_openvino
-from sinkprune.runtime.backends.openvino.rounding import group_in_int8
 from sinkprune.runtime.system.cores import usable_cores
 
 _NAME = "FULL_DEVICE_NAME"
 _INT8 = "int8 where openvino finds it faster"
 _KERNELS = 100
-"""Of how many sizes OpenVINO keeps what computes them, for each kind of operator of a graph.
+"""For how many shapes OpenVINO keeps kernels, for each kind of operator of a graph.
 
-By itself it keeps 5000, and a process grows by megabytes with each number of rows that it has not seen before.
+Its default is 5000. Then a process grows by megabytes with each new number of rows.
 """
 
 
 class Device(Protocol):
-    """Where models are compiled for, and with which of openvino's properties."""
+    """A device of OpenVINO, and the properties that models are compiled with."""
 
     name: str
-    """In openvino's words."""
+    """OpenVINO's name of the device."""
     threads: int
-    """CPU threads it computes with."""
+    """CPU threads that it computes with."""
     compute: str
     """What it computes in, in words for reports."""
     cache: str
     """The type of keys and values, in words for reports."""
     versions: dict[str, str]
-    """What reports tell of it, by name."""
+    """Facts about the device for reports, by name."""
     fills_blocks: bool
-    """Whether rows that fill no block take it longer than such as do."""
+    """Whether incomplete blocks of rows take longer than full ones."""
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
-        """What the model `read` is compiled with; one without `weights` selects tokens."""
+        """Return the properties to compile the model `read` with; a model without `weights` selects tokens."""
 
 
 class Cpu(Device):
-    """The processor: bf16 where it has it, and rows rounded to int8 for int8 and int4 weights.
+    """The processor: bf16 where it has it, and activations rounded to int8 for int8 and int4 weights.
 
-    Where it has AMX rows stay bf16, as OpenVINO rounds none of them there, and fill whole blocks.
+    With AMX, activations stay bf16, because OpenVINO does not round them there, and rows fill whole blocks.
     """
 
     name = "CPU"
 
     def __init__(self, core: Any, backend: str, threads: int | None, compute: Compute) -> None:
-        """Raises `BackendError` where the processor has no bf16 and `compute` asks for it."""
+        """Raises `BackendError` for the `compute` bf16 on a processor without bf16."""
         has_bf16 = "BF16" in core.get_property(self.name, "OPTIMIZATION_CAPABILITIES")
         if compute == "bf16" and not has_bf16:
             raise BackendError(
@@ -79,15 +79,15 @@ class Cpu(Device):
 
 
 class Gpu(Device):
-    """The first GPU of Intel that there is, in or beside the processor: fp16 unless fp32 is asked for."""
+    """The first Intel GPU, integrated or discrete: fp16, unless `compute` is fp32."""
 
     name = "GPU"
     threads = 1
-    """The one that gives it work."""
+    """The thread that enqueues work."""
     fills_blocks = False
 
     def __init__(self, core: Any, backend: str, threads: int | None, compute: Compute) -> None:
-        """Raises `BackendError` where there is none, or no driver."""
+        """Raises `BackendError` without a GPU or its driver."""
         try:
             self.versions = {"gpu": core.get_property(self.name, _NAME)}
         except RuntimeError as error:
@@ -102,21 +102,24 @@ class Gpu(Device):
 
     def properties(self, read: Any, *, weights: bool) -> dict[str, Any]:
         precision = "f16" if weights and not self._fp32 else "f32"
-        asked: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY"}
-        asked |= {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
-        return asked | ({"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if self._fp32 else {})
+        return {
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_PRECISION_HINT": precision,
+            "KV_CACHE_PRECISION": precision,
+            **({"DYNAMIC_QUANTIZATION_GROUP_SIZE": 0} if self._fp32 else {}),
+        }
 
     def free_bytes(self) -> int:
-        """Bytes of its memory that are free; 0 for one beside the processor, whose openvino tells only in all."""
+        """Return the bytes of free memory; 0 for a discrete GPU, of which openvino reports the total only."""
         try:
-            within = str(self._core.get_property(self.name, "DEVICE_TYPE")) == "Type.INTEGRATED"
+            integrated = str(self._core.get_property(self.name, "DEVICE_TYPE")) == "Type.INTEGRATED"
         except RuntimeError:
             return 0
-        return available_bytes() if within else 0
+        return available_bytes() if integrated else 0
 
 
 def _has_amx(openvino: Any, core: Any) -> bool:
-    """Whether openvino multiplies with AMX here: no property tells, so a small product is asked for its kernel."""
+    """Return whether openvino multiplies with AMX here. No property shows it, so compile a small product."""
     ops = openvino.opset15
     rows = ops.parameter([2, 64], np.float32)
     product = ops.matmul(rows, ops.constant(np.ones((64, 64), np.float32)), False, False)
@@ -125,7 +128,7 @@ def _has_amx(openvino: Any, core: Any) -> bool:
             openvino.Model([product], [rows]), Cpu.name, {"INFERENCE_PRECISION_HINT": "bf16"}
         )
     except RuntimeError:
-        # It says that it has bf16 and cannot compute in it: the first graph that is loaded tells why.
+        # OpenVINO claims bf16 and cannot compute in it. Loading the first graph raises the reason.
         return False
     kernels = [node.get_rt_info()["primitiveType"].astype(str) for node in compiled.get_runtime_model().get_ops()]
     return any("amx" in kernel for kernel in kernels)

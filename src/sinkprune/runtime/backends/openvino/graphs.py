@@ -1,8 +1,8 @@
 """ONNX graphs as OpenVINO models: functions inlined, attention as one operator, caches as states of the model.
 
-OpenVINO's CPU plugin leaves a cache where it is if it finds a state that is gathered by beam, that new rows are
-appended to, and that a ScaledDotProductAttention reads. In its own conversion of ONNX's Attention it does not: that
-copies keys for every query head, and looks for rows that see nothing.
+OpenVINO's CPU plugin updates a cache in place if the cache is a state that is gathered by beam, gets new rows
+appended, and is read by a ScaledDotProductAttention. OpenVINO's own conversion of ONNX's Attention does not lead to
+that: it copies keys for every query head, and checks for rows that attend to nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from typing import Any
 import numpy as np
 
 from sinkprune.contract.manifest import TensorSpec
-from sinkprune.runtime.backends.inlined import inlined
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
 
 WEIGHTS = ".bin"
-"""How the name of the file ends that the weights of an engine lie in, beside its own."""
+"""The suffix of an engine's file of weights."""
 BEAM = "beam_idx"
-"""The input that the gather of states needs: the one answer there is, always 0."""
+"""The input that the gather of states needs. It is always 0, because there is one answer."""
 _DTYPES = {"f32": "float32", "f16": "float16", "i64": "int64", "boolean": "bool"}
 _STORED_SMALLER = ("decompression_0", "disabled_constant_folding_0")
-"""The marks of a Convert of weights that are stored in a smaller type than is computed in."""
+"""The marks of a Convert of weights that are stored in a smaller type than that of the computation."""
 _AXIS_OF_ROWS = 2
 
 
@@ -37,22 +36,22 @@ class GraphReader:
         self._ov, self._ops = openvino, openvino.opset15
         self._core = core
         extension = openvino.frontend.onnx.ConversionExtension
-        # The core does not keep them alive.
+        # Held here, because the core does not keep them alive.
         self._extensions = [extension("Attention", self._attention), extension("TensorScatter", self._appended)]
         for added in self._extensions:
             core.add_extension(added)
 
     def read(self, model: Model) -> Any:
-        """The graph of `model`, with its caches as states; `BEAM` is an input where there are any.
+        """Return the graph of `model`, with its caches as states; `BEAM` is an input where there are any.
 
-        The graph of a bundle is an ONNX file. One without weights is read from memory, because it may be loaded
-        after its file was replaced. An engine is in openvino's own format.
-        Raises `BackendError`, and openvino's `RuntimeError`.
+        A bundle's graph is an ONNX file. A graph without weights is read from memory, because it may be loaded after
+        its file was replaced. An engine is in openvino's own format. Raises `BackendError`, and openvino's
+        `RuntimeError`.
         """
         read = self._engine(model) if model.built else self._of_bundle(model)
         for node in read.get_ops():
             if node.get_type_name() == "Convert" and _is_constant(node.input_value(0).get_node(), "bf16", "f16"):
-                # Or such a matrix would be held in fp32 too.
+                # Without the marks, OpenVINO holds the matrix in fp32 too.
                 for mark in _STORED_SMALLER:
                     node.get_rt_info()[mark] = True
         return read
@@ -72,13 +71,13 @@ class GraphReader:
 
     def _of_bundle(self, model: Model) -> Any:
         with paths(model) as path:
-            read = self._core.read_model(path if model.weights else inlined(model.onnx))
+            read = self._core.read_model(path if model.weights else model.inlined)
         model.check_interface(_specs(read.inputs), _specs(read.outputs))
         self._keep_caches(read, cache_names(model.spec))
         return read
 
     def _keep_caches(self, read: Any, caches: Mapping[str, str]) -> None:
-        """Make `caches`, inputs by the outputs that stand for them, states of the model: no more taken nor given."""
+        """Turn `caches`, given as inputs by their outputs, from inputs and outputs into states of the model."""
         if not caches:
             return
         beam = self._ops.parameter([-1], np.int32, name=BEAM)
@@ -104,7 +103,7 @@ class GraphReader:
         read.validate_nodes_and_infer_types()
 
     def _attention(self, node: Any) -> Any:
-        """ONNX's Attention on [B,H,S,h], [B,Hkv,T,h] and maybe a mask, as our graphs have it."""
+        """Convert ONNX's Attention on [B,H,S,h], [B,Hkv,T,h] and an optional mask, as our graphs have it."""
         query, key, value = (node.get_input(place) for place in range(3))
         masks = [node.get_input(place) for place in range(3, node.get_input_size())]
         masks = [mask for mask in masks if mask.get_node().get_type_name() != "NullNode"]
@@ -118,7 +117,7 @@ class GraphReader:
         return self._ops.scaled_dot_product_attention(query, key, value, mask, scale).outputs()
 
     def _for_heads(self, tensor: Any, group: int) -> Any:
-        """Keys or values [B,Hkv,T,h] for each of `group` query heads that share them, [B,Hkv*group,T,h]."""
+        """Repeat keys or values [B,Hkv,T,h] for the `group` query heads that share them: [B,Hkv*group,T,h]."""
         _, kv_heads, _, width = tensor.partial_shape
         apart = self._ops.unsqueeze(tensor, np.int64(2))
         shape = np.array([1, 1, group, 1, 1], np.int64)
@@ -127,20 +126,20 @@ class GraphReader:
         return self._ops.reshape(repeated, joined, True)
 
     def _appended(self, node: Any) -> Any:
-        """TensorScatter of new rows behind those of a cache: a state has exactly the rows it holds."""
+        """Convert TensorScatter to a Concat, because a state has no unused rows."""
         return self._ops.concat([node.get_input(0), node.get_input(1)], _AXIS_OF_ROWS).outputs()
 
 
 def _is_constant(node: Any, *types: str) -> bool:
-    """Whether it is a constant of one of these types, in openvino's words."""
+    """Return whether `node` is a constant of one of these types, by OpenVINO's names."""
     return node.get_type_name() == "Constant" and node.get_element_type().get_type_name() in types
 
 
 @contextmanager
 def paths(model: Model) -> Iterator[Path]:
-    """The path of a model's file while the block runs, its weights beside it; raises what `Model.by_path` raises.
+    """Yield the path of a model's file, checked together with its weights; raises what `Model.by_path` raises.
 
-    Where there are no weights, nobody knows what it leads to.
+    Without weights nothing is checked, and the path may lead to another file.
     """
     with ExitStack() as stack:
         if model.built:
@@ -152,7 +151,7 @@ def paths(model: Model) -> Iterator[Path]:
 
 
 def _specs(ports: Any) -> list[TensorSpec]:
-    """What a model says of its inputs or outputs; a size it does not know is a text."""
+    """Return the inputs or outputs of a model; an unknown size is a text."""
     return [
         TensorSpec(
             port.any_name,

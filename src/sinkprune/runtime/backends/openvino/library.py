@@ -7,16 +7,16 @@ from typing import Any
 
 from sinkprune.contract.errors import BackendError
 
-# Importing it writes an identifier to the home directory and tells its vendor that it was imported.
+# Importing this module writes an identifier to the home directory, and reports the import to the vendor.
 _REPORTS = "openvino.tools.ovc"
 _LONGEST = 300
 
 
 def import_openvino(name: str) -> Any:
-    """The library, for the backend or target `name`; raises `BackendError`.
+    """Import the library, for the backend or target `name`; raises `BackendError`.
 
-    A robot reports to nobody, so its converter of models, which does, is not imported along: the library takes it for
-    not installed. Where somebody else imported openvino before us, what was reported then is.
+    A robot must not report to anybody. So openvino's model converter, which does, is hidden from the import. If other
+    code imported openvino earlier, it has already reported.
     """
     known = _REPORTS in sys.modules
     if not known:
@@ -37,7 +37,7 @@ def import_openvino(name: str) -> Any:
 
 
 def words(error: Exception) -> str:
-    """What openvino said, in one line without the places in its own code, without its full stop."""
+    """Return openvino's message in one line, without its final full stop and without places in openvino's code."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = " ".join(line for line in lines if line and not line.startswith("Exception from"))
-    return (told or " ".join(lines))[:_LONGEST].removesuffix(".")
+    message = " ".join(line for line in lines if line and not line.startswith("Exception from"))
+    return (message or " ".join(lines))[:_LONGEST].removesuffix(".")

@@ -1,7 +1,7 @@
 """TensorRT and TensorRT-RTX: engines on one CUDA stream, tensors in pooled device memory, decode from CUDA graphs.
 
-Nothing here waits for the device but `numpy`: output shapes follow from input shapes, and stream order keeps memory
-safe. Never run on a GPU yet; tested with fakes of the library and the device.
+Only `numpy` and `elapsed_ms` wait for the device: output shapes follow from input shapes, and stream order keeps
+memory safe. Never run on a GPU yet; tested with fakes of the library and the device.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sinkprune.runtime.device.memory_pool import MemoryPool
 from sinkprune.runtime.system.turns import Turns
 
 PLUGINS = "sinkprune.tensorrt_plugins"
-"""The entry points that register plugins: called with the library, each returns the sha256 of its kernels by name."""
+"""The entry points that register plugins. Each takes the library, and returns the sha256 of kernels by plugin."""
 
 
 def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltEngines | None) -> TensorRTBackend:
-    """The backend `name` on the first GPU; raises `BackendError` and `EnginesError`, without engines `UsageError`."""
+    """Open the backend `name` on the first GPU; raises `BackendError`, `EnginesError` and `UsageError`."""
     if built is None:
         raise UsageError(
             f"backend '{name}' runs engines, and none were given. Build them with: sinkprune-build BUNDLE -o ENGINES "
@@ -44,19 +44,19 @@ def open_backend(name: str, threads: int | None, compute: Compute, built: BuiltE
 
 
 class TensorRTBackend(Backend, CacheMemory):
-    """TensorRT or TensorRT-RTX on a device, with engines that were found to fit both.
+    """TensorRT or TensorRT-RTX on a device, with engines that fit both.
 
-    Tensors are `DeviceTensor`. All work is enqueued on the device's one stream; only `numpy` and `elapsed_ms` wait.
+    Tensors are `DeviceTensor`. All work is enqueued on the device's only stream.
     """
 
     threads = 1
-    """CPU threads it uses: the one that enqueues."""
+    """The CPU thread that enqueues."""
 
     def __init__(self, name: str, library: Any, device: Device, built: BuiltEngines) -> None:
-        """Compare what engines.json says with `library`, its module, and `device`, before any engine is loaded.
+        """Compare `engines.json` with `library`, the module, and with `device`, before any engine is loaded.
 
-        Raises `EnginesError` if they do not fit, or memory does not suffice; `BackendError` if the library takes no
-        plugins of ours.
+        Raises `EnginesError` if they do not fit or memory is too small, and `BackendError` if the library does not
+        take our plugins.
         """
         built.check_library(name, library.__version__)
         built.check_gpu(device.name, device.compute_capability)
@@ -83,10 +83,10 @@ class TensorRTBackend(Backend, CacheMemory):
         return DECODERS[form](engine, self, model.spec, fixed_room(model.spec, profiles))
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> TensorRTEngine:
-        """The engine of one graph; `in_place` has the inputs whose memory outputs are written into, by the output."""
+        """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
         free, _ = self._device.memory()
         self._session.errors.clear()
-        # Mapped, not read: a file of gigabytes must not lie in the host's memory and the device's at once.
+        # Mapped, not read: gigabytes must not be in host and device memory at once, which boards share.
         with model.file.mapped() as serialized:
             engine = self._runtime.deserialize_cuda_engine(serialized)
         if engine is None:
@@ -105,13 +105,13 @@ class TensorRTBackend(Backend, CacheMemory):
         return tensor
 
     def numpy(self, tensor: DeviceTensor) -> Array:
-        """`tensor` as a host array; waits until all work enqueued before is done."""
+        """Return `tensor` as a host array; waits until all work enqueued so far is done."""
         array = np.empty(tensor.shape, tensor.dtype)
         self._device.copy_out(array, tensor.address)
         return array
 
     def join(self, parts: Sequence[DeviceTensor], order: Array) -> DeviceTensor:
-        """[1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
+        """Return [1,S,d]: rows of `parts` in `order`, copied on the device, run by run."""
         width, dtype = parts[0].shape[-1], parts[0].dtype
         shape, row = (1, len(order), width), width * dtype.itemsize
         joined = DeviceTensor(self._pool.allocate(len(order) * row), shape, dtype)
@@ -139,7 +139,7 @@ class TensorRTBackend(Backend, CacheMemory):
             self._device.zero_lines(target.address + first * row, room * row, (room - first) * row, heads)
 
     def mark(self) -> Any:
-        # Another thread's calls may be captured, and the event with them.
+        # While another thread captures a graph, the event would be captured too.
         with self.turn:
             return self._device.record_event()
 

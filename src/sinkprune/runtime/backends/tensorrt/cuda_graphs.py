@@ -23,7 +23,7 @@ class CudaGraphs:
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
 
     def run(self, key: Hashable, enqueue: Callable[[], None]) -> None:
-        """Do what `enqueue` does, on the device's stream; it must enqueue the same work whenever `key` is the same.
+        """Run `enqueue`, or replay its graph, on the device's stream. The same `key` must mean the same work.
 
         Raises what `enqueue` and the device raise.
         """
@@ -31,7 +31,7 @@ class CudaGraphs:
         if graph is not None:
             self._device.replay(graph)
             return
-        # TensorRT brings its state up to date in the first call with new shapes, which must not be captured.
+        # TensorRT updates its state in the first call with new shapes, which must not be captured.
         enqueue()
         self._graphs[key] = self._capture(enqueue) if key in self._graphs else None
         if len(self._graphs) > self._most:
@@ -42,6 +42,6 @@ class CudaGraphs:
         try:
             enqueue()
         finally:
-            # A stream must not stay in capture, whatever happened.
+            # Also after an error, a stream must not stay in capture.
             graph = self._device.end_capture()
         return graph

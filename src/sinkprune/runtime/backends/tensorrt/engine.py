@@ -20,9 +20,9 @@ Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
 
 DECODE = "decode"
-"""The optimisation profile whose calls repeat, token by token and frame by frame, and are captured."""
+"""The optimisation profile whose calls repeat for each token, and are captured."""
 
-# Input shapes whose optimisation profile and output shapes are remembered; as many as there are captured calls.
+# The number of input shapes whose profile and output shapes are cached: that of captured calls.
 _REMEMBERED = 4096
 
 
@@ -41,9 +41,9 @@ class DeviceTensor:
 
 
 class ActivationMemory:
-    """Device memory for the activations of all engines: one block, since they run one after the other on one stream.
+    """Device memory for the activations of all engines: one block, because engines run one by one on one stream.
 
-    `address` and `size` (bytes) are those of the block, which may move when it is made larger.
+    `address` and `size` (bytes) are those of the block, which moves when it grows.
     """
 
     def __init__(self, device: Device) -> None:
@@ -52,7 +52,7 @@ class ActivationMemory:
         self.size = 0
 
     def reserve(self, size: int) -> None:
-        """Make the block hold at least `size` bytes; raises `BackendError`, which tells need and free."""
+        """Grow the block to at least `size` bytes; raises a `BackendError` with the needed and free bytes."""
         if size <= self.size:
             return
         if self.size:
@@ -65,7 +65,7 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class Session:
-    """What all engines of a TensorRT backend share: the library, the device, its memory, and the captured graphs."""
+    """The parts that all engines of a TensorRT backend share."""
 
     library: Any
     device: Device
@@ -73,10 +73,10 @@ class Session:
     activations: ActivationMemory
     graphs: CudaGraphs
     errors: list[str]
-    """TensorRT's messages of severity error or worse, since the list was last cleared."""
+    """TensorRT's errors since the list was last cleared."""
 
     def reason(self) -> str:
-        """TensorRT's own words behind a colon, to end a sentence that lacks its full stop; "" if it said nothing."""
+        """Return a colon and TensorRT's errors without a full stop, to end a sentence; "" if there are none."""
         return ": " + " ".join(" ".join(self.errors).split()).rstrip(".") if self.errors else ""
 
 
@@ -86,10 +86,10 @@ class TensorRTEngine:
     def __init__(
         self, graph: str, engine: Any, spec: EngineSpec, session: Session, in_place: Mapping[str, str]
     ) -> None:
-        """`engine` is an `ICudaEngine` of the graph named `graph`, and `spec` what engines.json says of it.
+        """Prepare `engine`, an `ICudaEngine` of the graph named `graph`, which `spec` describes.
 
-        `in_place` has the inputs whose memory outputs are written into, by the output's name. Raises `BackendError`
-        if the two differ, or where device memory runs out.
+        `in_place` maps outputs to the inputs in whose memory they are written. Raises `BackendError` if `engine` and
+        `spec` differ, or where device memory runs out.
         """
         self._graph, self._session, self._in_place = graph, session, in_place
         library = session.library
@@ -108,9 +108,9 @@ class TensorRTEngine:
         self._optimisation_profile = lru_cache(_REMEMBERED)(self._choose)
 
     def __call__(self, inputs: Mapping[str, DeviceTensor]) -> dict[str, DeviceTensor]:
-        """All outputs by name, from all inputs by name; outputs stay on the device, and may not be computed yet.
+        """Return all outputs by name, from all inputs by name, on the device; they may not be computed yet.
 
-        Raises `BackendError` for shapes that no optimisation profile takes, or if TensorRT refuses.
+        Raises `BackendError` for shapes that no optimisation profile takes, and where TensorRT fails.
         """
         tensors = [inputs[name] for name in self._inputs]
         shapes = tuple(tensor.shape for tensor in tensors)
@@ -135,7 +135,7 @@ class TensorRTEngine:
         return dict(zip(self._outputs, outputs, strict=True))
 
     def _choose(self, shapes: Shapes) -> _OptimisationProfile:
-        """The one that takes these shapes; the narrower, `decode` or `image`, stands last and goes first."""
+        """Return the profile that takes these shapes; the last one, narrower (`decode` or `image`), goes first."""
         profile = min(reversed(self._optimisation_profiles), key=lambda profile: profile.distance(shapes))
         if profile.distance(shapes) == 0:
             return profile
@@ -167,16 +167,16 @@ class _OptimisationProfile:
         self.output_shapes = lru_cache(_REMEMBERED)(self._infer)
 
     def distance(self, shapes: Shapes) -> int:
-        """How far shapes lie from what it takes; 0 where it takes them."""
+        """Return how far shapes are outside the profile's ranges; 0 where it takes them."""
         return sum(_distance(taken, shape) for taken, shape in zip(self._ranges, shapes, strict=True))
 
     def misfit(self, shapes: Shapes) -> tuple[str, Shape, Range]:
-        """The first input whose shape it does not take, with the shapes it takes."""
+        """Return the first input whose shape is out of range, its shape, and the range."""
         inputs = zip(self._inputs, shapes, self._ranges, strict=True)
         return next((name, shape, taken) for name, shape, taken in inputs if _distance(taken, shape))
 
     def enqueue(self, shapes: Shapes, addresses: tuple[Address, ...]) -> None:
-        """Enqueue a call; `addresses` are those of the inputs, then of the outputs."""
+        """Enqueue a call; `addresses` are those of the inputs, then those of the outputs."""
         activations = self._session.activations
         self._session.errors.clear()
         self._set_shapes(shapes)
@@ -208,11 +208,11 @@ def _is_captured(profile: str, device: Device) -> bool:
 
 
 def _context(session: Session, graph: str, engine: Any, number: int, profile: str) -> Any:
-    """An execution context without activation memory of its own, set to an optimisation profile."""
+    """Return an execution context of an optimisation profile, without activation memory of its own."""
     library, device = session.library, session.device
     strategy: Any = library.ExecutionContextAllocationStrategy.USER_MANAGED
     if hasattr(library, "DynamicShapesKernelSpecializationStrategy"):
-        # TensorRT-RTX would swap kernels compiled for a shape in later, behind the back of captured graphs.
+        # Otherwise TensorRT-RTX would swap in kernels compiled for a shape later, which captured graphs miss.
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
         if _is_captured(profile, device):
@@ -231,7 +231,7 @@ def _context(session: Session, graph: str, engine: Any, number: int, profile: st
 
 
 def _check_as_listed(graph: str, library: Any, engine: Any, spec: EngineSpec, inputs: list[str]) -> None:
-    """The engine takes what engines.json lists, all of it in device memory."""
+    """Check that the engine has the inputs that engines.json lists, all in device memory; raises `BackendError`."""
     listed = [sorted(ranges) for ranges in spec.optimisation_profiles.values()]
     if listed != [sorted(inputs)] * engine.num_optimization_profiles:
         raise BackendError(
@@ -247,7 +247,7 @@ def _check_as_listed(graph: str, library: Any, engine: Any, spec: EngineSpec, in
 
 
 def _distance(taken: Range, shape: Shape) -> int:
-    """By how much the sizes of a shape fall short of a range, or exceed it."""
+    """Return by how much the sizes of a shape are below or above a range."""
     sizes = zip(taken.min, shape, taken.max, strict=True)
     return sum(max(least - size, size - most, 0) for least, size, most in sizes)
 

@@ -1,4 +1,4 @@
-"""TensorRT and TensorRT-RTX as Python libraries: how they are imported, and how their errors are kept."""
+"""Imports TensorRT and TensorRT-RTX, and collects their errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTALL = {
 
 
 def import_tensorrt(name: str) -> Any:
-    """The library `tensorrt` or `tensorrt-rtx`; raises `BackendError`."""
+    """Import the library `tensorrt` or `tensorrt-rtx`; raises `BackendError`."""
     try:
         return import_module(name.replace("-", "_"))
     except ImportError as error:
@@ -25,7 +25,7 @@ def import_tensorrt(name: str) -> Any:
 
 
 def new_error_log(trt: Any) -> Any:
-    """A logger of the library `trt` that keeps what it says of severity error or worse, in `errors`."""
+    """Return a logger of the library `trt` that keeps messages of severity error or worse in `errors`."""
 
     class ErrorLog(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -14,8 +14,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.runtime.backends.onnxruntime import backend as ort
-from sinkprune.runtime.backends.onnxruntime.buffers import GpuMemory
-from sinkprune.runtime.backends.onnxruntime.row_writer import _scatter
+from sinkprune.runtime.backends.onnxruntime.buffers import GpuMemory, scatter_graph
 from support.references.same_answers import assert_equal
 
 
@@ -25,7 +24,7 @@ def memory(_: object = None) -> GpuMemory:
 
 @pytest.mark.parametrize("element_type", [1, 10])
 def test_the_graph_is_valid_onnx(element_type: int) -> None:
-    model = onnx.load(io.BytesIO(_scatter(element_type)))
+    model = onnx.load(io.BytesIO(scatter_graph(element_type)))
     onnx.checker.check_model(model)
     assert [node.op_type for node in model.graph.node] == ["ScatterND"]
 
