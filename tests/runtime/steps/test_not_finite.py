@@ -95,7 +95,7 @@ def test_states_and_logits_that_are_not_finite_are_refused(
     value: float, graph: str, budget: str, bundle: Bundles, photo: Image.Image, tmp_path: Path
 ) -> None:
     pipeline = Pipeline.load(filled(bundle("gqa-112"), tmp_path / "broken", graph, value), check_sums=False)
-    with pytest.raises(NumericsError, match="logits that are not finite"):
+    with pytest.raises(NumericsError, match="logits are not finite"):
         pipeline.generate(photo, "What is this?", budget=budget, max_new_tokens=2)
 
 

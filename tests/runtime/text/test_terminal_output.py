@@ -6,12 +6,11 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import sinkprune.runtime.commands.run as command
-from sinkprune import Pipeline
+from sinkprune import Answer, Stream
 from support.programs.commands import assert_refused, run
 
 SAID = "a\x1b[2Jb\n\tc\r\x9b1m"
@@ -24,27 +23,21 @@ class Terminal(io.StringIO):
         return True
 
 
-class Talkative:
-    """A pipeline whose model says `SAID` before anything else."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-
-    def generate(self, *arguments: Any, on_text: Callable[[str], None], **options: Any) -> Any:
-        on_text(SAID)
-        return self._pipeline.generate(*arguments, on_text=on_text, **options)
-
-
 @pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, SAID), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
 def test_an_answer_moves_no_cursor(
     stream: type[io.StringIO],
     shown: str,
     bundle: Callable[..., Path],
     photo_file: Path,
-    pipeline: Callable[..., Pipeline],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "load_pipeline", lambda *_: Talkative(pipeline("gqa-112")))
+    rest = Stream.rest
+
+    def answer_after_said(answering: Stream, on_text: Callable[[str], None]) -> Answer:
+        on_text(SAID)
+        return rest(answering, on_text)
+
+    monkeypatch.setattr(Stream, "rest", answer_after_said)
     arguments = (bundle("gqa-112"), "--image", photo_file, "--prompt", "What is this?", "--max-new-tokens", 2)
     with redirect_stdout(stream()) as stdout:
         assert command.main([*map(str, arguments)]) == 0
