@@ -14,28 +14,28 @@ import sinkprune.runtime.commands.run as command
 from sinkprune import Pipeline
 from support.programs.commands import assert_refused, run
 
-SAID = "a\x1b[2Jb\n\tc\r\x9b1m"
+OUTPUT = "a\x1b[2Jb\n\tc\r\x9b1m"
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 class Talkative:
-    """A pipeline whose model says `SAID` before anything else."""
+    """A pipeline whose answers begin with `OUTPUT`."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
 
     def generate(self, *arguments: Any, on_text: Callable[[str], None], **options: Any) -> Any:
-        on_text(SAID)
+        on_text(OUTPUT)
         return self._pipeline.generate(*arguments, on_text=on_text, **options)
 
 
-@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, SAID), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
+@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, OUTPUT), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
 def test_an_answer_moves_no_cursor(
     stream: type[io.StringIO],
     shown: str,
