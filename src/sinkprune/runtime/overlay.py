@@ -1,4 +1,4 @@
-"""Draws what became of an image's visual tokens: sink members, kept tokens, and what each stage dropped."""
+"""Drawings of an image's visual tokens: sink members, kept tokens, and the tokens that each stage dropped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DIVERSITY: Colour = (20, 200, 70)
 _DROPPED: Colour = (16, 16, 20)
 _OUTSIDE: Colour = (250, 250, 250)
 _UNSEEN: Colour = (60, 60, 66)
-# From early to late: what fell first is palest.
+# From early to late stages
 _STAGES: tuple[Colour, ...] = ((255, 245, 170), (255, 190, 60), (225, 110, 0))
 
 _SHADE = 0.72
@@ -39,29 +39,29 @@ _LONG_SIDE = 1100
 _GAP = 12
 _ACROSS = 4
 _HATCH = 16
-"""Pixels from one line of a hatched part to the next."""
+"""Pixels between the lines of hatching."""
 
 
 @dataclass(frozen=True)
 class Fates:
-    """What became of each of N tokens, as boolean masks and, for kept ones, the stage that dropped them."""
+    """The fate of each of N tokens, as boolean masks [N]."""
 
     sink: Array
     salience: Array
     diversity: Array
     dropped_after: dict[int, Array]
-    """By pruning layer: the tokens that stage dropped."""
+    """By pruning layer: the tokens that its stage dropped."""
     sink_dropped_after: int | None
-    """The stage that dropped the sink token itself, if one did."""
+    """The layer of the stage that dropped the sink token, if one did."""
 
     @property
     def kept(self) -> Array:
-        """Tokens the LLM received one by one."""
+        """The tokens that the LLM received, without the sink."""
         return self.salience | self.diversity
 
     @property
     def survived(self) -> Array:
-        """Tokens that reached the last layer."""
+        """The tokens that reached the last layer."""
         alive = self.kept.copy()
         for dropped in self.dropped_after.values():
             alive &= ~dropped
@@ -69,40 +69,37 @@ class Fates:
 
 
 def token_fates(kept: Kept) -> Fates:
-    """The fates of all G*N tokens of a pruned picture, from the selection the graphs reported."""
+    """Return the fates of all G*N tokens of a pruned picture, from the selection of the graphs."""
     (groups, n), counts = kept.norms.shape, kept.schedule.counts
     if counts is None:
         raise ValueError("an unpruned run has nothing to draw")
     sink, salience, alive = (np.zeros((groups, n), bool) for _ in range(3))
-    source = kept.index + np.arange(groups)[:, None] * n
-    for group in range(groups):
-        sink[group, np.argsort(-kept.norms[group], kind="stable")[: counts.outliers]] = True
-        ranked = np.argsort(np.where(sink[group], np.inf, -kept.salience[group]), kind="stable")
-        salience[group, ranked[: counts.reserve]] = True
-        alive[group, kept.index[group, counts.sink :]] = True
-    alive, salience = alive.ravel(), salience.ravel()
-    is_sink_row = np.zeros(kept.index.shape, bool)
-    is_sink_row[:, : counts.sink] = True
-    before, dropped_after, sink_dropped_after = alive, {}, None
-    for layer, places in kept.after_stage.items():
-        rows = np.zeros(source.size, bool)
-        rows[places] = True
+    by_norm = np.argsort(-kept.norms, axis=1, kind="stable")
+    np.put_along_axis(sink, by_norm[:, : counts.outliers], True, axis=1)
+    by_salience = np.argsort(np.where(sink, np.inf, -kept.salience), axis=1, kind="stable")
+    np.put_along_axis(salience, by_salience[:, : counts.reserve], True, axis=1)
+    np.put_along_axis(alive, kept.index[:, counts.sink :], True, axis=1)
+    sources = (kept.index + np.arange(groups)[:, None] * n).ravel()
+    sink_rows = np.tile(np.arange(kept.index.shape[1]) < counts.sink, groups)
+    before, dropped_after, sink_dropped_after = alive.ravel(), {}, None
+    for layer, rows in kept.after_stage.items():
         after = np.zeros(groups * n, bool)
-        after[source.ravel()[rows & ~is_sink_row.ravel()]] = True
+        after[sources[rows[~sink_rows[rows]]]] = True
         dropped_after[layer] = before & ~after
         before = after
-        if counts.sink and sink_dropped_after is None and not rows[is_sink_row.ravel()].any():
+        if counts.sink and sink_dropped_after is None and not sink_rows[rows].any():
             sink_dropped_after = layer
+    alive, salience = alive.ravel(), salience.ravel()
     return Fates(sink.ravel(), salience & alive, alive & ~salience, dropped_after, sink_dropped_after)
 
 
 def overlay(answer: Answer, picture: PictureLike | Sequence[PictureLike]) -> Image.Image:
-    """Draw what became of every visual token of an answer, with a legend, as an RGB image.
+    """Draw the fate of every visual token of an answer, with a legend, as an RGB image.
 
-    `picture` is what the request was about: a Pillow image, a uint8 [height,width,3] RGB array or a file, or a list
-    of as many as the request had; several are drawn one above the other. For a clip give the frames that the model
-    was shown: `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and
-    `UsageError` for an answer without pruning, and for pictures of another number or size.
+    `picture` is the picture of the request: a Pillow image, a uint8 [height,width,3] RGB array or a file. For several
+    pictures give a list; they are drawn one above the other. For a clip give the frames that the model saw:
+    `sinkprune.runtime.steps.pictures.decoded(clip, pipeline.family)`. Raises `ImageError`, and `UsageError` for an
+    answer without pruning and for pictures of another number or size.
     """
     pictures: list[PictureLike] = list(picture if isinstance(picture, (list, tuple)) else (picture,))
     if len(pictures) != len(answer.images):
@@ -136,10 +133,10 @@ def _drawable(picture: PictureLike) -> Picture:
 
 
 def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Image.Image:
-    """A picture with every token's fate drawn on it, and a legend below.
+    """Return a picture with every token's fate drawn on it, and a legend below.
 
-    Tokens of different views are drawn side by side, each on one of `images`, which are all of one size: an image as
-    often as it has views, or the frames of a clip. Of frames that share a token, the first is drawn.
+    Views are drawn next to each other, each on one of `images`, which have one size: an image once for each of its
+    views, or the frames of a clip. Of frames that share a token, the first is drawn.
     """
     fates, boxes, views = token_fates(kept), kept.layout.boxes, kept.layout.views
     images = images[:: -(-len(images) // len(views))] if len(images) > len(views) else images
@@ -161,7 +158,7 @@ def draw_overlay(images: Sequence[Image.Image], method: str, kept: Kept) -> Imag
 
 
 def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
-    """One picture of several, one above the other."""
+    """Return one picture with all `pictures`, one above the other."""
     tops = np.cumsum([0, *(picture.height + _GAP for picture in pictures)])
     sheet = Image.new("RGB", (max(picture.width for picture in pictures), int(tops[-1]) - _GAP), _OUTSIDE)
     for picture, top in zip(pictures, tops, strict=False):
@@ -170,14 +167,14 @@ def stacked(pictures: Sequence[Image.Image]) -> Image.Image:
 
 
 def picture_bytes(picture: Image.Image, path: Path) -> bytes:
-    """The bytes of a picture file of the type `path` names."""
+    """Return the bytes of a picture file of the type that the suffix of `path` names."""
     buffer = io.BytesIO()
     picture.save(buffer, format={".png": "PNG", ".webp": "WEBP"}.get(path.suffix.lower(), "JPEG"))
     return buffer.getvalue()
 
 
 def _tinted(canvas: Array, boxes: Array, view: range, fates: Fates) -> Array:
-    """Fill the boxes of `view` by their tokens' fates; what lies outside the model's crop is paled."""
+    """Fill the boxes of `view` by their tokens' fates, and pale the picture outside the model's crop."""
     tinted = _mixed(canvas, _OUTSIDE, _SHADE)
     layers = list(fates.dropped_after)
     for token in view:
@@ -195,7 +192,7 @@ def _tinted(canvas: Array, boxes: Array, view: range, fates: Fates) -> Array:
 
 
 def _hatch_outside(tinted: Array, canvas: Array, boxes: Array) -> None:
-    """Darken and hatch what lies outside all `boxes`, in place: the model does not see it."""
+    """Darken and hatch, in place, the part outside all `boxes`, which the model does not see."""
     left, top = np.clip(boxes[:, :2].min(axis=0), 0, None)
     right, bottom = boxes[:, 2:].max(axis=0)
     rows, columns = np.indices(canvas.shape[:2])
@@ -220,7 +217,7 @@ def _outline(picture: Image.Image, boxes: Array, view: range, fates: Fates) -> N
 
 
 def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
-    """Text, colour and whether the swatch is filled, one entry a line."""
+    """Return the lines of the legend: text, colour, and whether the swatch is filled."""
     sink_fate = (
         f", the sink itself until layer {fates.sink_dropped_after}" if fates.sink_dropped_after is not None else ""
     )
@@ -231,7 +228,7 @@ def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
     if fates.salience.any():
         entries.append((f"{why}: {fates.salience.sum()}", _SALIENCE, False))
     if fates.diversity.any():
-        # Other methods have reasons of their own.
+        # Other methods choose by other measures.
         why = "kept for diversity" if method.startswith("sinkpruner") else f"kept by {method}"
         entries.append((f"{why}: {fates.diversity.sum()}", _DIVERSITY, False))
     dropped = len(fates.sink) - int(fates.sink.sum() + fates.kept.sum())
@@ -245,7 +242,7 @@ def _legend(fates: Fates, method: str) -> list[tuple[str, Colour, bool]]:
 
 
 def _unshown(kept: Kept, size: tuple[int, int]) -> list[tuple[str, Colour, bool]]:
-    """Legend entries for parts of the picture without tokens, and for tokens on no part of it."""
+    """Return legend lines for parts of the picture without tokens, and for tokens outside the picture."""
     entries, boxes = [], kept.layout.boxes
     if kept.layout.seen_share < 1:
         unseen = 100 - min(99, round(100 * kept.layout.seen_share))

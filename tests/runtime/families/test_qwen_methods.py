@@ -164,16 +164,16 @@ def test_clips_are_answered(name: str, method: str, bundles: Callable[[str], Pip
 def test_commands_take_methods(bundles: Callable[[str], Pipeline], photo: Image.Image, tmp_path: Path) -> None:
     root = bundles("qwen3-vl").bundle.path
     photo.resize((256, 192)).save(tmp_path / "photo.png")
-    asked = (root, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--budget", "prune-88.9")
+    arguments = (root, "--image", tmp_path / "photo.png", "--prompt", PROMPT, "--budget", "prune-88.9")
     drawn = ("--overlay", tmp_path / "kept.png", "--max-new-tokens", 1)
-    assert run("sinkprune-run", *asked, "--method", "visionzip+filter", *drawn).code == 0
+    assert run("sinkprune-run", *arguments, "--method", "visionzip+filter", *drawn).code == 0
     with Image.open(tmp_path / "kept.png") as overlay:
         assert overlay.width > 256
-    refused = run("sinkprune-run", *asked, "--method", "pyramiddrop")
+    refused = run("sinkprune-run", *arguments, "--method", "pyramiddrop")
     assert refused.code == 2 and "'pyramiddrop' cannot run on as few visual tokens" in refused.stderr
 
 
-def test_plans_tell_their_shares(bundles: Callable[[str], Pipeline]) -> None:
+def test_plans_have_shares(bundles: Callable[[str], Pipeline]) -> None:
     manifest = read_bundle(bundles("qwen3-vl").bundle.path).manifest
     for plans in manifest.plans.values():
         assert all(plan.counts is None and plan.shares is not None for plan in plans.values())

@@ -19,14 +19,14 @@ Pipelines = Callable[..., Pipeline]
 
 
 def frame(number: int) -> Array:
-    """A frame whose red tells its number, and whose blue is 200."""
+    """A frame whose red is its number, and whose blue is 200."""
     made = np.zeros((4, 6, 3), np.uint8)
     made[..., 0], made[..., 2] = number, 200
     return made
 
 
 class Source:
-    """Frames when the test gives them; `handed` waits until the camera has asked for the next."""
+    """Frames when the test gives them; `handed` waits for the next call of `read`."""
 
     def __init__(self) -> None:
         self.waiting, self.queue = Event(), Queue[Any]()
@@ -80,16 +80,16 @@ def test_bgr_becomes_rgb_and_a_driver_s_buffer_may_change() -> None:
 
 
 @pytest.mark.parametrize("odd", [frame(1).astype(np.float32), np.zeros((4, 6), np.uint8), (True, "x"), 3], ids=repr)
-def test_what_is_no_frame_is_told_to_the_reader(odd: Any) -> None:
+def test_other_values_than_frames_are_errors_of_the_reader(odd: Any) -> None:
     source = Source()
     camera = Camera(source.read)
     source.give(odd)
-    with pytest.raises(ImageError, match=r"the camera gave .*, expected a uint8 \[height,width,3\] array"):
+    with pytest.raises(ImageError, match=r"the camera returned .*, expected a uint8 \[height,width,3\] array"):
         next(camera)
     assert list(camera) == []
 
 
-def test_what_the_source_raises_is_raised_to_the_reader() -> None:
+def test_errors_of_the_source_reach_the_reader() -> None:
     source = Source()
     camera = Camera(source.read)
     source.give(OSError("unplugged"))
@@ -97,13 +97,13 @@ def test_what_the_source_raises_is_raised_to_the_reader() -> None:
         next(camera)
 
 
-def test_a_source_without_a_frame_is_told_to_the_reader() -> None:
+def test_a_source_without_a_frame_is_an_error_of_the_reader() -> None:
     camera = Camera(lambda: (False, None))
-    with pytest.raises(ImageError, match="the camera gave no frame"):
+    with pytest.raises(ImageError, match="the camera returned no frame"):
         next(camera)
 
 
-def test_a_closed_camera_ends_and_asks_for_no_more() -> None:
+def test_a_closed_camera_ends_and_reads_no_more() -> None:
     source = Source()
     with Camera(source.read) as camera:
         source.give(frame(1))

@@ -22,7 +22,14 @@ from sinkprune.contract.errors import ImageError, VideoError
 from sinkprune.export.families import read_family
 from sinkprune.export.presets import PRESETS
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-from sinkprune.runtime.media.clip import Clip, ClipSize, Shown, sampled, sampled_to_the_end, shown
+from sinkprune.runtime.media.clip import (
+    Clip,
+    ClipSize,
+    Shown,
+    end_to_end_indices,
+    evenly_spaced_indices,
+    sample_frames,
+)
 from sinkprune.runtime.processors.qwen import Qwen3Processor, QwenProcessor
 from sinkprune.runtime.steps.prompt_rows import positions
 from support.models.clips import LIMITS, frames
@@ -49,7 +56,7 @@ def test_frames_are_sampled_as_the_processor_of_qwen2_does(count: int, fps: floa
     number = min(max(count / fps * target, 4), most_even, count)
     number = int(number // 2) * 2
     expected = torch.arange(0, count, count / number).int().tolist()[:number]
-    found = sampled(count, fps, {**LIMITS, "fps": target, "max_frames": most}, 2)
+    found = evenly_spaced_indices(count, fps, {**LIMITS, "fps": target, "max_frames": most}, 2)
     assert found == expected
     assert len(found) == number
 
@@ -59,24 +66,24 @@ def test_frames_are_sampled_as_the_processor_of_qwen3_does(count: int, fps: floa
     limits = SimpleNamespace(fps=target, min_frames=min(4, most), max_frames=most)
     metadata = SimpleNamespace(total_num_frames=count, fps=fps)
     expected = Qwen3VLVideoProcessor.sample_frames(limits, metadata).tolist()
-    found = sampled_to_the_end(count, fps, {**LIMITS, **vars(limits)}, 2)
+    found = end_to_end_indices(count, fps, {**LIMITS, **vars(limits)}, 2)
     assert found == expected
     assert len(found) <= most
 
 
 @given(st.integers(1, 40), st.floats(0.1, 60), st.integers(1, 12))
 def test_never_are_more_frames_shown_than_the_bundle_is_made_for(count: int, fps: float, most: int) -> None:
-    assert 1 <= len(sampled(count, fps, {**LIMITS, "max_frames": most}, 2)) <= most
+    assert 1 <= len(evenly_spaced_indices(count, fps, {**LIMITS, "max_frames": most}, 2)) <= most
 
 
 def test_eight_frames_of_two_a_second_are_shown_as_they_are(photo: Image.Image) -> None:
-    clip = shown(Clip(frames(8, (112, 84), photo), fps=2), LIMITS, 2)
+    clip = sample_frames(Clip(frames(8, (112, 84), photo), fps=2), LIMITS, 2)
     assert clip.size == ClipSize(112, 84, 8, 2.0)
-    faster = shown(Clip(frames(16, (112, 84), photo), fps=8), LIMITS, 2)
+    faster = sample_frames(Clip(frames(16, (112, 84), photo), fps=8), LIMITS, 2)
     assert faster.size == ClipSize(112, 84, 4, 2.0)
-    limited = shown(Clip(frames(16, (112, 84), photo), fps=2), {**LIMITS, "max_frames": 6}, 2)
+    limited = sample_frames(Clip(frames(16, (112, 84), photo), fps=2), {**LIMITS, "max_frames": 6}, 2)
     assert limited.size == ClipSize(112, 84, 6, 0.75)
-    assert shown(Clip(frames(1, (112, 84), photo), fps=2), LIMITS, 2).size == ClipSize(112, 84, 1, 2.0)
+    assert sample_frames(Clip(frames(1, (112, 84), photo), fps=2), LIMITS, 2).size == ClipSize(112, 84, 1, 2.0)
 
 
 @pytest.mark.parametrize("size", [(112, 84), (100, 61), (300, 200), (37, 500), (640, 480)], ids=str)
@@ -122,12 +129,12 @@ def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:
     image = photo.resize((112, 112))
     processor = QwenProcessor(QWEN.processor({"min_pixels": 784, "max_frames": 8}) | {"min_pixels": 784})
     processor._settings["video"]["min_pixels"] = 784
-    still = processor(shown(Clip([image] * 4, fps=2), LIMITS, 2))
+    still = processor(sample_frames(Clip([image] * 4, fps=2), LIMITS, 2))
     assert np.abs(still - np.concatenate([processor(image)] * 2)).max() <= 1e-5
 
 
 @pytest.mark.parametrize(
-    ("clip", "said"),
+    ("clip", "message"),
     [
         (Clip([], fps=2), "no frames"),
         (Clip([Image.new("RGB", (20, 20))], fps=0), "0 frames a second"),
@@ -136,13 +143,13 @@ def test_a_still_clip_is_the_image_in_every_frame(photo: Image.Image) -> None:
         (Clip([np.zeros((3, 20, 20), np.uint8)], fps=2), r"expected uint8 \[height,width,3\]"),
     ],
 )
-def test_clips_that_cannot_be_shown(clip: Clip, said: str) -> None:
-    with pytest.raises(ImageError, match=said):
-        shown(clip, LIMITS, 2)
+def test_clips_that_cannot_be_shown(clip: Clip, message: str) -> None:
+    with pytest.raises(ImageError, match=message):
+        sample_frames(clip, LIMITS, 2)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (([], None), "None frames a second, expected a number"),
         (([], "2"), "'2' frames a second, expected a number"),
@@ -150,17 +157,17 @@ def test_clips_that_cannot_be_shown(clip: Clip, said: str) -> None:
         (("clip.mp4", 2), "frames are a str, expected images"),
     ],
 )
-def test_what_is_no_clip(arguments: tuple[Any, Any], said: str) -> None:
-    with pytest.raises(VideoError, match=said):
+def test_what_is_no_clip(arguments: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(VideoError, match=message):
         Clip(*arguments)
 
 
 def test_frames_may_come_from_a_generator_or_in_one_array(photo: Image.Image) -> None:
     pictures = frames(4, (112, 84), photo)
-    expected = shown(Clip(pictures, 2), LIMITS, 2)
+    expected = sample_frames(Clip(pictures, 2), LIMITS, 2)
     array = np.stack([np.asarray(picture) for picture in pictures])
     for given_frames in ((picture for picture in pictures), array):
-        assert shown(Clip(given_frames, np.float32(2)), LIMITS, 2) == expected  # type: ignore[arg-type]
+        assert sample_frames(Clip(given_frames, np.float32(2)), LIMITS, 2) == expected  # type: ignore[arg-type]
 
 
 def test_positions_of_a_clip_equal_transformers(

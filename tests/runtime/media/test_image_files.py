@@ -56,11 +56,11 @@ def test_an_eps_named_jpg_starts_no_ghostscript(tmp_path: Path, monkeypatch: pyt
     assert trace.exists(), "the trap does not work"
 
 
-def test_no_other_plugin_is_asked(tmp_path: Path, photo: Image.Image) -> None:
-    asked = []
+def test_no_other_plugin_is_tried(tmp_path: Path, photo: Image.Image) -> None:
+    prefixes = []
 
     def accept(prefix: bytes) -> bool:
-        asked.append(prefix)
+        prefixes.append(prefix)
         return False
 
     Image.preinit()
@@ -69,7 +69,7 @@ def test_no_other_plugin_is_asked(tmp_path: Path, photo: Image.Image) -> None:
         read_image(named(tmp_path, encoded(photo, "TIFF")))
         with pytest.raises(ImageError, match="JPEG, PNG, WEBP, BMP, GIF, TIFF or PPM"):
             read_image(named(tmp_path, EPS))
-        assert not asked
+        assert not prefixes
     finally:
         Image.ID.remove("TRAP")
         del Image.OPEN["TRAP"]
@@ -121,7 +121,7 @@ def test_one_column_too_many_is_refused_before_decoding(kind: str, size: tuple[i
     most = MOST_WEBP_PIXELS if kind == "WEBP" else MOST_PIXELS
     assert most < size[0] * size[1] < 1.01 * most
     path = named(tmp_path, encoded(Image.new("L", size), kind))
-    # No pixels are left to decode, and nobody misses them.
+    # No pixels are left, because the header alone is read.
     path.write_bytes(path.read_bytes()[: 60 if kind == "PNG" else None])
     with pytest.raises(ImageError, match=rf"photo\.jpg'.*has {size[0]}x{size[1]} pixels.*at most {most}.*Scale it"):
         read_image(path)
@@ -248,8 +248,8 @@ def test_greyscale_of_16_bits_is_turned_and_its_transparent_value_is_white(tmp_p
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_channels_of_32_bits_are_refused(dtype: type[np.generic], tmp_path: Path) -> None:
     picture = Image.fromarray(np.ones((4, 4), dtype))
-    said = r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale its values to 8 bits\."
-    with pytest.raises(ImageError, match=said):
+    message = r"has 32 bits a channel \(mode [IF]\), expected 8 or 16\. Scale its values to 8 bits\."
+    with pytest.raises(ImageError, match=message):
         read_image(named(tmp_path, encoded(picture, "TIFF")))
-    with pytest.raises(ImageError, match=said):
+    with pytest.raises(ImageError, match=message):
         to_rgb(picture)

@@ -1,4 +1,4 @@
-"""Images come in from files, Pillow and numpy; whatever is wrong with one is an `ImageError` that says what to do."""
+"""Images of files, Pillow and numpy, and the `ImageError` for each that cannot be read."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [(None, "no such file"), (b"", r"is empty \(0 bytes\)"), (b"this is no photo\n", r"not an image.*17 bytes")],
 )
-def test_what_is_no_picture_is_refused(content: bytes | None, said: str, tmp_path: Path) -> None:
+def test_what_is_no_picture_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "photo.jpg").write_bytes(content)
-    assert re.search(said, refusal(tmp_path / "photo.jpg"))
+    assert re.search(message, refusal(tmp_path / "photo.jpg"))
     assert "is a folder" in refusal(tmp_path)
 
 
@@ -105,7 +105,7 @@ def test_a_single_pixel_is_an_image(tmp_path: Path) -> None:
     assert read_image(path).getpixel((0, 0)) == (77, 77, 77)
 
 
-def test_reading_leaves_no_open_file_behind(photo_file: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_reading_closes_the_file(photo_file: Path, recwarn: pytest.WarningsRecorder) -> None:
     image = read_image(photo_file)
     image.load()
     assert getattr(image, "fp", None) is None

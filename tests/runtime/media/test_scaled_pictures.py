@@ -12,7 +12,7 @@ from PIL import Image
 from sinkprune.runtime.media.images import had_16_bits, read_image, to_rgb
 from support.programs.commands import run
 
-SAID = (
+MESSAGE = (
     "16-bit greyscale was divided by 257. Its largest value is now 16 of 255. If that is too dark, scale the picture "
     "to 8 bits yourself.\n"
 )
@@ -37,7 +37,7 @@ def test_a_line_names_the_largest_value(
     command: str, options: tuple[object, ...], bundle: Callable[..., Path], depth: Path
 ) -> None:
     outcome = run(command, bundle("gqa-112"), "--image", depth, "--prompt", "What is this?", *options)
-    assert (outcome.code, outcome.stderr) == (0, f"{depth}: {SAID}")
+    assert (outcome.code, outcome.stderr) == (0, f"{depth}: {MESSAGE}")
 
 
 def test_pictures_of_8_bits_were_not_scaled(depth: Path, tmp_path: Path) -> None:

@@ -187,13 +187,13 @@ def test_options_and_limits_that_are_for_video_only(checkpoint: Callable[[str], 
     for name, budget in (("qwen", "prune-80+per-frame"), ("gqa-112", "retain-64+per-frame")):
         with pytest.raises(BudgetError, match="'per-frame' is for clips"):
             export_bundle(ExportRequest(str(checkpoint(name)), budgets=(budget,)), tmp_path / "bundle")
-    for name, most, said in (
+    for name, most, message in (
         ("gqa-112", 8, "family 'llava' takes no video"),
         ("qwen", -1, "--max-frames is -1"),
         ("qwen", 1, "--max-frames is 1, expected at least 2"),
     ):
         refused = run("sinkprune-export", checkpoint(name), "-o", tmp_path / "bundle", "--max-frames", most)
-        assert_refused(refused, said, "--max-frames")
+        assert_refused(refused, message, "--max-frames")
 
 
 @pytest.mark.parametrize("name", TOKENS)
@@ -202,9 +202,9 @@ def test_the_commands_take_a_video_file(
 ) -> None:
     video = write_video(tmp_path / "clip.mp4", frames(20, SIZE, photo))
     root, kept = bundle(name, "fp32", VIDEO_BUDGETS, max_frames=8), tmp_path / "kept.png"
-    asked = ("--video", video, "--prompt", "What happens?")
+    arguments = ("--video", video, "--prompt", "What happens?")
     options = ("--budget", "prune-80", "--json", "--max-new-tokens", 2, "--overlay", kept)
-    outcome = run("sinkprune-run", root, *asked, *options)
+    outcome = run("sinkprune-run", root, *arguments, *options)
     assert outcome.code == 0, outcome.stderr
     answer = json.loads(outcome.stdout)
     # 2 seconds at 10 frames: 4 shown, 2 groups
@@ -214,9 +214,11 @@ def test_the_commands_take_a_video_file(
     with Image.open(kept) as drawn:
         assert drawn.width == 2 * 1100 + 12
     if name == "qwen":
-        outcome = run("sinkprune-profile", root, *asked, "--budgets", "prune-80", "--repeat", 1, "--new-tokens", 2)
+        outcome = run(
+            "sinkprune-profile", root, *arguments, "--budgets", "prune-80", "--repeat", 1, "--new-tokens", 2
+        )
         assert outcome.code == 0, outcome.stderr
-        assert_refused(run("sinkprune-run", root, "--video", tmp_path / "none.mp4", *asked[2:]), "no such file")
+        assert_refused(run("sinkprune-run", root, "--video", tmp_path / "none.mp4", *arguments[2:]), "no such file")
         # Whatever the file is, and also where no package reads videos.
         for path in (video, tmp_path / "none.mp4"):
-            assert_refused(run("sinkprune-run", bundle(name), "--video", path, *asked[2:]), "takes no video")
+            assert_refused(run("sinkprune-run", bundle(name), "--video", path, *arguments[2:]), "takes no video")

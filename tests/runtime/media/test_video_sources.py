@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from sinkprune.contract.errors import VideoError
-from sinkprune.runtime.media.clip import MOST_SHOWN_PIXELS, Clip, shown
+from sinkprune.runtime.media.clip import MOST_SHOWN_PIXELS, Clip, sample_frames
 from sinkprune.runtime.media.video_file import MOST_FRAME_PIXELS, MOST_FRAMES, VideoFile
 from support.models.clips import LIMITS, frames
 from support.models.video_files import write_video
@@ -80,7 +80,7 @@ def test_metadata_that_is_not_utf_8_is_no_obstacle(pictures: list[Image.Image], 
     assert len(VideoFile(path).read(range(6))) == 6
 
 
-def test_bytes_that_no_program_wrote_leave_no_traceback_behind(tmp_path: Path) -> None:
+def test_random_bytes_print_no_traceback(tmp_path: Path) -> None:
     """PyAV prints what a file's methods raise while FFmpeg looks for places before its start."""
     script = "import sys\nfrom sinkprune.runtime.media.video_file import VideoFile\nVideoFile(sys.argv[1])"
     done = subprocess.run(
@@ -119,7 +119,7 @@ def test_a_frame_of_too_many_pixels_is_refused_by_its_header(tmp_path: Path) -> 
     assert f"has frames of {side}x{side + 16} pixels, expected at most {MOST_FRAME_PIXELS}" in refusal(path)
 
 
-def test_frames_that_grow_behind_the_header_are_refused(tmp_path: Path) -> None:
+def test_frames_larger_than_the_header_are_refused(tmp_path: Path) -> None:
     """The header speaks of few pixels, and the codec meets many."""
     side = int(MOST_FRAME_PIXELS**0.5)
     write_video(tmp_path / "large.avi", [Image.new("RGB", (side, side + 1024))], codec="mjpeg")
@@ -147,15 +147,15 @@ def test_more_frames_than_are_stated_are_refused(tmp_path: Path) -> None:
     assert f"more than {MOST_FRAMES} frames" in refusal(path)
 
 
-def test_frames_that_are_too_large_together_are_refused_and_told_what_to_do(tmp_path: Path) -> None:
+def test_frames_that_are_too_large_together_are_refused_with_a_way_out(tmp_path: Path) -> None:
     count = MOST_SHOWN_PIXELS // 2000**2 + 1
     picture = Image.new("RGB", (2000, 2000))
     path = write_video(tmp_path / "many.avi", [picture] * count, codec="mjpeg")
     settings = {**LIMITS, "fps": 10.0}
     for video in (VideoFile(path), Clip([picture] * count, fps=10)):
         with pytest.raises(VideoError, match=rf"more than {MOST_SHOWN_PIXELS} pixels together.*smaller --max-frames"):
-            shown(video, settings, 1)
-    assert len(shown(VideoFile(path), {**settings, "max_frames": 4}, 2).frames) == 4
+            sample_frames(video, settings, 1)
+    assert len(sample_frames(VideoFile(path), {**settings, "max_frames": 4}, 2).frames) == 4
 
 
 @pytest.mark.slow

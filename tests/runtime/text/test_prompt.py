@@ -130,8 +130,8 @@ def test_a_special_token_that_begins_another_is_not_taken_for_it(tokenizer_folde
 
 @pytest.mark.parametrize("text", ["", " ", "\n", " \t\r\n ", "\u3000\u00a0", None, b"What?", "W\udcff?"], ids=ascii)
 def test_empty_prompts_and_what_is_no_text_are_refused(text: Any) -> None:
-    said = "expected a str" if not isinstance(text, str) else "not valid UTF-8" if text.strip() else "empty"
-    with pytest.raises(PromptError, match=said):
+    message = "expected a str" if not isinstance(text, str) else "not valid UTF-8" if text.strip() else "empty"
+    with pytest.raises(PromptError, match=message):
         check_texts(["", text], 1)
 
 

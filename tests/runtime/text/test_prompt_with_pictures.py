@@ -1,7 +1,7 @@
 """Prompts with pictures in them are, token for token, those of transformers.
 
 Qwen's processors need torchvision even for images; there it is the tokenizer on what they write: the chat template's
-text, with a picture's token as often as its grid says.
+text, with a picture's token once for each merged patch of its grid.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def found(pipe: Pipeline, pictures: list[Any], question: str | list[str], token:
 
 
 @pytest.mark.parametrize(
-    ("name", "asked"),
+    ("name", "case"),
     each_once(
         SIZES,
         [(1, QUESTION), (2, QUESTION), (3, QUESTION), (1, ["See ", "?"]), (2, PIECES), (3, THREE)],
@@ -43,12 +43,12 @@ def found(pipe: Pipeline, pictures: list[Any], question: str | list[str], token:
 )
 def test_ids_with_images_equal_transformers(
     name: str,
-    asked: tuple[int, str | list[str]],
+    case: tuple[int, str | list[str]],
     checkpoint: Callable[[str], Path],
     pipeline: Callable[..., Pipeline],
     photo: Image.Image,
 ) -> None:
-    count, question = asked
+    count, question = case
     pictures = [*images_of(name, photo), photo.resize((112, 56))][:count]
     pipe = pipeline(name, max_images=3)
     expected = reference_inputs(name, checkpoint(name), pictures, question)["input_ids"][0].tolist()

@@ -108,15 +108,15 @@ def test_logits_that_are_not_finite_are_refused(bad: float, temperature: float) 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         *(({"temperature": bad}, "temperature is") for bad in (-0.1, -1e-300, float("nan"), float("-inf"))),
         *(({"top_p": bad}, "top-p is") for bad in (0.0, -0.5, 1.0001, float("nan"), float("inf"))),
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Sampler(**options)
 
 

@@ -110,10 +110,10 @@ def test_what_is_no_string_is_refused(stop: Any, pipe: Pipeline, photo: Image.Im
 
 
 def test_the_command_takes_strings(pipe: Pipeline, photo_file: Path) -> None:
-    ask = (pipe.bundle.path, "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--json", "--seed", 1)
-    ask = (*ask, "--temperature", 1.5, "--max-new-tokens", 12)
-    text = json.loads(run("sinkprune-run", *ask).stdout)["text"]
+    arguments = (pipe.bundle.path, "--image", photo_file, "--fit", "pad", "--prompt", QUESTION, "--json", "--seed", 1)
+    arguments = (*arguments, "--temperature", 1.5, "--max-new-tokens", 12)
+    text = json.loads(run("sinkprune-run", *arguments).stdout)["text"]
     string = text[len(text) // 2 :][:3]
-    outcome = run("sinkprune-run", *ask, "--stop", "never", "--stop", string)
-    told = json.loads(outcome.stdout)
-    assert (told["text"], told["finish"], outcome.stderr) == (text[: text.index(string)], "stop", "")
+    outcome = run("sinkprune-run", *arguments, "--stop", "never", "--stop", string)
+    answer = json.loads(outcome.stdout)
+    assert (answer["text"], answer["finish"], outcome.stderr) == (text[: text.index(string)], "stop", "")

@@ -18,7 +18,7 @@ from support.references.prompt_encoders import SPECIALS, Pairs
 
 SYSTEM, QUESTION = "  Answer in one word, as a robot.\nBe brief. ", "What is on the table?"
 QWEN = QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
-# Of llava-hf/llava-1.5-7b-hf: what a system message says stands without a role.
+# Of llava-hf/llava-1.5-7b-hf: it writes a system message without a role.
 LLAVA = (
     "{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
     "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
@@ -64,7 +64,7 @@ def test_a_system_message_is_written_as_by_transformers(
 
 
 @pytest.mark.parametrize("template", WITHOUT)
-def test_a_template_without_a_place_for_it_is_told(template: str, both: Pairs) -> None:
+def test_a_template_without_a_place_for_it_is_an_error(template: str, both: Pairs) -> None:
     encoder = both("trained llama", WITHOUT[template]).ours
     assert encoder.encode(["", QUESTION]).text_tokens > 0
     with pytest.raises(PromptError, match="chat template has no place for a system message"):
@@ -80,12 +80,12 @@ def test_special_tokens_typed_into_it_stay_text(both: Pairs) -> None:
 def test_the_model_is_given_it(pipeline: Callable[..., Pipeline], photo: Image.Image, photo_file: Path) -> None:
     pipe = pipeline("gqa-112")
     plain = pipe.generate(photo, QUESTION, max_new_tokens=1)
-    told = pipe.generate(photo, QUESTION, system=SYSTEM, max_new_tokens=1)
+    answer = pipe.generate(photo, QUESTION, system=SYSTEM, max_new_tokens=1)
     words = pipe.prompts.encode(["", QUESTION], system=SYSTEM)
-    assert told.prompt_tokens == words.text_tokens > plain.prompt_tokens
-    ask = (pipe.bundle.path, "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
-    outcome = run("sinkprune-run", *ask, "--system", SYSTEM, "--json")
-    assert json.loads(outcome.stdout)["prompt_tokens"] == told.prompt_tokens, outcome.stderr
+    assert answer.prompt_tokens == words.text_tokens > plain.prompt_tokens
+    arguments = (pipe.bundle.path, "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 1)
+    outcome = run("sinkprune-run", *arguments, "--system", SYSTEM, "--json")
+    assert json.loads(outcome.stdout)["prompt_tokens"] == answer.prompt_tokens, outcome.stderr
     with pytest.raises(PromptError, match="the system message is a int"):
         pipe.generate(photo, QUESTION, system=3)
-    assert_refused(run("sinkprune-run", *ask, "--system", "\ud800"), "the system message is not valid UTF-8")
+    assert_refused(run("sinkprune-run", *arguments, "--system", "\ud800"), "the system message is not valid UTF-8")

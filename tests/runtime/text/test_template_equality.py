@@ -132,8 +132,8 @@ def test_templates_render_as_in_transformers(template: str, conversation: list[d
 def test_published_templates_render_as_in_transformers(
     name: str, text: str, pictures: int, turns: int, system: bool
 ) -> None:
-    asked = {"role": "user", "content": [*[{"type": "image"}] * pictures, {"type": "text", "text": text}]}
-    told = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
-    conversation = [*[told] * system, *[asked] * turns]
+    user = {"role": "user", "content": [*[{"type": "image"}] * pictures, {"type": "text", "text": text}]}
+    system_turn = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    conversation = [*[system_turn] * system, *[user] * turns]
     texts, _ = render_jinja_template([conversation], chat_template=PUBLISHED[name], add_generation_prompt=True)
     assert ChatTemplate(PUBLISHED[name].encode()).render(conversation, "<s>", "</s>") == texts[0]

@@ -13,17 +13,17 @@ import sinkprune.runtime.commands.run as command
 from sinkprune import Answer, Stream
 from support.programs.commands import assert_refused, run
 
-SAID = "a\x1b[2Jb\n\tc\r\x9b1m"
+OUTPUT = "a\x1b[2Jb\n\tc\r\x9b1m"
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, SAID), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
+@pytest.mark.parametrize(("stream", "shown"), [(io.StringIO, OUTPUT), (Terminal, "a\\x1b[2Jb\n\tc\\r\\x9b1m")])
 def test_an_answer_moves_no_cursor(
     stream: type[io.StringIO],
     shown: str,
@@ -34,7 +34,7 @@ def test_an_answer_moves_no_cursor(
     rest = Stream.rest
 
     def answer_after_said(answering: Stream, on_text: Callable[[str], None]) -> Answer:
-        on_text(SAID)
+        on_text(OUTPUT)
         return rest(answering, on_text)
 
     monkeypatch.setattr(Stream, "rest", answer_after_said)

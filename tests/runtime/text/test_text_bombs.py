@@ -43,12 +43,12 @@ resource.setrlimit(resource.RLIMIT_CPU, (120, 120))
 resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
 for path in sorted(Path(sys.argv[1]).glob("*.j*")):
     print(json.dumps(path.stem), flush=True)
-    started, before, said = time.process_time(), peak(), "taken"
+    started, before, result = time.process_time(), peak(), "taken"
     try:
         (render if path.suffix == ".jinja" else encode)(path.read_bytes())
     except BundleError as error:
-        said = str(error)
-    print(json.dumps([time.process_time() - started, peak() - before, said]), flush=True)
+        result = str(error)
+    print(json.dumps([time.process_time() - started, peak() - before, result]), flush=True)
 """
 
 
@@ -60,12 +60,12 @@ def test_all_of_the_corpus_ends_soon_small_and_without_noise(folder: str, file: 
     assert (child.returncode, child.stderr) == (0, ""), lines[-1]
     results = dict(zip(lines[::2], lines[1::2], strict=True))
     assert len(results) > 50
-    for name, (seconds, megabytes, said) in results.items():
+    for name, (seconds, megabytes, result) in results.items():
         assert seconds < 1.5, name
         assert megabytes < 100, name
-        assert (said == "taken") == (name in HARMLESS), (name, said)
-        assert said == "taken" or (file in said and "export" in said.lower()), (name, said)
-        assert "\n" not in said and len(said) < 600, name
+        assert (result == "taken") == (name in HARMLESS), (name, result)
+        assert result == "taken" or (file in result and "export" in result.lower()), (name, result)
+        assert "\n" not in result and len(result) < 600, name
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Model families at run time: what a model wants to see of a picture, and what the picture then is to it.
+"""The image side of model families: a picture's layout of tokens, and its inputs of the vision graph.
 
-`FAMILY` of a module is its class, which `sinkprune.contract.families` names. How to add one: docs/new-family.md.
+`sinkprune.contract.families` lists the modules. `FAMILY` of a module is its class. To add one: docs/new-family.md.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from sinkprune.runtime.media.fits import Fit, check_fit
 
 
 class Seen(NamedTuple):
-    """A picture as a model's vision tower takes it."""
+    """A picture as inputs of a model's vision tower."""
 
     inputs: dict[str, Array]
     """The inputs of the graph `vision` by name, fp32 and int64."""
     layout: VisualLayout
-    """What the picture is to the model."""
+    """The picture's tokens and their places."""
 
 
 class Family(Protocol):
     """A family's image side, for one bundle."""
 
     between_rows: str | None
-    """The learned row, by its name in the embedding table's file, that stands at the end of an unpruned line."""
+    """The name, in the embedding table's file, of the learned row that ends each unpruned line."""
 
     def layout(self, picture: Picture) -> VisualLayout:
-        """What an image or the shown frames of a clip are to the model; raises `ImageError`. Reads sizes and times
-        only, no pixels."""
+        """Return the tokens and places of an image or of a clip's frames; raises `ImageError`. Reads no pixels."""
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
-        """The inputs of the graph `vision` by name, fp32 and int64; raises `ImageError`."""
+        """Return the inputs of the graph `vision` by name, fp32 and int64; raises `ImageError`."""
 
     def check_video(self) -> None:
-        """Raise `VideoError` where the bundle takes no video, before a file is opened."""
+        """Raise `VideoError` if the bundle takes no video, before a file is opened."""
 
     def shown(self, video: Video) -> Shown:
-        """The frames of a clip or a video file that the model is shown; raises what `check_video` does."""
+        """Return the frames of a clip or a video file that the model sees; raises `VideoError`."""
 
     def fitted(self, fit: Fit) -> Family | None:
-        """The same image side with pictures brought to the tower's square by `fit`; None where the model is given
-        whole pictures of any shape."""
+        """Return the same image side with another `fit`; None if the model sees whole pictures of any shape."""
 
     def largest(self) -> dict[str, VisualLayout]:
-        """The largest layout of each kind of picture that the bundle takes, by the kind's name.
+        """Return the largest layout of each kind of picture that the bundle takes, by the kind's name.
 
-        A kind that lies within another is left out; of the rest those with most groups stand first.
+        A kind within the limits of another is left out. The kind with most groups is first.
         """
 
     def vision_sizes(self, tokens: int, groups: int) -> dict[str, tuple[int, int, int]]:
-        """The smallest, usual and largest size of each dimension that only `vision` has, by the dimension's name, for
-        pictures of up to `groups` groups of `tokens` visual tokens."""
+        """Return the smallest, usual and largest size of each dimension that only `vision` has, by its name.
+
+        Pictures have up to `groups` groups of `tokens` visual tokens.
+        """
 
 
 def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
-    """The family a bundle belongs to, tried out on one pixel; raises `BundleError`.
+    """Return the family of a bundle, after a trial with one pixel.
 
-    `read_bundle` has refused families that are not known, but what a bundle says of its image side only its family
-    can read. `fit` is how pictures are brought to the tower's square; None is the checkpoint's own way. Raises
-    `UsageError` for a `fit` where the model is given whole pictures.
+    `fit` turns pictures into the tower's square; None is the checkpoint's own way. `read_bundle` rejects unknown
+    families, but only the family itself can check its settings. Raises `BundleError` for wrong settings, and
+    `UsageError` for a `fit` where the model sees whole pictures.
     """
     check_fit(fit)
     try:
@@ -78,7 +78,7 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
         layout = family.layout(pixel)
         counts = {layout.tokens, len(layout.boxes) // layout.groups}
         axes = 0 if layout.places is None else len(layout.places)
-        # Sections go on with the first axis behind the last.
+        # More than three sections start again with the first axis.
         if axes != min(len(manifest.language_model.rope_sections), 3):
             raise BundleError(
                 f"the bundle's rope_sections are {list(manifest.language_model.rope_sections)}, expected {axes} of "
@@ -87,7 +87,7 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
     except BundleError:
         raise
     except Exception as error:
-        # Settings in the checkpoint's own words may be wrong in any way.
+        # Wrong settings may cause any error.
         reason = f"{type(error).__name__}: {error}"
         raise BundleError(f"the bundle's `vision` or `processor` is malformed: {reason}. Export it again.") from error
     vision = manifest.graphs["vision"]
@@ -109,7 +109,7 @@ def load_family(manifest: Manifest, fit: Fit | None = None) -> Family:
 
 
 def _fits(shape: list[int], declared: list[Any]) -> bool:
-    """Whether a tensor of `shape` may be given where `declared` stands; a name is any size."""
+    """Return whether a tensor of `shape` fits the shape `declared`, where a name allows any size."""
     return len(shape) == len(declared) and all(
         isinstance(wanted, str) or size == wanted for size, wanted in zip(shape, declared, strict=True)
     )

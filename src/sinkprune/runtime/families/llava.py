@@ -1,4 +1,4 @@
-"""LLaVA-1.5: one square crop, one group of patch tokens in raster order."""
+"""LLaVA-1.5: one square crop, and one group of patch tokens in raster order."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Llava:
         self._side = self._tower.image_size // self._tower.patch_size
         if self._side**2 != self._tower.tokens:
             raise BundleError(
-                f"the bundle's `vision` says {self._tower.tokens} tokens, but there are {self._side**2} patches of "
-                f"{self._tower.patch_size} pixels in a picture of {self._tower.image_size}. Export it again."
+                f"the bundle's `vision` has {self._tower.tokens} tokens, expected {self._side**2}, one for each "
+                f"patch of {self._tower.patch_size} pixels in a picture of {self._tower.image_size}. Export it again."
             )
         check_settings(manifest.processor, DTYPES[manifest.precision])
         self._processor = SquareProcessor(manifest.processor)
@@ -39,33 +39,33 @@ class Llava:
         self._projector_flops = 2 * (d * width + width**2)
 
     def layout(self, picture: Picture) -> VisualLayout:
-        """One group, or several of tiles; raises `VideoError` for a clip."""
+        """Return one group, or several for tiles; raises `VideoError` for a clip."""
         return self._layout(_image(picture).size)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
-        """`pixel_values` [G,3,image_size,image_size] fp32 of an image; raises `ImageError`."""
+        """Return `pixel_values` [G,3,image_size,image_size] fp32 of an image; raises `ImageError`."""
         return {"pixel_values": self._pixels(_image(picture))}
 
     def check_video(self) -> None:
-        """Raises `VideoError`: LLaVA takes no video."""
+        """Raise `VideoError`: LLaVA takes no video."""
         raise _no_video()
 
     def shown(self, video: Video) -> Shown:
-        """Raises `VideoError`: LLaVA takes no video."""
+        """Raise `VideoError`: LLaVA takes no video."""
         raise _no_video()
 
     def fitted(self, fit: Fit) -> Llava | None:
-        """A copy that brings pictures to the tower's square by `fit`."""
+        """Return a copy that turns pictures into the tower's square by `fit`."""
         other = copy(self)
         other._processor = self._processor.fitted(fit, self._tower.image_size)
         return other
 
     def largest(self) -> dict[str, VisualLayout]:
-        """Every image has the same number of tokens."""
+        """Return the layout of any image, because all have the same number of tokens."""
         return {"image": self._layout((self._tower.image_size, self._tower.image_size))}
 
     def vision_sizes(self, tokens: int, groups: int) -> dict[str, tuple[int, int, int]]:
-        """None: every image has the same size."""
+        """Return no dimensions, because every image has the same size."""
         return {}
 
     def _pixels(self, image: Image.Image) -> Array:
@@ -78,7 +78,7 @@ class Llava:
         return replace(layout, seen_share=share_within(area, size))
 
     def _in_line(self, size: Size, groups: int, rows: Array, boxes: Array, views: list[range]) -> VisualLayout:
-        """A layout whose rows have their numbers in the prompt for positions, whatever they stand for."""
+        """Return a layout whose rows have their numbers in the prompt as positions."""
         return VisualLayout(
             size=size,
             groups=groups,
@@ -93,7 +93,7 @@ class Llava:
         )
 
     def _crop_flops(self) -> int:
-        """Matmul FLOPs of patches and computed CLIP blocks on one crop."""
+        """Return the matmul FLOPs of patches and computed CLIP blocks on one crop."""
         tower = self._tower
         n, d, m = tower.tokens + 1, tower.hidden_size, tower.intermediate_size
         patches = 2 * tower.tokens * 3 * tower.patch_size**2 * d

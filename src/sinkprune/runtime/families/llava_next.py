@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: the whole image and its tiles, one group each; unpruned the model's own rows, with newlines."""
+"""LLaVA-NeXT: the whole image and its tiles, one group each; unpruned prompts have newline rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.families.llava import Llava
 from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
-from sinkprune.runtime.processors.llava_next import Canvas, LlavaNextProcessor
+from sinkprune.runtime.processors.llava_next import Canvas, LlavaNextProcessor, unpadded
 from sinkprune.runtime.processors.square import Size
 
 
@@ -28,10 +28,10 @@ class LlavaNext(Llava):
         self._pinpoints = manifest.processor["image_grid_pinpoints"]
 
     def fitted(self, fit: Fit) -> None:
-        """None: the tiles show the whole image, whatever its shape."""
+        """Return None: the tiles show whole images of any shape."""
 
     def largest(self) -> dict[str, VisualLayout]:
-        """The most tiles, and the longest prompt of an image that fills its canvas."""
+        """Return a layout with the most tiles, and the longest prompt of an image that fills its canvas."""
         layouts = [self._layout((width, height)) for height, width in self._pinpoints]
         most = max(layouts, key=lambda layout: layout.groups)
         return {"image": replace(most, unpruned_rows=max((x.unpruned_rows for x in layouts), key=len))}
@@ -47,16 +47,16 @@ class LlavaNext(Llava):
         return self._in_line(size, groups, self._rows(size, canvas), self._boxes(size, canvas), views)
 
     def _rows(self, size: Size, canvas: Canvas) -> Array:
-        """The whole image's tokens, then the tiles' in the raster order of the canvas, unpadded; -1 ends a line."""
+        """Return the tokens of the whole image, then of the canvas by lines, without padding; -1 ends a line."""
         side, n = self._side, self._tower.tokens
         rows, columns = (length // self._tower.image_size for length in (canvas.height, canvas.width))
         tokens = n + np.arange(rows * columns * n).reshape(rows, columns, side, side)
         raster = tokens.transpose(0, 2, 1, 3).reshape(rows * side, columns * side)
-        lines = raster[self._tiles.unpadded(size, columns * side, rows * side)]
+        lines = raster[unpadded(size, columns * side, rows * side)]
         return np.concatenate([np.arange(n), np.pad(lines, ((0, 0), (0, 1)), constant_values=-1).ravel()])
 
     def _boxes(self, size: Size, canvas: Canvas) -> Array:
-        """Those of patches on padding lie outside the image."""
+        """Return the boxes of all tokens. Those of patches on padding are outside the image."""
         side, length = self._side, self._tower.image_size
         boxes = [grid_boxes((0, 0, *size), side, side)]
         x, y = size[0] / canvas.shown[0], size[1] / canvas.shown[1]

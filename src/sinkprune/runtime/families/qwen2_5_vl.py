@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: pictures at their own resolution, 2x2 patches a token, positions along time, height and width."""
+"""Qwen2.5-VL: pictures at their own resolution, 2x2 patches a token, positions in time, height and width."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.contract.towers import QwenTower
 from sinkprune.runtime.families.rotary import Rotary
-from sinkprune.runtime.media.clip import Picture, Shown, Video, shown
+from sinkprune.runtime.media.clip import Picture, Sampling, Shown, Video, evenly_spaced_indices, sample_frames
 from sinkprune.runtime.media.fits import Fit
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
 from sinkprune.runtime.processors.pixel_values import check_settings
-from sinkprune.runtime.processors.qwen import Grid, QwenProcessor
-from sinkprune.runtime.processors.window_index import Windows, window_index
+from sinkprune.runtime.processors.qwen import Grid, QwenProcessor, Windows, window_index
 
 
 class Qwen25VL:
-    """The image side of a Qwen2.5-VL bundle. An image is one group, a clip one for each two frames; tokens are in
-    raster order."""
+    """The image side of a Qwen2.5-VL bundle.
+
+    An image is one group, and each temporal patch of a clip is one. Tokens are in raster order.
+    """
 
     between_rows: str | None = None
     _mlp_matrices = 3
     _mergers = 1
     _processing: type[QwenProcessor] = QwenProcessor
+    _sampling: Sampling = staticmethod(evenly_spaced_indices)
 
     def __init__(self, manifest: Manifest) -> None:
         self._tower, self._width = manifest.tower(QwenTower), manifest.language_model.hidden_size
@@ -43,17 +45,17 @@ class Qwen25VL:
         self._video = manifest.processor.get("video")
         self._windowed_blocks = self._tower.num_blocks - len(self._tower.full_attention_blocks)
         head = self._tower.hidden_size // self._tower.num_heads
-        # Half of a head turns with the row, half with the column.
+        # Half of a head rotates with the row, half with the column.
         self._rotary = Rotary(self._tower.rope_theta, head // 2, np.dtype(np.float32))
 
     def layout(self, picture: Picture) -> VisualLayout:
-        """A group for each temporal patch; raises `ImageError` for a shape that the model cannot take."""
+        """Return a group for each temporal patch; raises `ImageError` for a shape that the model cannot take."""
         grid = self._processor.grid(picture.size)
         times = self._times(grid.t, picture.size.fps) if isinstance(picture, Shown) else np.arange(grid.t)
         return self._layout(grid, self._windows(grid), (picture.size[0], picture.size[1]), times)
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
-        """Pixel patches, and the index tables and rotary tables of their grid; raises `ImageError`."""
+        """Return pixel patches, and index and rotary tables of their grid; raises `ImageError`."""
         grid = self._processor.grid(picture.size)
         tables = [self._rotary.tables(axis) for axis in self._patch_positions(grid)]
         cos, sin = (np.concatenate(table, axis=-1) for table in zip(*tables, strict=True))
@@ -68,18 +70,18 @@ class Qwen25VL:
         return inputs
 
     def check_video(self) -> None:
-        """Raises `VideoError` where the bundle is made for images."""
+        """Raise `VideoError` if the bundle was exported for images only."""
         self._video_settings()
 
     def shown(self, video: Video) -> Shown:
-        """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
-        return shown(video, self._video_settings(), self._tower.temporal_patch_size)
+        """Return frames sampled by the processor's settings; raises `VideoError`."""
+        return sample_frames(video, self._video_settings(), self._tower.temporal_patch_size, self._sampling)
 
     def fitted(self, fit: Fit) -> None:
-        """None: pictures of any shape are given whole."""
+        """Return None: the model sees whole pictures of any shape."""
 
     def largest(self) -> dict[str, VisualLayout]:
-        """Images, of one group; and clips, whose frames may have fewer tokens."""
+        """Return images, of one group, and clips, whose frames may have fewer tokens."""
         most, image = self._most_tokens, {"image": self._row_of_tokens(1, self._most_tokens)}
         if self._video is None:
             return image
@@ -91,7 +93,7 @@ class Qwen25VL:
         return clip | image if groups > 1 else image
 
     def vision_sizes(self, tokens: int, groups: int) -> dict[str, tuple[int, int, int]]:
-        """Patches of a frame, and windows: full ones usually, and at most those of pictures one token wide."""
+        """Return the patches of a frame, and windows: usually full ones, at most those of one-token-wide pictures."""
         unit, side = self._tower.merge_size**2, self._tower.window_side
         patches = {"patches": (unit, unit * tokens, unit * tokens)}
         if not self._windowed_blocks:
@@ -99,21 +101,21 @@ class Qwen25VL:
         return {**patches, "windows": (1, groups * -(-tokens // side**2), groups * -(-tokens // side))}
 
     def _video_settings(self) -> dict[str, Any]:
-        """The processor's settings for video; raises `VideoError` where the bundle is made for images."""
+        """Return the processor's settings for video; raises `VideoError` if the bundle is for images only."""
         if self._video is None:
             raise VideoError("this bundle takes no video. Export the checkpoint again with --max-frames.")
         return self._video
 
     def _row_of_tokens(self, groups: int, tokens: int) -> VisualLayout:
-        """A picture of as many tokens, one beside the other."""
+        """Return the layout of a picture of `tokens` tokens in one row."""
         merge = self._tower.merge_size
         grid = Grid(groups, merge, merge * tokens)
         return self._layout(grid, self._windows(grid), (tokens, 1), np.arange(groups))
 
     def _layout(self, grid: Grid, windows: Windows | None, size: tuple[int, int], times: Array) -> VisualLayout:
-        """Of a picture of `size` (width, height), whose temporal patches have the positions `times` [T].
+        """Return the layout of a picture of `size` (width, height) whose temporal patches are at `times` [T].
 
-        Text behind a picture goes on from the longer of its sides, however long a clip lasts: so does transformers'
+        Text after a picture continues from its longer side, whatever a clip's length, as in transformers'
         `get_rope_index`.
         """
         merged = Grid(grid.t, grid.h // self._tower.merge_size, grid.w // self._tower.merge_size)
@@ -133,13 +135,13 @@ class Qwen25VL:
         )
 
     def _times(self, frames: int, fps: float) -> Array:
-        """[T] the position in time of each temporal patch of a clip: `tokens_per_second`, whole numbers."""
+        """Return [T] whole positions in time of a clip's temporal patches, `tokens_per_second` apart."""
         seconds = np.float32(self._tower.temporal_patch_size / fps)
         each = np.float32(self._tower.tokens_per_second) * seconds
         return (np.arange(frames, dtype=np.float32) * each).astype(np.int64)
 
     def _flops(self, grid: Grid, windows: Windows | None) -> int:
-        """Matmul FLOPs of patches, blocks and merger."""
+        """Return the matmul FLOPs of patches, blocks and merger."""
         tower = self._tower
         n, d, m = grid.patches, tower.hidden_size, tower.intermediate_size
         patches = n * 3 * tower.temporal_patch_size * tower.patch_size**2 * d
@@ -153,13 +155,13 @@ class Qwen25VL:
         return 2 * (patches + tower.num_blocks * linear + 2 * pairs * d + self._mergers * merger)
 
     def _windows(self, grid: Grid) -> Windows | None:
-        """The windows of a tower that has any."""
+        """Return the windows, or None for a tower without windowed blocks."""
         if not self._windowed_blocks:
             return None
         return window_index(grid, self._tower.merge_size, self._tower.window_side)
 
     def _patch_positions(self, grid: Grid) -> tuple[Array, Array]:
-        """Row and column of each patch of a frame, the patches of a merged token together."""
+        """Return row and column of each patch of a frame, with the patches of a token next to each other."""
         merge, (_, h, w) = self._tower.merge_size, grid
         places = np.indices((h, w)).reshape(2, h // merge, merge, w // merge, merge)
         rows, columns = places.transpose(0, 1, 3, 2, 4).reshape(2, -1)

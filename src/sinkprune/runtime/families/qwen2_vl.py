@@ -1,4 +1,4 @@
-"""Qwen2-VL: Qwen2.5-VL's image side; time counts frames, whatever time lies between them."""
+"""Qwen2-VL: the image side of Qwen2.5-VL, with positions in time that count frames."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3-VL: Qwen2-VL's image side with learned positions, and clips with the time written in front of each frame."""
+"""Qwen3-VL: the image side of Qwen2-VL with learned positions, and the time as text before each frame of a clip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.precision import Array
 from sinkprune.contract.towers import Qwen3Tower
 from sinkprune.runtime.families.qwen2_5_vl import Qwen25VL
-from sinkprune.runtime.media.clip import Picture, Shown, Video, sampled_to_the_end, shown
+from sinkprune.runtime.media.clip import Picture, Shown, end_to_end_indices
 from sinkprune.runtime.processors.qwen import Grid, Qwen3Processor
 
 _START, _END = "<|vision_start|>", "<|vision_end|>"
@@ -22,6 +22,7 @@ class Qwen3VL(Qwen25VL):
 
     _mlp_matrices = 2
     _processing = Qwen3Processor
+    _sampling = staticmethod(end_to_end_indices)
 
     def __init__(self, manifest: Manifest) -> None:
         super().__init__(manifest)
@@ -29,35 +30,33 @@ class Qwen3VL(Qwen25VL):
         self._side, self._mergers = tower.position_side, 1 + len(tower.deepstack_blocks)
 
     def layout(self, picture: Picture) -> VisualLayout:
-        """A group for each temporal patch, and for clips the texts with their times; raises `ImageError`."""
+        """Return a group for each temporal patch, and for clips the texts with their times; raises `ImageError`."""
         layout = super().layout(picture)
         return replace(layout, texts=self._texts(picture)) if isinstance(picture, Shown) else layout
 
     def inputs(self, picture: Picture) -> dict[str, Array]:
-        """Pixel patches, rotary tables and learned positions of their grid; raises `ImageError`."""
+        """Return pixel patches, rotary tables and learned positions of their grid; raises `ImageError`."""
         index, weight = self._corners(self._processor.grid(picture.size))
         return {**super().inputs(picture), "position_index": index, "position_weight": weight}
 
-    def shown(self, video: Video) -> Shown:
-        """Frames as the processor's settings sample them; raises `VideoError` where the bundle is made for images."""
-        return shown(video, self._video_settings(), self._tower.temporal_patch_size, sampled_to_the_end)
-
     def _times(self, frames: int, fps: float) -> Array:
-        """[T] zeros: the time is a text, and positions are those of a picture for each temporal patch."""
+        """Return [T] zeros: each temporal patch has the positions of an image, because the time is text."""
         return np.zeros(frames, np.int64)
 
     def _texts(self, clip: Shown) -> tuple[str, ...]:
-        """Before each temporal patch the middle of the time it shows, to a tenth of a second (Qwen3VLProcessor)."""
+        """Return texts with the mean time of each temporal patch, to a tenth of a second (Qwen3VLProcessor)."""
         together = self._tower.temporal_patch_size
-        # The last frame stands in for those that are missing.
+        # The last frame fills an incomplete patch.
         seconds = [*clip.seconds, *clip.seconds[-1:] * (-len(clip.seconds) % together)]
         times = [(seconds[i] + seconds[i + together - 1]) / 2 for i in range(0, len(seconds), together)]
         stamps = [f"<{time:.1f} seconds>{_START}" for time in times]
         return (stamps[0], *(f"{_END}{stamp}" for stamp in stamps[1:]), _END)
 
     def _corners(self, grid: Grid) -> tuple[Array, Array]:
-        """[patches,4] int64 and fp32: the places in the table that each patch of a frame lies between, and the share
-        of each (bilinear; the table's corners are the picture's)."""
+        """Return [patches,4] int64 and fp32: each patch's four neighbours in the position table, and their shares.
+
+        Interpolation is bilinear. The corners of the table are those of the picture.
+        """
         positions, sides = self._patch_positions(grid), (grid.h, grid.w)
         low, high, share = [], [], []
         for place, size in zip(positions, sides, strict=True):

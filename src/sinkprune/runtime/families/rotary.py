@@ -1,4 +1,4 @@
-"""Rotary position tables, computed on the host for the rows at hand."""
+"""Rotary position tables, computed on the host."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sinkprune.contract.precision import Array
 
 
 class Positions(NamedTuple):
-    """Where the rows of a prompt stand."""
+    """The positions of a prompt's rows."""
 
     rows: Array
-    """[S], or [A,S] where a position has A axes."""
+    """[S], or [A,S] for positions of A axes."""
     next: int
     """The position of the first new token, the same on every axis."""
 
 
 class Rotary:
-    """Tables of rotary embedding with base `theta` for heads of `head_dim`.
+    """Makes tables of rotary embedding with base `theta` for heads of `head_dim`.
 
-    Plain where `sections` are empty. In mRoPE position ids have three axes, and section i is how many frequencies
-    turn with axis i modulo 3 (Qwen2-VL's report, section 2.1).
+    Without `sections` positions have one axis. In mRoPE they have three, and section i is the number of frequencies
+    that rotate with axis i modulo 3 (Qwen2-VL's report, section 2.1).
     """
 
     def __init__(self, theta: float, head_dim: int, dtype: np.dtype[Any], sections: Sequence[int] = ()) -> None:
@@ -34,7 +34,7 @@ class Rotary:
         self._dtype = dtype
 
     def tables(self, positions: Array) -> tuple[Array, Array]:
-        """cos and sin [1,S,head_dim/2] for `positions` [S], or [3,S] in mRoPE; angles in fp32.
+        """Return cos and sin [1,S,head_dim/2] for `positions` [S], or [3,S] in mRoPE; angles in fp32.
 
         Positions [S] are the same on every axis.
         """

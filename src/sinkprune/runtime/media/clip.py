@@ -106,7 +106,7 @@ def collected(frames: Iterable[Image.Image]) -> list[Image.Image]:
     return taken
 
 
-def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+def evenly_spaced_indices(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
     """Return which of `count` frames a model sees: evenly spaced, `settings["fps"]` a second within the limits.
 
     Qwen2VLVideoProcessor.sample_frames, in the same arithmetic. Of fewer than `together` frames all are used, but at
@@ -122,7 +122,7 @@ def sampled(count: int, fps: float, settings: Mapping[str, Any], together: int) 
     return [int(step) for step in steps.astype(np.float32)]
 
 
-def sampled_to_the_end(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
+def end_to_end_indices(count: int, fps: float, settings: Mapping[str, Any], together: int) -> list[int]:
     """Return which of `count` frames a model sees: evenly spaced from the first to the last, within the limits.
 
     Qwen3VLVideoProcessor.sample_frames, in the same arithmetic.
@@ -132,10 +132,12 @@ def sampled_to_the_end(count: int, fps: float, settings: Mapping[str, Any], toge
 
 
 Sampling = Callable[[int, float, Mapping[str, Any], int], list[int]]
-"""`sampled`, or a function with the same arguments."""
+"""`evenly_spaced_indices`, or a function with the same arguments."""
 
 
-def shown(video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling = sampled) -> Shown:
+def sample_frames(
+    video: Video, settings: Mapping[str, Any], together: int, sampling: Sampling = evenly_spaced_indices
+) -> Shown:
     """Return the frames of `video` that a model sees by a processor's `settings`, `together` of them to a token.
 
     Raises `VideoError` for a video without frames, without a rate, or with frames of several sizes.

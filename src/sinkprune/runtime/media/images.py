@@ -36,7 +36,7 @@ _FORMATS_OF_16_BITS = ("PPM", "PNG")
 _HAD_16_BITS = "sinkprune_had_16_bits"
 # TIFF tags (TIFF 6.0): RowsPerStrip, TileWidth, TileLength.
 _ROWS_PER_STRIP, _TILE_WIDTH, _TILE_LENGTH = 278, 322, 323
-# Pixels that are converted at a time
+# The most pixels of a strip
 _STRIP = 1 << 20
 
 
@@ -173,12 +173,12 @@ def _with_8_bits(image: Image.Image, from_format: str | None) -> Image.Image:
     grey = Image.new("L", image.size)
     # Conversions keep `info`.
     grey.info[_HAD_16_BITS] = True
-    transparent, rows = image.info.get("transparency"), max(1, _STRIP // max(1, image.width))
-    for top in range(0, image.height, rows):
-        strip = np.array(image.crop((0, top, image.width, min(top + rows, image.height))), np.uint32)
+    transparent = image.info.get("transparency")
+    for top, strip in _strips(image):
+        values = np.array(strip, np.uint32)
         if transparent is not None:
-            strip[strip == transparent] = 65535
-        grey.paste(Image.fromarray(((strip + 128) // 257).astype(np.uint8)), (0, top))
+            values[values == transparent] = 65535
+        grey.paste(Image.fromarray(((values + 128) // 257).astype(np.uint8)), (0, top))
     return grey
 
 
@@ -190,10 +190,15 @@ def _opaque(image: Image.Image) -> Image.Image:
     """Return a copy in RGB, with transparency over white, as in the image processors of transformers."""
     if not _has_alpha(image):
         return image.convert("RGB")
-    opaque, rows = Image.new("RGB", image.size), max(1, _STRIP // max(1, image.width))
-    # In strips, because three more copies of a large picture are gigabytes.
-    for top in range(0, image.height, rows):
-        strip = image.crop((0, top, image.width, min(top + rows, image.height))).convert("RGBA")
+    opaque = Image.new("RGB", image.size)
+    for top, strip in _strips(image):
         white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
-        opaque.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+        opaque.paste(Image.alpha_composite(white, strip.convert("RGBA")).convert("RGB"), (0, top))
     return opaque
+
+
+def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """Yield strips of `image`, each after its first row's number: whole copies of a large picture are gigabytes."""
+    rows = max(1, _STRIP // max(1, image.width))
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))

@@ -18,32 +18,14 @@ class LostFrameError(Exception):
 class KeyframeIndex:
     """The times of a video stream's frames, and its packets that can be decoded without earlier ones."""
 
-    def __init__(self, container: str) -> None:
-        """Start an empty index. `container` is FFmpeg's name of the file's kind."""
-        self._known = container in _CONTAINERS
-        self._times: list[int] = []
-        self._keys: set[int] = set()
-
-    def add(self, packet: Any) -> None:
-        """Record the next packet of the stream, in the order of the file."""
-        if packet.pts is None:
-            self._known = False
-            return
-        if packet.is_keyframe:
-            self._keys.add(packet.pts)
-        if not packet.is_discard:
-            self._times.append(packet.pts)
-
-    def close(self) -> None:
-        """Sort the times after the last packet."""
-        self._times.sort()
-        self._known = self._known and len(set(self._times)) == len(self._times) and len(self._keys) > 1
-        self._sorted_keys = sorted(self._keys)
-
-    @property
-    def can_seek(self) -> bool:
+    def __init__(self, container: str, times: Collection[int | None], keys: Collection[int | None]) -> None:
+        """Sort the times of all frames and of the keyframes. `container` is FFmpeg's name of the file's kind."""
+        self._times = sorted(time for time in times if time is not None)
+        self._keys = sorted(time for time in keys if time is not None)
+        self.can_seek = (
+            container in _CONTAINERS and len({*self._times}) == len(times) and 1 < len(self._keys) == len(keys)
+        )
         """Whether a frame can be found by its time, without decoding all frames before it."""
-        return self._known
 
     def frames(self, container: Any, stream: Any, wanted: Collection[int]) -> Iterator[Any]:
         """Yield the frames with the numbers `wanted`, ascending, each decoded from the keyframe before it.
@@ -51,10 +33,10 @@ class KeyframeIndex:
         Raises `LostFrameError` if the file has something else in their place.
         """
         times = sorted(self._times[number] for number in wanted)
-        for place, group in groupby(times, lambda time: bisect_right(self._sorted_keys, time) - 1):
+        for place, group in groupby(times, lambda time: bisect_right(self._keys, time) - 1):
             if place < 0:
                 raise LostFrameError
-            yield from self._decode_group(container, stream, self._sorted_keys[place], list(group))
+            yield from self._decode_group(container, stream, self._keys[place], list(group))
 
     def _decode_group(self, container: Any, stream: Any, key: int, times: list[int]) -> Iterator[Any]:
         container.seek(key, stream=stream, backward=True)

@@ -15,9 +15,9 @@ from PIL import Image
 from sinkprune.contract.checks.arguments import check_path
 from sinkprune.contract.errors import VideoError
 from sinkprune.contract.files.untrusted import MissingError, UnreadableError, open_regular
-from sinkprune.runtime.media.block_chain import gif_is_whole, matroska_is_whole
 from sinkprune.runtime.media.clip import collected
 from sinkprune.runtime.media.keyframe_index import KeyframeIndex, LostFrameError
+from sinkprune.runtime.media.whole_files import gif_is_whole, matroska_is_whole
 
 CONTAINERS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "flv", "asf")
 """The containers that are read, by FFmpeg's names: `mov` includes MP4, `matroska` WebM, and `asf` WMV. None of them
@@ -80,24 +80,27 @@ class VideoFile:
             rate = stream.average_rate or stream.guessed_rate
             self.fps = float(rate) if rate else 0.0
             # An edit list may leave out frames at both ends. They are decoded and not counted.
-            self.count, end, end_of_all = 0, 0.0, 0.0
-            self._index = KeyframeIndex(container.format.name)
+            times: list[int | None] = []
+            keys: set[int | None] = set()
+            end = end_of_all = 0.0
             for number, packet in enumerate(container.demux()):
-                if number == MOST_PACKETS or self.count > MOST_FRAMES:
+                if number == MOST_PACKETS or len(times) > MOST_FRAMES:
                     raise VideoError(
                         f"video '{path}' has more than {MOST_FRAMES} frames or {MOST_PACKETS} packets, sound "
                         "included. Cut it shorter."
                     )
                 if packet.is_corrupt and packet.stream is stream:
-                    raise self._broken(f"frame {self.count} is damaged")
+                    raise self._broken(f"frame {len(times)} is damaged")
                 if packet.pts is not None:
                     until = float((packet.pts + (packet.duration or 0)) * packet.time_base)
                     end_of_all = max(end_of_all, until)
                     end = max(end, until) if packet.stream is stream else end
                 if packet.stream is stream and packet.size > 0:
-                    self.count += not packet.is_discard
-                    self._index.add(packet)
-            self._index.close()
+                    if not packet.is_discard:
+                        times.append(packet.pts)
+                    if packet.is_keyframe:
+                        keys.add(packet.pts)
+            self.count, self._index = len(times), KeyframeIndex(container.format.name, times, keys)
             self._check_end(container, stream, file, end, end_of_all)
         if not self.count:
             raise VideoError(f"video '{path}' has no frames. Give one with a picture in it.")

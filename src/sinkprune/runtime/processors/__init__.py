@@ -1,1 +1,1 @@
-"""transformers' image processors, on Pillow and numpy alone."""
+"""Image processors of transformers, with Pillow and numpy only."""

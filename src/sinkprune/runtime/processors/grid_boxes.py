@@ -1,4 +1,4 @@
-"""Where the tokens of a grid lie on a picture."""
+"""Boxes of the tokens of a grid on a picture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Box = tuple[float, float, float, float]
 
 
 def grid_boxes(area: Box, rows: int, columns: int) -> Array:
-    """[rows*columns,4]: left, top, right, bottom of the equal boxes that tile `area`, in raster order."""
+    """Return [rows*columns,4] left, top, right, bottom of the equal boxes that tile `area`, in raster order."""
     left, top, right, bottom = area
     xs, ys = np.linspace(left, right, columns + 1), np.linspace(top, bottom, rows + 1)
     tops, lefts = np.meshgrid(ys[:-1], xs[:-1], indexing="ij")

@@ -1,4 +1,4 @@
-"""LlavaNextImageProcessor of transformers, on Pillow and numpy alone: an image whole, and in tiles."""
+"""LlavaNextImageProcessor of transformers, with Pillow and numpy only: the whole image and its tiles."""
 
 from __future__ import annotations
 
@@ -13,34 +13,31 @@ from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.errors import ImageError
 from sinkprune.contract.image_settings import TileSettings
 from sinkprune.contract.precision import Array
-from sinkprune.runtime.processors.square import SquareProcessor
-
-Size = tuple[int, int]
-"""Width and height in pixels, as Pillow orders them."""
+from sinkprune.runtime.processors.square import Size, SquareProcessor
 
 
 class Canvas(NamedTuple):
-    """Where an image lies on the black canvas that is cut into tiles, in pixels."""
+    """The black canvas that is cut into tiles, and the image's place on it, in pixels."""
 
     width: int
     height: int
     left: int
     top: int
     shown: Size
-    """Width and height of the image as it is resized onto the canvas."""
+    """Width and height of the resized image on the canvas."""
 
 
 class LlavaNextProcessor:
     """Cuts images into squares of `side` pixels, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any], side: int) -> None:
-        """Raises `SchemaError` for settings that are malformed."""
+        """Check `settings`; raises `SchemaError` if they are malformed."""
         from_json(TileSettings, settings, "$.processor")
         self._settings, self._side = settings, side
         self._square = SquareProcessor(settings)
 
     def __call__(self, image: Image.Image) -> Array:
-        """[1+tiles,3,side,side] fp32 of an RGB image: the whole image first, then its tiles in raster order."""
+        """Return [1+tiles,3,side,side] fp32 of an RGB image: the whole image, then its tiles in raster order."""
         side, resample = self._side, Image.Resampling(self._settings["resample"])
         canvas = self.canvas(image.size)
         shown = Image.new("RGB", (canvas.width, canvas.height))
@@ -50,7 +47,7 @@ class LlavaNextProcessor:
         return np.stack([self._square(view) for view in (image.resize((side, side), resample), *tiles)])
 
     def canvas(self, size: Size) -> Canvas:
-        """The canvas for an image of `size`: the pinpoint that loses least of it, then wastes least of itself."""
+        """Return the canvas for an image of `size`: it loses fewest pixels, and of equals wastes fewest."""
         if 0 in size:
             raise ImageError(f"the image has {size[0]}x{size[1]} pixels, expected at least 1x1.")
 
@@ -64,18 +61,19 @@ class LlavaNextProcessor:
         shown = _fitted(size, width, height)
         return Canvas(width, height, (width - shown[0]) // 2, (height - shown[1]) // 2, shown)
 
-    def unpadded(self, size: Size, columns: int, rows: int) -> tuple[slice, slice]:
-        """The rows and columns of a canvas of `columns` x `rows` tokens that show an image of `size`."""
-        width, height = size
-        if width / height > columns / rows:
-            padding = (rows - int(round(height * (columns / width), 7))) // 2
-            return slice(padding, rows - padding), slice(0, columns)
-        padding = (columns - int(round(width * (rows / height), 7))) // 2
-        return slice(0, rows), slice(padding, columns - padding)
+
+def unpadded(size: Size, columns: int, rows: int) -> tuple[slice, slice]:
+    """Return the rows and columns of a canvas of `columns` x `rows` tokens that show an image of `size`."""
+    width, height = size
+    if width / height > columns / rows:
+        padding = (rows - int(round(height * (columns / width), 7))) // 2
+        return slice(padding, rows - padding), slice(0, columns)
+    padding = (columns - int(round(width * (rows / height), 7))) // 2
+    return slice(0, rows), slice(padding, columns - padding)
 
 
 def _fitted(size: Size, width: int, height: int) -> Size:
-    """The largest size of the aspect ratio of `size` within `width` x `height`, rounded up."""
+    """Return the largest size with the aspect ratio of `size` within `width` x `height`, rounded up."""
     across, down = width / size[0], height / size[1]
     if across < down:
         return width, min(math.ceil(size[1] * across), height)

@@ -1,4 +1,4 @@
-"""8-bit pixels to the floats a vision tower takes, as transformers' image processors compute them, bit for bit."""
+"""Rescaling and normalisation of pixels, bit for bit as in transformers' image processors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sinkprune.contract.precision import Array
 
 
 def pixel_values(pixels: Array, settings: Mapping[str, Any]) -> Array:
-    """[height,width,3] fp32 of uint8 `pixels`, rescaled and normalised as preprocessor_config.json's settings say."""
+    """Return uint8 `pixels` [height,width,3] as fp32, rescaled and normalised by preprocessor_config.json."""
     values = pixels.astype(np.float32)
     if settings["do_rescale"]:
         values = (pixels.astype(np.float64) * settings["rescale_factor"]).astype(np.float32)
@@ -24,9 +24,9 @@ def pixel_values(pixels: Array, settings: Mapping[str, Any]) -> Array:
 
 
 def check_settings(settings: Mapping[str, Any], dtype: np.dtype[Any]) -> None:
-    """Refuse settings that make of some pixel what is not finite in `dtype`; raises `BundleError`.
+    """Raise `BundleError` for settings that turn a pixel into a value that is not finite in `dtype`.
 
-    Between 0 and 255 the values lie on a line, so that its ends tell.
+    Values are linear in the pixels, so 0 and 255 have the extremes.
     """
     with np.errstate(all="ignore"):
         ends = pixel_values(np.array([[[0] * 3, [255] * 3]], np.uint8), settings).astype(dtype)

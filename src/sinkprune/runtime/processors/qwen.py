@@ -1,9 +1,10 @@
-"""Qwen2VLImageProcessor and Qwen2VLVideoProcessor of transformers, on Pillow and numpy alone, number for number."""
+"""The processors of Qwen's models in transformers, with Pillow and numpy only, number for number."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ Size = tuple[int, int]
 
 
 class Grid(NamedTuple):
-    """How many patches a picture has along time, height and width."""
+    """The number of patches of a picture along time, height and width."""
 
     t: int
     h: int
@@ -32,23 +33,26 @@ class Grid(NamedTuple):
 
     @property
     def patches(self) -> int:
-        """How many patches there are: t * h * w."""
+        """The number of all patches: t * h * w."""
         return self.t * self.h * self.w
 
 
 class QwenProcessor:
-    """Resizes pictures to whole patches and takes them apart, by the `settings` of preprocessor_config.json."""
+    """Resizes pictures and cuts them into patches, by the `settings` of preprocessor_config.json.
+
+    Qwen2VLImageProcessor for images, and Qwen2VLVideoProcessor for clips.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Raises `SchemaError` for settings that are malformed."""
+        """Check `settings`; raises `SchemaError` if they are malformed."""
         from_json(PatchSettings, settings, "$.processor")
         self._settings = settings
 
     def __call__(self, picture: Image.Image | Shown) -> Array:
-        """[patches, 3 * temporal_patch_size * patch_size**2] fp32 of an RGB image or the frames of a clip.
+        """Return [patches, 3 * temporal_patch_size * patch_size**2] fp32 of an RGB image or the frames of a clip.
 
-        The patches of a merged token stand together, those in raster order, frame after frame. A still picture, and
-        the last frame of a clip where one is left over, is shown in every frame of a temporal patch.
+        Merged tokens are in raster order, frame after frame, and the patches of each are next to each other. An
+        image, and the last of an odd number of frames, fills every frame of its temporal patch.
         """
         grid, settings = self.grid(picture.size), self._settings
         patch, merge, together = (settings[f"{name}_size"] for name in ("patch", "merge", "temporal_patch"))
@@ -58,28 +62,28 @@ class QwenProcessor:
         else:
             frames = [np.asarray(picture.resize(size, Image.Resampling(settings["resample"])))]
         frames += frames[-1:] * (grid.t * together - len(frames))
-        # One by one, because on the way they are of 64 bits.
+        # One by one, because intermediate values have 64 bits.
         values = np.stack([pixel_values(frame, settings) for frame in frames])
         blocks = values.reshape(grid.t, together, grid.h // merge, merge, patch, grid.w // merge, merge, patch, 3)
         return blocks.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(grid.patches, -1)
 
     def grid(self, size: Size | ClipSize) -> Grid:
-        """The patches of an image of `size` (width, height), or of a clip, as it is resized; raises `ImageError`.
+        """Return the patches of an image of `size` (width, height), or of a clip; raises `ImageError`.
 
-        Both sides become multiples of a merged token's, with a pixel count between min_pixels and max_pixels and the
-        aspect ratio kept as far as that goes (smart_resize).
+        Both sides become multiples of a merged token's side, with min_pixels to max_pixels in all. The aspect ratio
+        is kept as far as possible (smart_resize).
         """
         if isinstance(size, ClipSize):
             return self._clip_grid(size, self._settings["video"])
         return self._resized(size, self._settings["min_pixels"], self._settings["max_pixels"])
 
     def _clip_grid(self, size: ClipSize, limits: Mapping[str, Any]) -> Grid:
-        """That of a clip, whose `limits` are of each of its frames."""
+        """Return the grid of a clip. The `limits` hold for each frame."""
         frame = self._resized((size.width, size.height), limits["min_pixels"], limits["max_pixels"])
         return frame._replace(t=-(-size.frames // self._settings["temporal_patch_size"]))
 
     def _resized(self, size: Size, least: int, most: int, frames: int = 1, counted: int = 1) -> Grid:
-        """The grid of one of several `frames`, which have `least` to `most` pixels together, so many `counted`."""
+        """Return the grid of one of `frames` frames, with `least` to `most` pixels in `counted` frames together."""
         width, height = size
         if 0 in size:
             raise ImageError(f"the image has {width}x{height} pixels, expected at least 1x1.")
@@ -105,20 +109,45 @@ class QwenProcessor:
 class Qwen3Processor(QwenProcessor):
     """Qwen2VLImageProcessor for images, and Qwen3VLVideoProcessor for clips.
 
-    Of the settings `video`, `min_pixels` is of all frames of a clip together, `max_pixels` of each.
+    In the settings `video`, `min_pixels` holds for all frames of a clip together, and `max_pixels` for each.
     """
 
     def _clip_grid(self, size: ClipSize, limits: Mapping[str, Any]) -> Grid:
-        together, unit = (
-            self._settings["temporal_patch_size"],
-            self._settings["patch_size"] * self._settings["merge_size"],
-        )
+        together, patch, merge = (self._settings[f"{name}_size"] for name in ("temporal_patch", "patch", "merge"))
+        unit = patch * merge
         width, height, frames = size.width, size.height, max(size.frames, together)
         if 0 < min(width, height) < unit:
             scale = max(unit / height, unit / width)
             width, height = int(width * scale), int(height * scale)
-        # Whole temporal patches. The model's own processor rounds their number to the nearest even one, and lets the
-        # frames of some odd clips be a quarter larger: no graph is made for that.
+        # The model's own processor rounds the number of temporal patches to the nearest even one. Frames of some odd
+        # clips would then be a quarter larger than the graphs allow.
         counted = max(frames, round(frames / together) * together)
         frame = self._resized((width, height), limits["min_pixels"], frames * limits["max_pixels"], frames, counted)
         return frame._replace(t=-(-size.frames // together))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Index tables from patches to windows of a vision block, and back. Windows at an edge have empty slots."""
+
+    index: Array
+    """[W,slots] int64: the patch in each slot, -1 in empty slots."""
+    slot: Array
+    """[patches] int64: each patch's slot, numbered through all windows."""
+
+
+def window_index(grid: Grid, merge: int, side: int) -> Windows:
+    """Return windows of `side` x `side` merged tokens over each frame of `grid`, from its top left corner.
+
+    The `merge` x `merge` patches of a token are next to each other, as in the output of `QwenProcessor`.
+    """
+    rows, columns = grid.h // merge, grid.w // merge
+    down, across = -(-rows // side), -(-columns // side)
+    units = np.full((grid.t, down * side, across * side), -1)
+    units[:, :rows, :columns] = np.arange(grid.t * rows * columns).reshape(grid.t, rows, columns)
+    units = units.reshape(grid.t, down, side, across, side).transpose(0, 1, 3, 2, 4).reshape(-1, side * side, 1)
+    index = np.where(units < 0, -1, units * merge**2 + np.arange(merge**2)).reshape(-1, (side * merge) ** 2)
+    filled = np.flatnonzero(index.ravel() >= 0)
+    slot = np.empty(grid.patches, np.int64)
+    slot[index.ravel()[filled]] = filled
+    return Windows(index.astype(np.int64), slot)

@@ -1,4 +1,4 @@
-"""CLIPImageProcessor and LlavaImageProcessor of transformers, on Pillow and numpy alone, number for number."""
+"""CLIPImageProcessor and LlavaImageProcessor of transformers, with Pillow and numpy only, number for number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.media.fits import Fit, fitted_settings
 from sinkprune.runtime.processors.pixel_values import pixel_values
 
-# An image this large after resizing is a panorama whose crop shows next to nothing of it.
+# A larger image after resizing is a panorama whose crop shows next to nothing of it.
 _MAX_RESIZED_PIXELS = 100_000_000
 
 Size = tuple[int, int]
@@ -26,12 +26,12 @@ class SquareProcessor:
     """Resizes, pads and crops images to one size, by the `settings` of preprocessor_config.json."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """Raises `SchemaError` for settings that are malformed."""
+        """Check `settings`; raises `SchemaError` if they are malformed."""
         from_json(SquareSettings, settings, "$.processor")
         self._settings = settings
 
     def __call__(self, image: Image.Image) -> Array:
-        """[3,height,width] fp32 of an RGB image; raises `ImageError` for one without pixels or too long a shape."""
+        """Return [3,height,width] fp32 of an RGB image; raises `ImageError` if it is empty or too long."""
         settings = self._settings
         if 0 in image.size:
             raise ImageError(f"the image has {image.width}x{image.height} pixels, expected at least 1x1.")
@@ -45,11 +45,11 @@ class SquareProcessor:
         return np.ascontiguousarray(pixel_values(pixels, settings).transpose(2, 0, 1))
 
     def fitted(self, fit: Fit, side: int) -> SquareProcessor:
-        """A processor with these settings that brings pictures to squares of `side` pixels by `fit`."""
+        """Return a processor with these settings that turns pictures into squares of `side` pixels by `fit`."""
         return SquareProcessor(fitted_settings(self._settings, fit, side))
 
     def source_box(self, size: Size) -> tuple[float, float, float, float]:
-        """Where the processed square lies in an image of `size`: left, top, right, bottom in its pixels."""
+        """Return the area of an image of `size` that the model sees: left, top, right, bottom in its pixels."""
         width, height = size
         shift_x = shift_y = 0.0
         if self._settings["do_pad"]:
@@ -62,7 +62,7 @@ class SquareProcessor:
             crop = self._settings["crop_size"]
             left, top = (resized[0] - crop["width"]) // 2, (resized[1] - crop["height"]) // 2
             right, bottom = left + crop["width"], top + crop["height"]
-        # Multiplied first: the edges of the picture are then exact.
+        # Multiply first, so that the edges of the picture are exact.
         left, right = (edge * width / resized[0] - shift_x for edge in (left, right))
         top, bottom = (edge * height / resized[1] - shift_y for edge in (top, bottom))
         return left, top, right, bottom
@@ -96,7 +96,7 @@ class SquareProcessor:
         return (edge, resized_long) if width <= height else (resized_long, edge)
 
     def _cropped(self, pixels: Array) -> Array:
-        """The central crop; an image smaller than it is padded with zeros."""
+        """Return the central crop. A smaller image is padded with zeros."""
         crop = self._settings["crop_size"]
         height, width = crop["height"], crop["width"]
         padded = np.zeros((max(height, pixels.shape[0]), max(width, pixels.shape[1]), 3), pixels.dtype)

@@ -1,11 +1,8 @@
-"""8-bit pictures resized as torchvision resizes uint8 tensors on a CPU, bit for bit: bicubic, antialiased.
+"""Bicubic, antialiased resizing of 8-bit pictures, bit for bit as torchvision resizes uint8 tensors on a CPU.
 
 Columns first, then rows, each rounded to 8 bits, by weights of 16 bits (PyTorch, UpSampleKernel.cpp,
-`_compute_index_ranges_int16_weights`). Pillow does the same with finer weights, which shows in some percent of the
-values.
-
-Kept, because nothing maintained gives these bits without torch: Pillow's weights are finer, and OpenCV's bicubic does
-not antialias.
+`_compute_index_ranges_int16_weights`). No maintained library without torch gives these bits: Pillow's weights are
+finer, which changes some percent of the values, and OpenCV's bicubic does not antialias.
 """
 
 from __future__ import annotations
@@ -20,32 +17,33 @@ from sinkprune.contract.precision import Array
 Size = tuple[int, int]
 
 _MOST_PRECISION = 22
-# Rows at a time: what one step reads and writes stays in the cache.
+# Rows at a time, so that a step's data stays in the cache
 _ROWS = 32
 _TRANSPOSE = Image.Transpose.TRANSPOSE
 
 
 class TorchvisionResize:
-    """From one size (width, height) to another."""
+    """Resizes pictures of one size (width, height) to another."""
 
     def __init__(self, size: Size, resized: Size) -> None:
+        """Compute the weights from `size` to `resized`."""
         self._columns, self._rows = (_weights(*lengths) for lengths in zip(size, resized, strict=True))
 
     def __call__(self, picture: Image.Image) -> Array:
-        """[height,width,3] uint8 of an RGB image."""
+        """Return [height,width,3] uint8 of an RGB image."""
         columns = _resized(np.asarray(picture.transpose(_TRANSPOSE)), self._columns)
         return _resized(np.asarray(Image.fromarray(columns).transpose(_TRANSPOSE)), self._rows)
 
 
 class _Weights(NamedTuple):
-    """What each new row takes of the old ones."""
+    """The shares of old rows in each new row."""
 
     values: Array
-    """[new,old] in a type in which every sum of weighted pixels is exact."""
+    """[new,old] in a type that holds every sum of weighted pixels exactly."""
     starts: Array
-    """[new] the first row that counts."""
+    """[new] the first old row with a share."""
     ends: Array
-    """[new] the row behind the last."""
+    """[new] the row after the last with a share."""
 
 
 def _weights(length: int, resized: int) -> _Weights:
@@ -77,17 +75,17 @@ def _cubic(x: Array) -> Array:
 
 
 def _resized(pixels: Array, weights: _Weights) -> Array:
-    """[new,width,3] uint8 of `pixels` [old,width,3] uint8."""
+    """Return [new,width,3] uint8 of `pixels` [old,width,3] uint8."""
     values, starts, ends = weights
     new, old = values.shape
     if new == old:
-        # The weights would be 0 and 1.
+        # All weights would be 0 and 1.
         return pixels
     resized = np.empty((new, *pixels.shape[1:]), np.uint8)
     for start in range(0, new, _ROWS):
         end = min(start + _ROWS, new)
         used = slice(starts[start], ends[end - 1])
         sums = np.tensordot(values[start:end, used], pixels[used].astype(values.dtype), axes=1)
-        # Towards zero, which is down: what is negative is 0 by then.
+        # The cast rounds towards zero, which is down, because clip removes negative values.
         resized[start:end] = np.clip(sums + values.dtype.type(0.5), 0, 255)
     return resized
