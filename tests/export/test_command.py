@@ -1,4 +1,4 @@
-"""What programs rely on in `sinkprune-export`: the keys of its JSON, and options by the names they used to have."""
+"""Stable interfaces of `sinkprune-export`: the keys of its JSON, and former names of options."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sinkprune.contract.bundle import read_bundle
 from support.programs.commands import run
 
 
-@pytest.mark.parametrize(("said", "meant"), [("trt10", "opset20"), ("onnx24", "opset24"), ("opset20", "opset20")])
-def test_a_dialect_may_be_called_what_it_was(
-    said: str, meant: str, checkpoint: Callable[[str], Path], tmp_path: Path
+@pytest.mark.parametrize(("message", "meant"), [("trt10", "opset20"), ("onnx24", "opset24"), ("opset20", "opset20")])
+def test_former_names_of_dialects_are_valid(
+    message: str, meant: str, checkpoint: Callable[[str], Path], photo_file: Path, tmp_path: Path
 ) -> None:
-    options = ("--budgets", "retain-64", "--methods", "sinkpruner,fastervlm", "--dialect", said, "--json")
+    options = ("--budgets", "retain-64", "--methods", "sinkpruner,fastervlm", "--dialect", message, "--json")
     outcome = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options)
     assert outcome.code == 0, outcome.stderr
     summary = json.loads(outcome.stdout)
@@ -38,9 +38,23 @@ def test_a_dialect_may_be_called_what_it_was(
     manifest = read_bundle(tmp_path / "out").manifest
     assert manifest.dialect == meant
     assert size == sum(spec.size for spec in manifest.files.values())
+    ask = (
+        "--image",
+        photo_file,
+        "--prompt",
+        "Which cup?",
+        "--budget",
+        "retain-64",
+        "--max-new-tokens",
+        "4",
+        "--json",
+    )
+    answered = run("sinkprune-run", tmp_path / "out", *ask)
+    assert answered.code == 0, answered.stderr
+    assert json.loads(answered.stdout)["budget"] == "retain-64"
 
 
-def test_json_tells_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_json_lists_what_no_plan_reaches(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     options = ("--budgets", "retain-192,retain-32", "--methods", "fastv", "--json")
     outcome = run("sinkprune-export", checkpoint("mha-336"), "-o", tmp_path / "out", *options)
     assert outcome.code == 0, outcome.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -25,7 +24,6 @@ from sinkprune.runtime.backends import load_backend
 from sinkprune.runtime.backends.kv_cache import cache_names
 from sinkprune.runtime.backends.models import Model
 from support.models.graphs import Array, Run, loaded
-from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 2e-2}
@@ -245,35 +243,3 @@ def test_opset20_graphs_are_valid_and_use_every_input(precision: str, bundle: Bu
         assert {opset.version for opset_import in opsets for opset in opset_import if not opset.domain} == {20}
         used = {name for node in model.graph.node for name in node.input}
         assert {value.name for value in model.graph.input} <= used, path
-
-
-def test_the_command_exports_a_dialect_that_runs(
-    checkpoint: Callable[[str], Path], photo_file: Path, tmp_path: Path
-) -> None:
-    exported = run(
-        "sinkprune-export",
-        checkpoint("gqa-112"),
-        "-o",
-        tmp_path / "b",
-        "--budgets",
-        "retain-64",
-        "--dialect",
-        "opset20",
-        "--json",
-    )
-    assert exported.code == 0, exported.stderr
-    assert json.loads(exported.stdout)["dialect"] == "opset20"
-    ask = [
-        "--image",
-        photo_file,
-        "--prompt",
-        "Which cup?",
-        "--budget",
-        "retain-64",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    ]
-    answered = run("sinkprune-run", tmp_path / "b", *ask)
-    assert answered.code == 0, answered.stderr
-    assert json.loads(answered.stdout)["budget"] == "retain-64"

@@ -1,4 +1,4 @@
-"""Linear layers of the same inputs as one product: the same weights, and what each gives alone."""
+"""Linear layers of the same inputs as one product, with the weights and outputs that each has alone."""
 
 from __future__ import annotations
 

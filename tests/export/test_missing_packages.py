@@ -1,4 +1,4 @@
-"""Export where a package of its extra is missing: one message, whenever the package is first asked for."""
+"""Export without a package of its extra: one message, whenever the package is first imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a folder cannot be written, `-o` is refused in one message, and nothing is touched."""
+"""A folder that cannot be written is rejected in one message, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["plain", "force"])
 @pytest.mark.parametrize(
-    ("output", "said"),
+    ("output", "message"),
     [
         (".", "'.' names no new folder"),
         ("", "'.' names no new folder"),
@@ -71,11 +71,13 @@ def names(folder: Path) -> list[str]:
     ],
 )
 def test_a_place_that_cannot_be(
-    output: str, said: str, force: tuple[str, ...], place: Path, checkpoint: Checkpoints, bundle: Bundles
+    output: str, message: str, force: tuple[str, ...], place: Path, checkpoint: Checkpoints, bundle: Bundles
 ) -> None:
     before = names(place)
-    assert_refused(run("sinkprune-export", checkpoint("gqa-112"), "-o", output, *force), said)
-    assert_refused(run("sinkprune-build", bundle("gqa-112"), "-o", output, "--target", "onnxruntime", *force), said)
+    assert_refused(run("sinkprune-export", checkpoint("gqa-112"), "-o", output, *force), message)
+    assert_refused(
+        run("sinkprune-build", bundle("gqa-112"), "-o", output, "--target", "onnxruntime", *force), message
+    )
     assert names(place) == before
 
 
@@ -85,7 +87,7 @@ def test_the_longest_name_there_can_be(place: Path, checkpoint: Checkpoints) -> 
     assert (place / ("a" * 237) / "bundle.json").is_file()
 
 
-def test_a_name_that_is_not_utf_8_is_told_in_a_terminal(place: Path) -> None:
+def test_a_name_that_is_not_utf_8_is_reported(place: Path) -> None:
     command = own_process("sinkprune-export", "llava-1.1b", "--random-weights", "-o", os.fsdecode(b"out\xff"))
     done = subprocess.run(command, capture_output=True, check=False, timeout=60)
     assert done.returncode == 2

@@ -106,16 +106,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint(damage: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    apply, said = DAMAGES[damage]
+    apply, message = DAMAGES[damage]
     folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
     apply(folder)
     outcome = export(folder, tmp_path / "out")
-    assert_refused(outcome, *said)
+    assert_refused(outcome, *message)
     assert not outcome.stderr.endswith("..\n")
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "message"),
     [
         ("nowhere/at-all/there", [], ["nowhere", "no such folder"]),
         ("llava-1.1b", [], ["--random-weights"]),
@@ -129,8 +129,8 @@ def test_a_damaged_checkpoint(damage: str, checkpoint: Checkpoints, tmp_path: Pa
         ("llava-1.1b", ["--random-weights", "--methods", "magic"], ["magic", "sinkpruner"]),
     ],
 )
-def test_a_wrong_request(source: str, options: list[Any], said: list[str], tmp_path: Path) -> None:
-    assert_refused(export(source, tmp_path / "out", *options), *said)
+def test_a_wrong_request(source: str, options: list[Any], message: list[str], tmp_path: Path) -> None:
+    assert_refused(export(source, tmp_path / "out", *options), *message)
 
 
 @pytest.mark.parametrize("option", ["--budgets", "--methods"])
@@ -151,9 +151,9 @@ def test_help_lists_every_budget_option_and_preset(capsys: pytest.CaptureFixture
 
 
 def test_the_size_of_a_small_bundle_is_printed_in_megabytes(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    told = export(checkpoint("gqa-112"), tmp_path / "out", "--budgets", "retain-64").stdout
+    printed = export(checkpoint("gqa-112"), tmp_path / "out", "--budgets", "retain-64").stdout
     size = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.*") if path.name != "bundle.json")
-    assert told.startswith(f"{tmp_path / 'out'}: {size / 1e6:.2f} MB, fp32, budgets none, retain-64")
+    assert printed.startswith(f"{tmp_path / 'out'}: {size / 1e6:.2f} MB, fp32, budgets none, retain-64")
 
 
 def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:
@@ -166,19 +166,24 @@ def test_an_interrupt_while_packages_are_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "said"),
+    ("shape", "message"),
     [
         ({"num_hidden_layers": 3}, ["3 layers", "at least 4"]),
         ({"num_hidden_layers": 1024, "hidden_size": 8192}, ["no room", "GB free"]),
+        (
+            {"hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_attention_heads": 1024}
+            | {"num_key_value_heads": 1024, "vocab_size": 32001},
+            ["no memory", "137438953472 values", "1099.5 GB are needed", "GB are free", "fp16"],
+        ),
     ],
 )
 def test_a_shape_that_is_rejected_before_anything_is_written(
-    shape: dict[str, int], said: list[str], tmp_path: Path
+    shape: dict[str, int], message: list[str], tmp_path: Path
 ) -> None:
     config = PRESETS["llava-1.1b"]
     text = {**config["text_config"], **shape}
     (tmp_path / "config.json").write_text(json.dumps({**config, "text_config": text}))
-    assert_refused(export(tmp_path, tmp_path / "out", "--random-weights"), *said)
+    assert_refused(export(tmp_path, tmp_path / "out", "--random-weights"), *message)
 
 
 def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
@@ -200,7 +205,7 @@ def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "force", "said"),
+    ("name", "content", "force", "message"),
     [
         ("bundle.json", '{"format_version": 3, "sinkprune_version": "0", "files": {}}', False, "--force"),
         ("bundle.json", "{}", True, "not a bundle"),
@@ -208,7 +213,7 @@ def test_existing_bundle_needs_force_and_a_foreign_folder_is_never_replaced(
     ],
 )
 def test_what_appears_during_an_export_is_not_replaced(
-    name: str, content: str, force: bool, said: str, checkpoint: Checkpoints, tmp_path: Path
+    name: str, content: str, force: bool, message: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     request, output = ExportRequest(str(checkpoint("gqa-112")), budgets=("retain-64",)), tmp_path / "out"
 
@@ -216,7 +221,7 @@ def test_what_appears_during_an_export_is_not_replaced(
         output.mkdir(exist_ok=True)
         (output / name).write_text(content)
 
-    with pytest.raises(BundleError, match=said):
+    with pytest.raises(BundleError, match=message):
         export_bundle(request, output, force=force, progress=appear)
     assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["out", name])
 

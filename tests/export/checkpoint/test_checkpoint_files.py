@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: what is no regular file, no JSON, no shard, or leads out of it, is refused."""
+"""Files of a checkpoint folder: special files, damaged files and links out of the folder are rejected."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ JSONS = ["config.json", "preprocessor_config.json", "video_preprocessor_config.j
 @pytest.mark.parametrize("name", JSONS)
 @pytest.mark.parametrize("kind", ODD_JSON)
 def test_json_files_that_are_none(kind: str, name: str, folder: Path) -> None:
-    make, said = ODD_JSON[kind]
+    make, message = ODD_JSON[kind]
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
     with pytest.raises(CheckpointError) as raised:
         open_source(ExportRequest(str(folder), max_frames=8))
     assert f"/{name}' " in str(raised.value)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_a_nested_processor_and_a_configuration_for_random_weights_are_read_alike(
@@ -106,8 +106,8 @@ def test_a_nested_processor_and_a_configuration_for_random_weights_are_read_alik
     fifo(tmp_path / "mine.json")
     (folder / "config.json").unlink()
     a_folder(folder / "config.json")
-    for given, said in ((tmp_path / "mine.json", "is a FIFO"), (folder, "is a folder")):
-        with pytest.raises(CheckpointError, match=said):
+    for given, message in ((tmp_path / "mine.json", "is a FIFO"), (folder, "is a folder")):
+        with pytest.raises(CheckpointError, match=message):
             open_source(ExportRequest(str(given), random_weights=True))
 
 
@@ -145,11 +145,11 @@ ODD_SHARDS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("kind", ODD_SHARDS)
 def test_shards_that_are_none(kind: str, tmp_path: Path) -> None:
-    make, said = ODD_SHARDS[kind]
+    make, message = ODD_SHARDS[kind]
     make(tmp_path / SHARD)
     with pytest.raises(CheckpointError) as raised:
         SafetensorsWeights(tmp_path)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
     assert SHARD in str(raised.value)
 
 
@@ -157,13 +157,17 @@ def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> Non
     odd = [("a", tensor([0, 1 << 62], 0, 0)), ("b", tensor([16], 0, 16, "F8_E4M3")), ("c", tensor([1] * 99, 16, 20))]
     written(header(*odd) + bytes(20))(tmp_path / SHARD)
     weights = SafetensorsWeights(tmp_path)
-    for name, shape, said in (("a", [4], "has shape"), ("b", [16], "is F8_E4M3, expected F32"), ("c", [1], "shape")):
-        with pytest.raises(CheckpointError, match=said):
+    for name, shape, message in (
+        ("a", [4], "has shape"),
+        ("b", [16], "is F8_E4M3, expected F32"),
+        ("c", [1], "shape"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
             weights.tensor(name, shape)
 
 
 @pytest.mark.parametrize(
-    ("index", "said"),
+    ("index", "message"),
     [
         ({}, "missing field 'weight_map'"),
         ({"weight_map": None}, "weight_map: found None, expected an object"),
@@ -183,11 +187,11 @@ def test_tensors_of_other_shapes_and_types_are_never_read(tmp_path: Path) -> Non
         ({"weight_map": {"a": "gone.safetensors"}}, "shard 'gone.safetensors' is missing"),
     ],
 )
-def test_an_index_names_shards_within_the_folder(index: Any, said: str, folder: Path) -> None:
+def test_an_index_names_shards_within_the_folder(index: Any, message: str, folder: Path) -> None:
     (folder / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError) as raised:
         SafetensorsWeights(folder)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_shards_of_a_folder_below_are_read(folder: Path) -> None:
@@ -218,7 +222,7 @@ def test_a_hub_cache_is_links_to_blobs(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json", "generation_config.json", SHARD])
-def test_other_links_out_of_the_folder_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
+def test_other_links_out_of_the_folder_are_rejected(name: str, folder: Path, tmp_path: Path) -> None:
     (folder / name).rename(tmp_path / "secret")
     for target in (str(tmp_path / "secret"), "../secret"):
         (folder / name).symlink_to(target)
@@ -245,7 +249,7 @@ def test_links_within_the_folder_are_followed(folder: Path) -> None:
         read_json(folder, "gone.json")
 
 
-def test_the_configuration_that_is_given_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+def test_the_users_own_configuration_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.json").symlink_to(folder / "config.json")
     source = open_source(ExportRequest(str(tmp_path / "mine.json"), random_weights=True))
     assert source.family.name == "qwen2.5-vl"

@@ -1,4 +1,4 @@
-"""Fields of a checkpoint's JSON files: every one, of every family, by values that it cannot have."""
+"""Fields of a checkpoint's JSON files: each one, of each family, with invalid values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def places(value: Any, place: Place = ()) -> Iterator[Place]:
 
 
 def opened(request: ExportRequest) -> PlanFacts:
-    """What planning is told of a checkpoint that is opened."""
+    """Return the facts that planning uses, of an opened checkpoint."""
     source = open_source(request)
     with closing(source.weights):
         family, groups = source.family, source.family.groups_of(source.processor)
@@ -94,7 +94,7 @@ VISION = "vision_config"
 
 
 @pytest.mark.parametrize(
-    ("preset", "place", "value", "said"),
+    ("preset", "place", "value", "message"),
     [
         ("llava-1.1b", ("model_type",), ["llava"], r"model_type: found \['llava'\], expected 1 to 200"),
         ("llava-1.1b", (TEXT,), [], r"text_config: found \[\], expected an object or null"),
@@ -148,13 +148,13 @@ VISION = "vision_config"
         ("qwen2-vl-7b", (VISION, "mlp_ratio"), 0, "mlp_ratio: found 0, expected a number from 1 to 64"),
     ],
 )
-def test_a_field_of_the_configuration_is_named(preset: str, place: Place, value: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_a_field_of_the_configuration_is_named(preset: str, place: Place, value: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         read_family("given", with_value(PRESETS[preset], place, value))
 
 
 @pytest.mark.parametrize(
-    ("shape", "settings", "said"),
+    ("shape", "settings", "message"),
     [
         ("gqa-112", {"rescale_factor": 0}, "rescale_factor: found 0, expected a number from 1e-06 to 1000"),
         ("gqa-112", {"rescale_factor": 1e300}, r"rescale_factor: found 1e\+300"),
@@ -171,29 +171,29 @@ def test_a_field_of_the_configuration_is_named(preset: str, place: Place, value:
     ],
 )
 def test_a_field_of_the_image_processor_is_named_with_its_file(
-    shape: str, settings: dict[str, Any], said: str, checkpoint: Checkpoints, tmp_path: Path
+    shape: str, settings: dict[str, Any], message: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(checkpoint(shape), tmp_path / "checkpoint"))
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
-    with pytest.raises(CheckpointError, match=said) as raised:
+    with pytest.raises(CheckpointError, match=message) as raised:
         open_source(ExportRequest(str(folder)))
-    assert "pixels" in said or "preprocessor_config.json" in str(raised.value)
+    assert "pixels" in message or "preprocessor_config.json" in str(raised.value)
 
 
 def test_settings_of_clips_are_named_with_their_file(checkpoint: Checkpoints, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen"), tmp_path / "checkpoint"))
     request = ExportRequest(str(folder), max_frames=8)
-    for settings, said in (
+    for settings, message in (
         ({"fps": "two"}, r"video_preprocessor_config.json is malformed at \$.fps: found 'two'"),
         ({"max_pixels": 100}, "a frame of a clip may have the 784 pixels of a token; found 100"),
     ):
         (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             open_source(request)
 
 
-def test_special_tokens_that_are_one_are_refused() -> None:
+def test_special_tokens_that_are_one_are_rejected() -> None:
     for token, preset in ((2, "llava-1.1b"), (151645, "qwen2.5-vl-3b")):
         name = "image_token_index" if preset == "llava-1.1b" else "image_token_id"
         with pytest.raises(CheckpointError, match=r"special tokens .* different ones"):

@@ -1,4 +1,4 @@
-"""Names of the hub: what keeps a checkpoint from being downloaded is told in one message; no code comes with it."""
+"""Names of the hub: a failed download is reported in one message, and no code is downloaded."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def exported(tmp_path: Path, names: list[str], **environment: str) -> list[tuple
     """Exit code and message of an export of each name, with the hub client's settings of `environment`."""
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"), "")
     search = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    told = {**os.environ, **proxies, "PYTHONPATH": search, "HF_HOME": str(tmp_path / "hf"), **environment}
-    told["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    variables = {**os.environ, **proxies, "PYTHONPATH": search, "HF_HOME": str(tmp_path / "hf"), **environment}
+    variables["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     command = [sys.executable, "-c", _PROGRAM, str(tmp_path / "out"), *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=told)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr
     return [(code, message) for code, message in json.loads(done.stdout)]
 
 
-def test_what_the_hub_refuses_is_told_in_one_message(tmp_path: Path) -> None:
+def test_what_the_hub_rejects_is_reported_in_one_message(tmp_path: Path) -> None:
     expected = {
         "none/model": "Check the name; for a private model log in",
         "gated/model": "Ask for access on the model's page",
@@ -97,10 +97,10 @@ def test_what_the_hub_refuses_is_told_in_one_message(tmp_path: Path) -> None:
     }
     with hub() as address:
         outcomes = exported(tmp_path, [*expected], HF_ENDPOINT=address)
-    for (name, said), (code, message) in zip(expected.items(), outcomes, strict=True):
+    for (name, part), (code, message) in zip(expected.items(), outcomes, strict=True):
         assert code == 2
         assert message.startswith(f"error: checkpoint '{name}' is no local folder and could not be downloaded: ")
-        assert said in message
+        assert part in message
         assert message.count("\n") == 1
     assert not [path for path in ASKED if path.endswith((".py", ".bin", ".md"))], ASKED
     assert [path for path in ASKED if path.endswith("config.json")]
@@ -116,7 +116,7 @@ def test_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "../a", "a/b?c", "a b/c", "a/\x1b[31m", "https://example.com/a", "/a/b"])
-def test_what_is_no_name_is_never_asked_for(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_name_is_never_requested(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Where no folder of such a name stands.
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

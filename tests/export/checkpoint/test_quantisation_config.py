@@ -1,4 +1,4 @@
-"""quantization_config: what is read of it, and what is refused by name."""
+"""quantization_config: the supported settings, and others rejected by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_decoder_may_have_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({**GPTQ, "bits": 3}, "quantization_config.bits is 3, expected 4 or 8"),
         ({**GPTQ, "bits": 2}, "quantization_config.bits is 2, expected 4 or 8"),
@@ -77,8 +77,8 @@ def test_a_decoder_may_have_its_own() -> None:
         ([4], r"quantization_config: found \[4\], expected an object or null"),
     ],
 )
-def test_what_is_not_read_is_refused_by_name(config: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_an_unsupported_setting_is_rejected_by_name(config: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         read(config)
 
 

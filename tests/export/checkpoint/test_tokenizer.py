@@ -139,14 +139,14 @@ def folder(tmp_path: Path) -> Path:
     return written(tmp_path, llama(), "llava", NAMED)
 
 
-def test_a_checkpoint_without_tokenizer_json_is_told_how_to_make_it(folder: Path) -> None:
+def test_the_error_for_a_missing_tokenizer_json_shows_how_to_make_it(folder: Path) -> None:
     (folder / "tokenizer.json").rename(folder / "tokenizer.model")
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json.*tokenizer\.model.*save_pretrained"):
         read_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         ("tokenizer.json", b"\xff", "not UTF-8"),
         ("tokenizer.json", b"[" * 5000, "not JSON|nested"),
@@ -167,9 +167,9 @@ def test_a_checkpoint_without_tokenizer_json_is_told_how_to_make_it(folder: Path
         ("chat_template.jinja", b" " * 300_000, "300000 bytes"),
     ],
 )
-def test_what_is_damaged_is_refused_by_its_name(file: str, content: bytes, said: str, folder: Path) -> None:
+def test_a_damaged_file_is_rejected_by_its_name(file: str, content: bytes, message: str, folder: Path) -> None:
     (folder / file).write_bytes(content)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         read_text(folder, 380, "default")
     assert str(folder / file) in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""Checkpoints as they are found: sharded, in bfloat16, named by several transformers versions, of each family."""
+"""Checkpoints of each family as published: sharded, in bfloat16, with names of several transformers versions."""
 
 from __future__ import annotations
 

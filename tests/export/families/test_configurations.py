@@ -1,4 +1,4 @@
-"""Published configurations: what is read of each, and which variants are rejected by name."""
+"""Published configurations: their facts, and variants that are rejected by name."""
 
 from __future__ import annotations
 

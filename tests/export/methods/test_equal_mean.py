@@ -1,4 +1,4 @@
-"""Every method's plan has the mean visual tokens per layer of SinkPruner's, or says that it cannot."""
+"""Every method's plan has the mean visual tokens per layer of SinkPruner's, or is unreachable."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_means_are_equal_to_half_a_token(method: str, num_layers: int, visual_to
         ("pyramiddrop", {"retain-128", "retain-64", "retain-32"}),
     ],
 )
-def test_what_llava_7b_cannot_reach_is_said_with_both_means(method: str, unreachable: set[str]) -> None:
+def test_what_llava_7b_cannot_reach_is_reported_with_both_means(method: str, unreachable: set[str]) -> None:
     for name in FAMILIES["llava"].budgets:
         budget = parse_budget("llava", name)
         if name not in unreachable:
@@ -174,7 +174,7 @@ def test_layers_of_other_papers_scale_with_depth(
     assert scaled_layers(layers, depth) == scaled
 
 
-def test_a_stage_behind_the_last_layer_is_refused() -> None:
+def test_a_stage_behind_the_last_layer_is_rejected() -> None:
     with pytest.raises(BudgetError, match=r"6 layers is too shallow.*8, 16, 24 of 32.*2, 3, 5.*at least 7 layers"):
         scaled_layers((8, 16, 24), 6)
     assert scaled_layers((8, 16, 24), 7) == (2, 4, 5)

@@ -15,6 +15,7 @@ from sinkprune.contract.families import parse_budget
 from sinkprune.export.methods import all_methods
 from sinkprune.export.pruning.equal_mean import UnreachableMean
 from support.models import graphs
+from support.models.token_features import KINDS, token_features
 from support.references.reference import largest
 from support.references.reference_methods import BEFORE_LLM, divprune, visionzip
 
@@ -22,28 +23,6 @@ Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
 N, D = 576, 48
 RETAIN_64 = parse_budget("llava", "retain-64")
-
-
-def features(kind: str, groups: int, n: int = N, d: int = D) -> dict[str, Array]:
-    """Tokens, norms and salience of one `kind`."""
-    rng = np.random.default_rng(11)
-    tokens, salience = rng.normal(size=(groups, n, d)), rng.random((groups, n))
-    if kind == "tied":
-        # Rows of four equal magnitudes or one: their cosines are multiples of 1/4, in any arithmetic.
-        tokens[:] = 0
-        for group, token in product(range(groups), range(n)):
-            places = rng.choice(d, rng.choice([1, 4]), replace=False)
-            tokens[group, token, places] = rng.choice([-1.0, 1.0], len(places))
-        salience = rng.integers(0, 3, (groups, n)) / 4
-    if kind == "duplicated":
-        tokens = tokens[:, rng.integers(0, n // 2, n)]
-    if kind == "zero rows":
-        tokens[:, rng.choice(n, n // 3, replace=False)] = 0
-    if kind == "all zero":
-        tokens[:] = 0
-    if kind == "outliers":
-        tokens[:, rng.choice(n, 9, replace=False)] *= rng.uniform(50, 100, (9, 1))
-    return {"tokens": tokens, "norms": np.linalg.norm(tokens, axis=-1), "salience": salience}
 
 
 def assert_equals_reference(method: str, budget: Budget, precision: str, inputs: dict[str, Array]) -> list[list[int]]:
@@ -64,10 +43,10 @@ def assert_equals_reference(method: str, budget: Budget, precision: str, inputs:
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("kind", ["random", "tied", "duplicated", "zero rows", "all zero", "outliers"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", BEFORE_LLM)
 def test_selection_equals_the_reference(method: str, kind: str, precision: str) -> None:
-    for index in assert_equals_reference(method, RETAIN_64, precision, features(kind, groups=3)):
+    for index in assert_equals_reference(method, RETAIN_64, precision, token_features(kind, groups=3)):
         assert len(set(index)) == len(index) == 68
 
 
@@ -75,7 +54,7 @@ def test_selection_equals_the_reference(method: str, kind: str, precision: str) 
 @pytest.mark.parametrize("method", BEFORE_LLM)
 def test_small_and_large_counts(method: str, budget: str) -> None:
     for n in (2, 5, 64):
-        assert_equals_reference(method, parse_budget("llava", budget), "fp32", features("random", 2, n, 8))
+        assert_equals_reference(method, parse_budget("llava", budget), "fp32", token_features("random", 2, n, 8))
 
 
 @pytest.mark.parametrize("method", BEFORE_LLM)
@@ -99,7 +78,7 @@ def test_ties_duplicates_and_zeros(method: str) -> None:
 
 @pytest.mark.parametrize("kind", ["outliers", "tied"])
 def test_the_filtered_visionzip_never_keeps_a_top_rho_token(kind: str) -> None:
-    inputs = features(kind, groups=4)
+    inputs = token_features(kind, groups=4)
     # What has the largest norm is also the most salient.
     inputs["salience"] = inputs["norms"]
     kept = assert_equals_reference("visionzip+filter", RETAIN_64, "fp32", inputs)
@@ -111,33 +90,31 @@ def test_the_filtered_visionzip_never_keeps_a_top_rho_token(kind: str) -> None:
 
 
 def test_an_outlier_is_not_merged_either() -> None:
-    inputs = features("random", groups=1)
+    inputs = token_features("random", groups=1)
     inputs["norms"][0, 7] = 1e6
     moved = {name: array.copy() for name, array in inputs.items()}
     moved["tokens"][0, 7] *= -5
     run = graphs.method_sanitizer("visionzip+filter", N, D, RETAIN_64)
-    one, other = (
-        run(**{name: array.astype(np.float32) for name, array in given.items()}) for given in (inputs, moved)
-    )
+    one, other = run(**inputs), run(**moved)
     np.testing.assert_array_equal(one["kept_tokens"], other["kept_tokens"])
 
 
 def test_visionzip_merges_what_is_alike() -> None:
     """Eight kept of 24: one contextual, the first of the rest, with the mean of all others added."""
-    inputs = features("random", 1, 24, 8)
+    inputs = token_features("random", 1, 24, 8)
     budget = parse_budget("llava", "retain-192")
     assert graphs.tokens_into_llm(24, budget) == 8
     inputs["salience"][0] = np.arange(24, 0, -1)
     (kept,) = assert_equals_reference("visionzip", budget, "fp32", inputs)
     assert kept == list(range(8))
     run = graphs.method_sanitizer("visionzip", 24, 8, budget)
-    rows = run(**{name: array.astype(np.float32) for name, array in inputs.items()})["kept_tokens"][0]
+    rows = run(**inputs)["kept_tokens"][0]
     tokens = inputs["tokens"][0]
     np.testing.assert_allclose(rows[7], tokens[7] + tokens[8:].mean(axis=0), rtol=1e-5, atol=1e-5)
 
 
 def test_raster_order_moves_merged_rows_with_their_targets() -> None:
-    inputs = {name: array.astype(np.float32) for name, array in features("random", 2).items()}
+    inputs = token_features("random", 2)
     raster = parse_budget("llava", "retain-64+raster")
     out = graphs.method_sanitizer("visionzip", N, D, raster)(**inputs)
     for group in range(2):
@@ -148,7 +125,7 @@ def test_raster_order_moves_merged_rows_with_their_targets() -> None:
 
 
 def test_serial_divprune_is_the_papers_rule() -> None:
-    inputs = {name: array.astype(np.float32) for name, array in features("random", 2, 64, 8).items()}
+    inputs = token_features("random", 2, 64, 8)
     out = graphs.method_sanitizer("divprune", 64, 8, parse_budget("llava", "retain-192+serial"))(**inputs)
     k = graphs.tokens_into_llm(64, parse_budget("llava", "retain-192"))
     for group in range(2):
@@ -160,7 +137,7 @@ def test_random_is_one_draw_whose_prefix_a_smaller_budget_keeps() -> None:
     kept = {}
     for budget in ("retain-192", "retain-32"):
         runs = [graphs.method_sanitizer("random", N, D, parse_budget("llava", budget)) for _ in range(2)]
-        inputs = {name: array.astype(np.float32) for name, array in features("random", 2).items()}
+        inputs = token_features("random", 2)
         first, second = (run(**inputs) for run in runs)
         np.testing.assert_array_equal(first["kept_index"], second["kept_index"])
         index = first["kept_index"][1]
@@ -179,7 +156,7 @@ def test_fp16_tokens_are_never_computed_with(method: str) -> None:
     assert found <= {"Shape", "Cast", "CastLike", "GatherND", "Concat"}
 
 
-def test_a_filter_that_leaves_nothing_is_refused() -> None:
+def test_a_filter_that_leaves_nothing_is_rejected() -> None:
     with pytest.raises(UnreachableMean, match="leaves none"):
         graphs.method_plan("visionzip+filter", 1, 8, RETAIN_64)
 

@@ -1,4 +1,4 @@
-"""Where images differ in their number of tokens every method keeps its reference's, at any number, frame or set."""
+"""If images differ in N, every method keeps what its reference keeps, for any N, frames and DeepStack."""
 
 from __future__ import annotations
 
@@ -216,6 +216,6 @@ def test_shares_never_grow_from_layer_to_layer(n: int, name: str, method: str) -
 
 
 @pytest.mark.parametrize("method", ["divprune", "dart", "fastervlm", "visionzip", "random", "fastv"])
-def test_more_than_topk_gives_is_refused_with_the_size_that_fits(method: str) -> None:
+def test_more_than_topk_gives_is_rejected_with_the_size_that_fits(method: str) -> None:
     with pytest.raises(BudgetError, match=r"keeps \d+ in one step; TensorRT's TopK gives at most 3840.*--max-pixels"):
         load_method(method)(facts(most=20_000), BUDGETS["prune-66.7"])

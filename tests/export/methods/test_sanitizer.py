@@ -13,15 +13,12 @@ from hypothesis import strategies as st
 from sinkprune.contract.budgets import OPTIONS, Budget, Share
 from sinkprune.contract.families import parse_budget
 from support.models import graphs
+from support.models.token_features import KINDS, token_features
 from support.programs.slow_cases import each_once, slow_except
 from support.references import reference
 
 Array = np.ndarray[Any, Any]
 DTYPES = {"fp32": np.float32, "fp16": np.float16}
-# In proportion to this length a squared norm passes the type's maximum.
-LARGE = {"fp32": 1e25, "fp16": 2e3}
-
-N, D = 576, 48
 RETAIN_64 = parse_budget("llava", "retain-64")
 
 
@@ -62,58 +59,22 @@ def assert_equals_reference(budget: Budget, precision: str, tokens: Array, norms
         )
 
 
-def lengths(tokens: Array) -> Array:
-    """L2 norms of the rows."""
-    return np.linalg.norm(tokens.astype(np.float64), axis=-1)
-
-
-def exact_rows(rng: np.random.Generator, groups: int, n: int, d: int) -> Array:
-    """Rows of four equal magnitudes or one: their cosines are multiples of 1/4, in any arithmetic."""
-    rows = np.zeros((groups, n, d))
-    for group, token in product(range(groups), range(n)):
-        places = rng.choice(d, rng.choice([1, 4]), replace=False)
-        rows[group, token, places] = rng.choice([-1.0, 1.0], len(places))
-    return rows
-
-
-def tokens_of(kind: str, precision: str, groups: int, n: int = N, d: int = D) -> tuple[Array, Array, Array]:
-    """Tokens, norms and salience of one `kind`."""
-    rng = np.random.default_rng(7)
-    tokens = rng.normal(size=(groups, n, d))
-    salience = rng.random((groups, n))
-    if kind == "tied":
-        tokens = exact_rows(rng, groups, n, d)
-        return tokens, rng.integers(1, 4, (groups, n)), rng.integers(0, 3, (groups, n)) / 4
-    if kind == "duplicated":
-        tokens = tokens[:, rng.integers(0, n // 2, n)]
-    if kind == "zero rows":
-        tokens[:, rng.choice(n, n // 3, replace=False)] = 0
-    if kind == "all zero":
-        tokens[:] = 0
-    if kind == "outliers":
-        tokens[:, rng.choice(n, 9, replace=False)] *= rng.uniform(50, 100, (9, 1))
-    if kind == "large norms":
-        tokens *= LARGE[precision]
-    tokens = tokens.astype(DTYPES[precision])
-    return tokens, lengths(tokens), salience
-
-
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize(
     ("groups", "kind"),
-    each_once([1, 5], ["random", "tied", "duplicated", "zero rows", "all zero", "outliers", "large norms"]),
+    each_once([1, 5], [*KINDS, "large norms"]),
 )
 def test_retain_64_equals_the_reference(kind: str, precision: str, groups: int) -> None:
-    tokens, norms, salience = tokens_of(kind, precision, groups)
-    assert np.isfinite(tokens).all()
-    assert_equals_reference(RETAIN_64, precision, tokens, norms, salience)
+    features = token_features(kind, groups, precision=precision)
+    assert np.isfinite(features["tokens"]).all()
+    assert_equals_reference(RETAIN_64, precision, **features)
 
 
 @pytest.mark.parametrize("option", ["raster", "drop-sink", "keep-outliers", "no-diversity", "serial"])
 @pytest.mark.parametrize("kind", ["tied", "outliers"])
 def test_every_option_equals_the_reference(option: str, kind: str) -> None:
     budget = OPTIONS[option](parse_budget("llava", "retain-128"))
-    assert_equals_reference(budget, "fp32", *tokens_of(kind, "fp32", 3, n=64))
+    assert_equals_reference(budget, "fp32", **token_features(kind, 3, n=64))
 
 
 @pytest.mark.parametrize(
@@ -138,14 +99,14 @@ def test_every_option_equals_the_reference(option: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["random", "tied"])
 def test_counts_at_their_limits(kind: str, n: int, reserve: int, diverse: int, batch: int) -> None:
     budget = budget_of(n, reserve, diverse, diversity_group_size=batch)
-    assert_equals_reference(budget, "fp32", *tokens_of(kind, "fp32", 2, n=n, d=8))
+    assert_equals_reference(budget, "fp32", **token_features(kind, 2, n=n, d=8))
 
 
 @pytest.mark.parametrize("option", ["drop-sink", "keep-outliers", "raster"])
 @pytest.mark.parametrize("n", [1, 2])
 def test_options_on_one_and_two_tokens(option: str, n: int) -> None:
     budget = OPTIONS[option](budget_of(n, 1, 1))
-    assert_equals_reference(budget, "fp32", *tokens_of("random", "fp32", 2, n=n, d=8))
+    assert_equals_reference(budget, "fp32", **token_features("random", 2, n=n, d=8))
 
 
 @pytest.mark.parametrize(("n", "outliers"), [(576, 6), (480, 5), (2880, 29), (1000, 10), (101, 2), (100, 1), (1, 1)])
@@ -173,7 +134,7 @@ def test_kept_tokens_worked_by_hand() -> None:
 
 def test_members_of_one_batch_are_not_compared_with_each_other() -> None:
     tokens = np.array([[1, 0], [0, 1], [0, 1], [-1, 0.1], [1, 1], [9, 9]], np.float32)
-    inputs = {"tokens": tokens[None], "norms": lengths(tokens)[None].astype(np.float32)}
+    inputs = {"tokens": tokens[None], "norms": np.linalg.norm(tokens, axis=-1)[None]}
     inputs["salience"] = np.array([[9, 0, 0, 0, 0, 0]], np.float32)
     together = graphs.sanitizer(6, 2, budget_of(6, 1, 3, diversity_group_size=3))(**inputs)
     serial = graphs.sanitizer(6, 2, budget_of(6, 1, 3, diversity_group_size=1))(**inputs)

@@ -31,7 +31,7 @@ HEADS = {"mha": (4, 4), "gqa": (6, 2), "mqa": (4, 1)}
 HEAD_DIM = 16
 KEPT = 7
 ASKING = {"fastv": last_row, "sparsevlm": text_like_the_image}
-"""The rows that ask, of methods other than SinkPruner. PyramidDrop asks as FastV does."""
+"""The querying rows of methods other than SinkPruner. PyramidDrop has those of FastV."""
 METHODS = ("sinkpruner", *ASKING)
 
 
@@ -135,7 +135,7 @@ def test_nothing_is_dropped_where_no_more_than_the_kept_are_left(
     assert keep == rows
 
 
-def test_one_visual_row_too_many_drops_the_least_asked_for() -> None:
+def test_one_visual_row_too_many_drops_the_one_of_least_score() -> None:
     inputs = stage("mha", KEPT + 8)
     keep = assert_equals_reference(
         budget_of(KEPT), "mha", inputs, list(range(3, KEPT + 4)), list(range(KEPT + 4, KEPT + 8))
@@ -154,10 +154,10 @@ def test_rows_of_equal_score_survive_in_their_order(scores_over: str, precision:
 
 
 def test_text_rows_do_not_see_later_text() -> None:
-    """The mask matters: a key behind the first asking row would take its attention away."""
+    """The mask matters: a key after the first querying row would take its attention."""
     inputs = stage("mqa", 12)
     inputs["query"][:], inputs["key"][:] = 0, 0
-    # Row 10 asks for 2, row 11 for 3 and, stronger, for itself.
+    # Row 10 attends to row 2, row 11 to row 3 and, stronger, to itself.
     inputs["query"][..., 10, 0], inputs["query"][..., 11, 1] = 8, 8
     inputs["key"][..., 2, 0], inputs["key"][..., 3, 1] = 8, 8
     inputs["key"][..., 11, :2] = 12

@@ -1,4 +1,4 @@
-"""Graphs that take shares of N keep what `Budget.resolve` says, for every N, and say no where they cannot."""
+"""Graphs that keep shares of N keep the counts of `Budget.resolve` for every N, or are rejected."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_rounds_of_diversity_are_enough_for_the_largest_image_and_no_more() 
         ("prune-66.7+no-sanitizer", 16384, 6553, 9600 * 784),
     ],
 )
-def test_more_than_topk_gives_is_refused_with_the_size_that_fits(
+def test_more_than_topk_gives_is_rejected_with_the_size_that_fits(
     name: str, most: int, ranked: int, pixels: int, images: int
 ) -> None:
     budget = parse_budget("qwen2.5-vl", name)
@@ -134,6 +134,6 @@ def test_an_image_of_many_tiles_can_be_too_much_to_rank() -> None:
     assert load_method("sinkpruner")(tiles, parse_budget("llava-next", "retain-160")).sanitizer is not None
 
 
-def test_compact_positions_are_refused_where_positions_have_axes() -> None:
+def test_compact_positions_are_rejected_where_positions_have_axes() -> None:
     with pytest.raises(BudgetError, match=r"'compact'.*several axes"):
         plan_graphs(facts(), ["fastv"], {"c": parse_budget("qwen2.5-vl", "prune-77.8+compact")}, print)

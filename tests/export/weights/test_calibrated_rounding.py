@@ -1,4 +1,4 @@
-"""Rounding for inputs that were seen: against a slow reference, and never worse than to the nearest."""
+"""Calibrated rounding: against a slow reference, and never worse than rounding to the nearest."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_no_output_is_further_off_than_to_the_nearest(
 def test_many_outputs_are_rounded_as_few_are() -> None:
     seen = inputs_like_a_model(200, 32, seed=3)
     weight, products = np.random.default_rng(4).standard_normal((5000, 32), np.float32), seen.T @ seen
-    codes, _ = calibrated(weight, Inputs(products), 7, 32, FP32).rounded
+    codes = calibrated(weight, Inputs(products), 7, 32, FP32).rounded.codes
     for row in (0, 2047, 2048, 4999):
         alone = calibrated(weight[row : row + 1], Inputs(products), 7, 32, FP32).rounded
         np.testing.assert_array_equal(alone.codes[0], codes[row])
@@ -117,19 +117,19 @@ def test_inputs_that_were_never_seen_are_rounded_too() -> None:
 
 
 @pytest.mark.parametrize("block", [32, 64])
-def test_what_is_told_is_that_of_the_outputs(block: int) -> None:
+def test_reported_errors_are_those_of_the_outputs(block: int) -> None:
     seen = inputs_like_a_model(200, 64, seed=7)
     weight = np.random.default_rng(8).standard_normal((6, 64), np.float32)
     # Its largest values are met by no smaller scale: some outputs stay as they are to the nearest.
     found = calibrated(weight, Inputs(seen.T @ seen), 7, block, np.dtype(np.float16))
     outputs = seen.astype(np.float64) @ weight.T
     assert found.length == pytest.approx((outputs**2).sum(axis=0), rel=1e-4)
-    for of, told in (
+    for of, reported in (
         (found.rounded, found.off),
         (rounded(weight, 7, block, np.dtype(np.float16)), found.nearest_off),
     ):
         errors = seen.astype(np.float64) @ (of.values() - weight).T
-        assert told.square == pytest.approx((errors**2).sum(axis=0), rel=1e-3)
-        assert told.along == pytest.approx(
+        assert reported.square == pytest.approx((errors**2).sum(axis=0), rel=1e-3)
+        assert reported.along == pytest.approx(
             (errors * outputs).sum(axis=0), rel=1e-3, abs=float(1e-4 * found.length.max())
         )

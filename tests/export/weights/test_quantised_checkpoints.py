@@ -70,12 +70,12 @@ def repacked(made: Callable[..., Made], tmp_path_factory: pytest.TempPathFactory
 
     def get(layout: Layout, name: str = "gqa-112") -> Path:
         if (name, layout) not in found:
-            told: list[Requantised] = []
+            again: list[Requantised] = []
             output = tmp_path_factory.mktemp("bundles") / "bundle"
             budget = "retain-64" if name == "gqa-112" else "prune-77.8"
             request = ExportRequest(str(made(layout, name).folder), budgets=(budget,))
-            export_bundle(request, output, requantised=told.append)
-            assert told == []
+            export_bundle(request, output, requantised=again.append)
+            assert again == []
             found[name, layout] = output
         return found[name, layout]
 
@@ -83,7 +83,7 @@ def repacked(made: Callable[..., Made], tmp_path_factory: pytest.TempPathFactory
 
 
 def exact(bundle: Path) -> Pipeline:
-    """Its products are of floats: unless told not to, ONNX Runtime rounds states too."""
+    """Load with products of floats. By default, ONNX Runtime rounds states too."""
     return Pipeline.load(bundle, compute="fp32")
 
 
@@ -129,21 +129,20 @@ def test_it_runs_pruned_as_any_bundle(
 
 
 def decoder_matrices(root: Path, made: Made) -> dict[str, Array]:
-    """Those of a bundle's decoder by the names that its checkpoint gives them, joined ones cut apart."""
+    """Return the matrices of a bundle's decoder by their names in the checkpoint; joined ones are split."""
     found: dict[str, Array] = {}
     for path in (root / "graphs").glob("decoder_*.onnx"):
-        found |= {name: matrix for name, (matrix, _) in stored_matrices(path).items()}
-    for joined in [name for name in found if "qkv_proj" in name]:
-        names = [joined.replace("qkv", which) for which in "qkv"]
-        widths = [len(made.layers[stored_name(made, name)].matrix) for name in names]
-        found |= zip(names, np.split(found.pop(joined), np.cumsum(widths)[:-1], axis=1), strict=True)
+        for name, (matrix, _) in stored_matrices(path).items():
+            parts = [name.replace("qkv", which) for which in "qkv"] if "qkv_proj" in name else [name]
+            stored = [next(one for one in made.layers if canonical(one) == part) for part in parts]
+            widths = [len(made.layers[one].matrix) for one in stored]
+            found |= zip(stored, np.split(matrix, np.cumsum(widths)[:-1], axis=1), strict=True)
     return found
 
 
-def stored_name(made: Made, canonical: str) -> str:
-    """The name in the checkpoint of a tensor that bundles know by another."""
-    end = canonical.removeprefix("language_model.")
-    return next(name for name in made.layers if name.endswith(end))
+def canonical(stored: str) -> str:
+    """Return the name that bundles have for a tensor of a checkpoint's decoder."""
+    return "language_model." + stored[stored.index("layers.") :]
 
 
 @pytest.mark.parametrize("layout", every(2, FORMS))
@@ -154,8 +153,7 @@ def test_every_matrix_is_exactly_the_checkpoints(
     found = decoder_matrices(root, made(layout))
     assert len(found) == len(layers)
     for name, layer in layers.items():
-        canonical = "language_model." + name[name.index("layers.") :]
-        np.testing.assert_array_equal(found[canonical], layer.matrix.T, err_msg=name)
+        np.testing.assert_array_equal(found[name], layer.matrix.T, err_msg=name)
     for graph in ("vision", "projector", "head"):
         assert stored_matrices(root / f"graphs/{graph}.onnx") == {}
     forms = read_bundle(root).manifest.weights
@@ -207,7 +205,7 @@ def export(folder: Path, output: Path, *options: object) -> tuple[dict[str, Any]
         (EIGHT_ASYMMETRIC, [], "int8", 0.001, 0.02),
     ],
 )
-def test_what_is_rounded_again_is_told(
+def test_errors_of_a_second_rounding_are_reported(
     layout: Layout,
     options: list[str],
     form: str,
@@ -216,24 +214,25 @@ def test_what_is_rounded_again_is_told(
     made: Callable[..., Made],
     tmp_path: Path,
 ) -> None:
-    told, said = export(made(layout).folder, tmp_path / "out", *options)
+    summary, message = export(made(layout).folder, tmp_path / "out", *options)
     layers = made(layout).layers
-    assert told["weights"] == form
+    assert summary["weights"] == form
     found = decoder_matrices(tmp_path / "out", made(layout))
-    errors, norms = {}, {}
-    for name, layer in layers.items():
-        canonical = "language_model." + name[name.index("layers.") :]
-        norms[canonical] = np.linalg.norm(layer.matrix)
-        errors[canonical] = np.linalg.norm(found[canonical] - layer.matrix.T)
+    norms = {name: np.linalg.norm(layer.matrix) for name, layer in layers.items()}
+    errors = {name: np.linalg.norm(found[name] - layer.matrix.T) for name, layer in layers.items()}
     together = np.linalg.norm(list(errors.values())) / np.linalg.norm(list(norms.values()))
     worst = max(errors, key=lambda name: errors[name] / norms[name])
-    assert told["requantised"]["layers"] == len(layers)
-    assert told["requantised"]["relative_error"] == pytest.approx(together, rel=1e-4)
-    assert told["requantised"]["largest"]["layer"] == worst
-    assert told["requantised"]["largest"]["relative_error"] == pytest.approx(errors[worst] / norms[worst], rel=1e-4)
+    assert summary["requantised"] == {
+        "layers": len(layers),
+        "relative_error": pytest.approx(together, rel=1e-4),
+        "largest": {
+            "layer": canonical(worst),
+            "relative_error": pytest.approx(errors[worst] / norms[worst], rel=1e-4),
+        },
+    }
     assert least < together < most
-    assert f"rounded a second time: {len(layers)} matrices" in said and worst in said
-    assert f"{together:.2%}" in said
+    assert f"rounded a second time: {len(layers)} matrices" in message and canonical(worst) in message
+    assert f"{together:.2%}" in message
 
 
 @pytest.mark.parametrize(
@@ -245,46 +244,43 @@ def test_what_is_rounded_again_is_told(
         (["--weights", "fp16"], "fp16", "fp16", False),
     ],
 )
-def test_floats_take_the_forms_that_are_asked(
+def test_floats_have_the_requested_forms(
     options: list[str], head: str, vision: str, repacked_too: bool, made: Callable[..., Made], tmp_path: Path
 ) -> None:
-    told, said = export(made(GPTQ).folder, tmp_path / "out", *options)
-    assert told["requantised"] is None and said == ""
-    assert told["vision_weights"] == vision
+    summary, message = export(made(GPTQ).folder, tmp_path / "out", *options)
+    assert summary["requantised"] is None and message == ""
+    assert summary["vision_weights"] == vision
     types = {"fp32": set(), "fp16": set(), "int8": {onnx.TensorProto.INT8}, "int4": {onnx.TensorProto.INT4}}
     for graph, form in (("head", head), ("vision", vision)):
         found = onnx.load(tmp_path / f"out/graphs/{graph}.onnx").graph.initializer
         assert {t.data_type for t in found} & {onnx.TensorProto.INT8, onnx.TensorProto.INT4} == types[form]
-    name, layer = next(iter(made(GPTQ).layers.items()))
-    canonical = "language_model." + name[name.index("layers.") :]
-    found = decoder_matrices(tmp_path / "out", made(GPTQ))
-    assert bool(found) == repacked_too
-    if repacked_too:
-        np.testing.assert_array_equal(found[canonical], layer.matrix.T)
+    matrices = decoder_matrices(tmp_path / "out", made(GPTQ))
+    assert bool(matrices) == repacked_too
+    for name, matrix in matrices.items():
+        np.testing.assert_array_equal(matrix, made(GPTQ).layers[name].matrix.T)
 
 
 def test_smaller_blocks_mean_the_same(made: Callable[..., Made], tmp_path: Path) -> None:
-    told, _ = export(made(ONE_GROUP).folder, tmp_path / "out", "--block-size", "32")
-    assert told["block_size"] == 32 and told["requantised"] is None
+    summary, _ = export(made(ONE_GROUP).folder, tmp_path / "out", "--block-size", "32")
+    assert summary["block_size"] == 32 and summary["requantised"] is None
     found = decoder_matrices(tmp_path / "out", made(ONE_GROUP))
     for name, layer in made(ONE_GROUP).layers.items():
-        canonical = "language_model." + name[name.index("layers.") :]
-        np.testing.assert_array_equal(found[canonical], layer.matrix.T)
+        np.testing.assert_array_equal(found[name], layer.matrix.T)
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "said"),
+    ("layout", "options", "message"),
     [
         (AWQ, [], "Export with --weights int4, which rounds them again"),
         (GPTQ, ["--vision-weights", "uint4"], "Export with --vision-weights int4"),
         (EIGHT, [], "Export with --weights int8, which rounds again"),
     ],
 )
-def test_what_tensorrt_10_3_does_not_take_is_refused(
-    layout: Layout, options: list[str], said: str, made: Callable[..., Made], tmp_path: Path
+def test_what_tensorrt_10_3_does_not_take_is_rejected(
+    layout: Layout, options: list[str], message: str, made: Callable[..., Made], tmp_path: Path
 ) -> None:
     done = run("sinkprune-export", made(layout).folder, "-o", tmp_path / "out", "--dialect", "opset20", *options)
-    assert_refused(done, said)
+    assert_refused(done, message)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""The tensors of quantised matrices: unpacked as they were packed, and refused where they are not as they must be."""
+"""The tensors of quantised matrices: unpacked as they were packed, and rejected if damaged."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_scales_that_are_infinite_or_too_large_make_no_warning_but_an_error(
         PRECISIONS["fp32"].converted(NAME, matrix)
 
 
-def test_groups_in_order_need_not_be_told(tmp_path: Path) -> None:
+def test_groups_in_order_need_no_g_idx(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
     tensors = stored(NAME, layer, GPTQ)
@@ -86,7 +86,7 @@ def test_groups_in_order_need_not_be_told(tmp_path: Path) -> None:
         weights.layer(NAME, 64, 8)
 
 
-def test_a_matrix_in_codes_and_in_floats_is_refused(tmp_path: Path) -> None:
+def test_a_matrix_in_codes_and_in_floats_is_rejected(tmp_path: Path) -> None:
     rng = np.random.default_rng(1)
     layer = quantise(rng.standard_normal((8, 64), np.float32), GPTQ, rng)
     weights = opened(tmp_path, {**stored(NAME, layer, GPTQ), NAME: layer.matrix}, GPTQ.config)
@@ -131,7 +131,7 @@ def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(
-    ("layout", "damage", "said"),
+    ("layout", "damage", "message"),
     [
         (GPTQ, without("scales"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.scales'", "[2, 160]"]),
         (GPTQ, without("qzeros"), ["holds no tensor 'language_model.layers.0.mlp.up_proj.qzeros'", "[2, 20]"]),
@@ -157,10 +157,10 @@ def made(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
         (GPTQ, changed("g_idx", lambda a: a[:-1]), ["has shape [63], expected [64]"]),
     ],
 )
-def test_what_is_not_as_it_must_be_is_refused(
+def test_a_damaged_tensor_is_rejected(
     layout: Layout,
     damage: Callable[[dict[str, Array]], None],
-    said: list[str],
+    message: list[str],
     made: Callable[[Layout], Made],
     tmp_path: Path,
 ) -> None:
@@ -173,12 +173,12 @@ def test_what_is_not_as_it_must_be_is_refused(
     damage(tensors)
     save_file(tensors, folder / "model.safetensors")
     done = run("sinkprune-export", folder, "-o", tmp_path / "out", "--budgets", "retain-64")
-    assert_refused(done, *said)
+    assert_refused(done, *message)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (None, ["was quantised, but config.json has no quantization_config"]),
         ({**GPTQ.config, "group_size": 128}, ["has 64 inputs, expected a multiple of 128"]),
@@ -187,8 +187,8 @@ def test_what_is_not_as_it_must_be_is_refused(
         (AWQ.config, ["has shape [8, ", "expected [64, "]),
     ],
 )
-def test_a_configuration_of_another_checkpoint_is_refused(
-    config: dict[str, Any] | None, said: list[str], made: Callable[[Layout], Made], tmp_path: Path
+def test_a_configuration_of_another_checkpoint_is_rejected(
+    config: dict[str, Any] | None, message: list[str], made: Callable[[Layout], Made], tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoint"
     folder.mkdir()
@@ -196,5 +196,5 @@ def test_a_configuration_of_another_checkpoint_is_refused(
         (folder / file.name).write_bytes(file.read_bytes())
     change_config(folder, config)
     done = run("sinkprune-export", folder, "-o", tmp_path / "out", "--budgets", "retain-64")
-    assert_refused(done, *said)
+    assert_refused(done, *message)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -1,4 +1,4 @@
-"""Graphs of a bundle written again with quantised matrices: what the export of the checkpoint writes."""
+"""Graphs of a bundle, rewritten with quantised matrices, equal those that the export writes."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_casts_of_the_old_form_are_gone(bundle: Bundles, tmp_path: Path) -> None
     assert after == exported
 
 
-def test_the_rule_is_given_each_matrix_by_its_name(bundle: Bundles, tmp_path: Path) -> None:
+def test_the_rule_receives_each_matrix_by_its_name(bundle: Bundles, tmp_path: Path) -> None:
     seen = {}
 
     def rule(name: str, weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:

@@ -84,8 +84,8 @@ def test_rounding_equals_the_reference(
     values: st.SearchStrategy[float],
 ) -> None:
     weight = data.draw(arrays.arrays(np.float32, (3, 8), elements=values))
-    found = round_(weight, most, block, np.dtype(dtype))
-    for ours, theirs in zip(found, reference(weight, most, block, dtype), strict=True):
+    found, expected = round_(weight, most, block, np.dtype(dtype)), reference(weight, most, block, dtype)
+    for ours, theirs in zip(filter(lambda array: array is not None, found), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert found.scales.dtype == dtype and (found.scales > 0).all() and np.isfinite(found.scales).all()
 
@@ -112,7 +112,7 @@ def test_values_are_what_codes_mean(weight: Array) -> None:
 
 def test_many_rows_are_rounded_as_few_are() -> None:
     weight = np.random.default_rng(1).standard_normal((2000, 192), np.float32)
-    codes, scales = rounded(weight, 127, 192, FP32)
+    codes, scales, _ = rounded(weight, 127, 192, FP32)
     for row in (0, 681, 682, 683, 1999):
         alone = rounded(weight[row : row + 1], 127, 192, FP32)
         np.testing.assert_array_equal(codes[row], alone.codes[0])

@@ -112,18 +112,18 @@ def test_the_tower_may_have_a_form_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--precision", "fp16", "--weights", "fp32"], "--weights is fp32, but states are fp16."),
         (["--precision", "fp16", "--vision-weights", "fp32"], "--vision-weights is fp32, but states are fp16."),
         (["--weights", "int8", "--block-size", "64"], "--block-size is 64, but no weights are int4."),
     ],
 )
-def test_forms_that_do_not_fit_are_refused(
-    options: list[str], said: str, checkpoint: Callable[[str], Path], tmp_path: Path
+def test_forms_that_do_not_fit_are_rejected(
+    options: list[str], message: str, checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     done = run("sinkprune-export", checkpoint("gqa-112"), "-o", tmp_path / "out", *options)
-    assert_refused(done, said)
+    assert_refused(done, message)
     assert not (tmp_path / "out").exists()
 
 
@@ -141,7 +141,7 @@ def test_uint4_is_not_for_tensorrt(option: str, checkpoint: Callable[[str], Path
     assert run(*build, "--target", "onnxruntime").code == 0
 
 
-def test_blocks_are_as_large_as_asked_and_as_divide_the_inputs(tmp_path: Path) -> None:
+def test_blocks_are_the_largest_that_are_requested_and_divide_the_inputs(tmp_path: Path) -> None:
     config = json.loads(json.dumps(PRESETS["llava-1.1b"]))
     shape = {"num_hidden_layers": 5, "num_attention_heads": 4}
     config["vision_config"] |= {"hidden_size": 64, "intermediate_size": 96, **shape}
@@ -166,7 +166,7 @@ def test_blocks_are_as_large_as_asked_and_as_divide_the_inputs(tmp_path: Path) -
     assert not (tmp_path / "odd").exists()
 
 
-def test_a_value_that_fp16_cannot_hold_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_value_that_fp16_cannot_hold_is_rejected(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(checkpoint("gqa-112"), tmp_path / "checkpoint"))
     tensors = load_file(folder / "model.safetensors")
     stored = next(stored for stored in tensors if stored.endswith("down_proj.weight"))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict
 from sinkprune.contract.checks.fields import Bounds
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.image_settings import Pinpoints
-from sinkprune.contract.towers import Side
+from sinkprune.contract.towers import Side, ViTTower
 from sinkprune.export.checkpoint.folder import Name
 from sinkprune.export.checkpoint.text import SpecialTokens
 from sinkprune.export.families import WriteGraph
@@ -29,7 +29,7 @@ from sinkprune.export.families.llama_shaped import (
 )
 from sinkprune.export.graph import WeightedGraph
 from sinkprune.export.models.llama import Llama
-from sinkprune.export.models.vit import ACTIVATIONS, ViT, build_vision, two_layers
+from sinkprune.export.models.vit import ACTIVATIONS, build_vision, two_layers
 
 # 128 x 128. Published towers have 576.
 _MOST_PATCHES = 16384
@@ -118,7 +118,7 @@ class Llava(LlamaShaped):
                 (f"image_size has at most {_MOST_PATCHES} patches", patches <= _MOST_PATCHES, patches),
             ]
         )
-        self.vision = ViT(
+        self.vision = ViTTower(
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
             num_heads=vision.num_attention_heads,

@@ -16,11 +16,7 @@ from sinkprune.export.graph import WeightedGraph
 _FLOAT = ir.DataType.FLOAT
 
 
-class ViT(ViTTower):
-    """The tower of CLIP, which `build_vision` writes."""
-
-
-def build_vision(graph: WeightedGraph, vit: ViT) -> None:
+def build_vision(graph: WeightedGraph, vit: ViTTower) -> None:
     """Write `vision` of the graph contract: pixel values to patch tokens, their norms and their salience."""
     op, n, d = graph.op, vit.tokens, vit.hidden_size
     pixels = graph.input("pixel_values", ["G", 3, vit.image_size, vit.image_size])
@@ -35,7 +31,7 @@ def build_vision(graph: WeightedGraph, vit: ViT) -> None:
     graph.output("salience", _cls_salience(graph, vit, query, key), ["G", n], _FLOAT)
 
 
-def _embed(graph: WeightedGraph, vit: ViT, pixels: ir.Value) -> ir.Value:
+def _embed(graph: WeightedGraph, vit: ViTTower, pixels: ir.Value) -> ir.Value:
     """Return [G,1+N,D]: the class embedding and the patches, with positions, normed."""
     op, d, p, name = graph.op, vit.hidden_size, vit.patch_size, "vision_tower.embeddings"
     kernel = graph.parameter(f"{name}.patch_embedding.weight", [d, 3, p, p])
@@ -48,7 +44,7 @@ def _embed(graph: WeightedGraph, vit: ViT, pixels: ir.Value) -> ir.Value:
     return layer_norm(graph, x, "vision_tower.pre_layrnorm", d, vit.layer_norm_eps)
 
 
-def _block(graph: WeightedGraph, vit: ViT, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _block(graph: WeightedGraph, vit: ViTTower, name: str, x: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return the output of an encoder block, and the queries and keys [G,H,1+N,h] of its attention."""
     op, d, count = graph.op, vit.hidden_size, vit.num_heads
 
@@ -93,7 +89,7 @@ def two_layers(
     return graph.linear(x, names[1], inner, outer, bias=bias)
 
 
-def _cls_salience(graph: WeightedGraph, vit: ViT, query: ir.Value | None, key: ir.Value | None) -> ir.Value:
+def _cls_salience(graph: WeightedGraph, vit: ViTTower, query: ir.Value | None, key: ir.Value | None) -> ir.Value:
     """Return [G,N] fp32: the CLS row of softmax attention, its patch columns, mean over heads."""
     op = graph.op
     cls = op.Cast(op.Slice(query, [0], [1], [2]), to=_FLOAT)

@@ -14,34 +14,27 @@ _CHUNK = 1 << 17
 
 
 class Rounded(NamedTuple):
-    """A matrix [outputs,inputs] as codes and scales; value (o,i) is codes[o,i] * scales[o, i // block]."""
+    """A matrix [outputs,inputs] as codes, scales and zero points of blocks of inputs.
+
+    Value (o,i) is (codes[o,i] - zeros[o,b]) * scales[o,b] with b = i // block.
+    """
 
     codes: Array
-    """[outputs,inputs] int8, from -most to most."""
+    """[outputs,inputs] int8, from -most to most; or uint8, from 0 to most, if there are zero points."""
     scales: Array
     """[outputs,blocks] floats above 0."""
+    zeros: Array | None = None
+    """[outputs,blocks] uint8: the codes of zero; None if that is 0."""
 
     def values(self) -> Array:
         """Return the matrix [outputs,inputs] fp32."""
-        return _scaled(self.codes.astype(np.float32), self.scales)
-
-
-class RoundedFromZero(NamedTuple):
-    """A matrix [outputs,inputs] as codes, scales and zero points; value (o,i) is (codes[o,i] - zeros[o,b]) *
-    scales[o,b] with b = i // block."""
-
-    codes: Array
-    """[outputs,inputs] uint8, from 0 to most."""
-    scales: Array
-    """[outputs,blocks] floats above 0."""
-    zeros: Array
-    """[outputs,blocks] uint8: the codes of zero."""
-
-    def values(self) -> Array:
-        """Return the matrix [outputs,inputs] fp32."""
-        codes, block = self.codes.astype(np.float32), self.codes.shape[1] // self.zeros.shape[1]
-        codes.reshape(*self.zeros.shape, block)[...] -= self.zeros[..., None]
-        return _scaled(codes, self.scales)
+        values: Array = self.codes.astype(np.float32, order="C")
+        # A view, whose changes are those of `values`.
+        blocks = values.reshape(*self.scales.shape, -1)
+        if self.zeros is not None:
+            blocks -= self.zeros[..., None]
+        blocks *= self.scales.astype(np.float32)[..., None]
+        return values
 
 
 class Rounding(Protocol):
@@ -75,7 +68,7 @@ def rounded(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Round
     return Rounded(codes, scales)
 
 
-def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> RoundedFromZero:
+def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]) -> Rounded:
     """Return `weight` [outputs,inputs] in codes from 0 to `most` (15 for uint4), with a scale and zero point per
     `block`.
 
@@ -98,7 +91,7 @@ def rounded_from_zero(weight: Array, most: int, block: int, dtype: np.dtype[Any]
         blocks += zero[..., None]
         np.clip(blocks, 0, most, out=blocks)
         codes[rows] = blocks.reshape(-1, inputs)
-    return RoundedFromZero(codes, scales, zeros)
+    return Rounded(codes, scales, zeros)
 
 
 def _in_chunks(weight: Array, block: int) -> Iterator[tuple[slice, Array]]:
@@ -108,13 +101,6 @@ def _in_chunks(weight: Array, block: int) -> Iterator[tuple[slice, Array]]:
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         yield rows, weight[rows].astype(np.float32).reshape(-1, inputs // block, block)
-
-
-def _scaled(values: Array, scales: Array) -> Array:
-    """Multiply `values` [outputs,inputs] fp32 in place by the scales [outputs,blocks] of their blocks."""
-    outputs, blocks = scales.shape
-    values.reshape(outputs, blocks, -1)[...] *= scales.astype(np.float32)[..., None]
-    return values
 
 
 def stored_scales(scales: Array, dtype: np.dtype[Any]) -> Array:

@@ -21,14 +21,7 @@ from sinkprune.contract.manifest import DialectName
 from sinkprune.contract.precision import BLOCK_SIZES, DTYPES, Array, WeightForms, WeightsName
 from sinkprune.export.checkpoint.quantisation_config import Quantisation
 from sinkprune.export.precision import PRECISIONS, Precision
-from sinkprune.export.weights.rounding import (
-    Rounded,
-    RoundedFromZero,
-    Rounding,
-    packed,
-    rounded_from_zero,
-    to_nearest,
-)
+from sinkprune.export.weights.rounding import Rounded, Rounding, packed, rounded_from_zero, to_nearest
 
 DEFAULT_BLOCK_SIZE = max(BLOCK_SIZES)
 """Engines round states in groups of at most a block, and larger groups are faster."""
@@ -38,7 +31,7 @@ _FLOAT_TYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
 }
 
-OnRounded = Callable[[str, Array, Rounded | RoundedFromZero], None]
+OnRounded = Callable[[str, Array, Rounded], None]
 """Receives each rounded matrix: the tensor's name, its values [outputs,inputs], and the rounded matrix."""
 
 
@@ -136,16 +129,16 @@ class RoundedForm(WeightForm):
 
         def read() -> list[Array]:
             parts = [self._rounded(graph, name, weight, block) for name, weight in matrix.read(graph)]
-            return [below(same).T for same in zip(*parts, strict=True)]
+            return [below(same).T for same in zip(*parts, strict=True) if same[0] is not None]
 
         return dequantised(graph, matrix, self._name, block, read)
 
-    def _rounded(self, graph: Matrices, name: str, weight: Array, block: int | None) -> Rounded | RoundedFromZero:
+    def _rounded(self, graph: Matrices, name: str, weight: Array, block: int | None) -> Rounded:
         # Reject what the graph's type cannot hold, but round the values as read.
         graph.precision.converted(name, weight)
         block, dtype = block or weight.shape[1], graph.precision.numpy
         if self._name == "uint4":
-            found: Rounded | RoundedFromZero = rounded_from_zero(weight, 15, block, dtype)
+            found = rounded_from_zero(weight, 15, block, dtype)
         else:
             found = self._rounding(name, weight, 127 if self._name == "int8" else 7, block, dtype)
         self._on_rounded(name, weight, found)
