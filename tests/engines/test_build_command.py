@@ -1,4 +1,4 @@
-"""`sinkprune-build`: what it leaves behind, what it says, and what it refuses with nothing left behind."""
+"""`sinkprune-build`: its engines, its summary, and its refusals, which leave nothing behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ needs_rtx = pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-
 
 
 def build(source: object, output: Path, *options: object) -> Any:
-    """Run the command; whatever it does, nothing half-written may stay."""
+    """Run the command, and assert that nothing half-written stays."""
     outcome = run("sinkprune-build", source, "-o", output, *options)
     left = sorted(path.name for path in output.parent.iterdir() if output.name in path.name)
     assert left == ([output.name] if outcome.code == 0 else []), "something half-written was left"
@@ -46,7 +46,7 @@ def build(source: object, output: Path, *options: object) -> Any:
 
 @pytest.fixture(scope="module")
 def optimised(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Engines]:
-    """A small bundle's models for onnxruntime, moved after they were built."""
+    """Return a function that builds a small bundle's models for onnxruntime, and moves them."""
     made: dict[str, Engines] = {}
 
     def get(precision: str) -> Engines:
@@ -62,7 +62,7 @@ def optimised(bundle: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Call
 
 @pytest.fixture(scope="module")
 def rtx_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle that tensorrt-rtx builds."""
+    """Return a bundle that tensorrt-rtx builds."""
     return export_random(tmp_path_factory.mktemp("rtx"), budgets=("retain-64",), precision="fp16").path
 
 
@@ -98,7 +98,7 @@ def test_optimised_models_are_for_one_processor(
         load_backend("ort-cpu", None, built)
 
 
-def test_the_manifest_tells_where_engines_come_from(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
+def test_the_manifest_names_the_source_of_engines(bundle: Bundles, optimised: Callable[[str], Engines]) -> None:
     path, manifest = bundle("gqa-112"), optimised("fp32").manifest
     source = read_bundle(path).manifest
     assert manifest.target == "onnxruntime"
@@ -164,11 +164,13 @@ def test_engines_are_replaced_only_with_force(bundle: Bundles, tmp_path: Path) -
     assert read_engines(output).manifest.limits.prompt_tokens == 7
 
 
-def test_what_is_no_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -> None:
-    (tmp_path / "thesis").mkdir()
-    outcome = run(
-        "sinkprune-build", bundle("gqa-112"), "-o", tmp_path / "thesis", "--target", "onnxruntime", "--force"
+def test_a_folder_without_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    assert_refused(
+        run("sinkprune-build", thesis, "-o", tmp_path / "out", "--target", "onnxruntime"), "is not a bundle"
     )
+    outcome = run("sinkprune-build", bundle("gqa-112"), "-o", thesis, "--target", "onnxruntime", "--force")
     assert_refused(outcome, "exists and is not a folder of engines", "left as it is")
 
 
@@ -189,12 +191,8 @@ def test_what_is_no_engines_is_never_replaced(bundle: Bundles, tmp_path: Path) -
         (["--target", "onnxruntime", "--max-images", "3"], "exported for up to 1 in a prompt"),
     ],
 )
-def test_arguments_that_cannot_be(options: list[str], said: str, bundle: Bundles, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(options: list[str], said: str, bundle: Bundles, tmp_path: Path) -> None:
     assert_refused(build(bundle("gqa-112"), tmp_path / "engines", *options), said)
-
-
-def test_no_bundle(tmp_path: Path) -> None:
-    assert_refused(build(tmp_path, tmp_path / "engines", "--target", "onnxruntime"), "is not a bundle")
 
 
 def test_an_altered_bundle(bundle: Bundles, tmp_path: Path) -> None:
@@ -224,7 +222,7 @@ def test_memory_is_counted_in_weights_of_the_largest_graph(bundle: Bundles) -> N
     assert preflight.needed_bytes(source, "decoder_0", {}, memory) == fixed + 3 * weights
 
 
-def test_out_of_memory_while_building_tells_need_and_free(
+def test_out_of_memory_in_a_build_reports_need_and_free_memory(
     bundle: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(*_: object) -> None:
@@ -279,12 +277,9 @@ def test_an_interrupt_leaves_nothing(
 
 
 @needs_rtx
-def test_tensorrt_rtx_takes_no_fp32(bundle: Bundles, tmp_path: Path) -> None:
-    outcome = build(bundle("gqa-112"), tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86")
+def test_tensorrt_rtx_takes_no_fp32_and_no_board(bundle: Bundles, rtx_bundle: Path, tmp_path: Path) -> None:
+    options = ("--target", "tensorrt-rtx", "--sm")
+    outcome = build(bundle("gqa-112"), tmp_path / "engines", *options, "86")
     assert_refused(outcome, "is fp32", "sinkprune-export", "--precision fp16")
-
-
-@needs_rtx
-def test_tensorrt_rtx_does_not_build_for_a_board(rtx_bundle: Path, tmp_path: Path) -> None:
-    outcome = build(rtx_bundle, tmp_path / "engines", "--target", "tensorrt-rtx", "--sm", "86,87")
+    outcome = build(rtx_bundle, tmp_path / "engines", *options, "86,87")
     assert_refused(outcome, "does not build for sm_87; it does for: 75, 80, 86, 89, 120, 121", "--target tensorrt")

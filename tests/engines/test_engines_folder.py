@@ -1,4 +1,4 @@
-"""A folder of engines runs by itself: moved, read-only, for another user, and every command takes it for a bundle."""
+"""A folder of engines runs by itself: moved, read-only, for another user, and in every command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def source(bundle: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Engines of a small bundle, by target; built where nothing of them is left."""
+    """Return a function that builds engines of a small bundle, and moves them from their first folder."""
     made: dict[str, Path] = {}
 
     def get(target: str) -> Path:
@@ -54,7 +54,7 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that all users may look into; those of pytest are for one."""
+    """Yield a folder that all users may read; those of pytest are private."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -71,7 +71,7 @@ def test_engines_answer_as_their_bundle(target: str, source: Path, built: Built,
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_nothing_in_it_tells_where_it_was_born(target: str, built: Built) -> None:
+def test_no_file_holds_the_first_path(target: str, built: Built) -> None:
     for file in built(target).rglob("*"):
         content = file.read_bytes() if file.is_file() else b""
         assert b"of-birth" not in content, file
@@ -89,7 +89,7 @@ def test_another_user_runs_a_read_only_copy(target: str, built: Built, open_fold
     copied = Path(shutil.copytree(built(target), open_folder / "copied"))
     for path in (copied, *copied.rglob("*")):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    # The first answer imports everything: another user may not read where Python is installed.
+    # The first answer imports everything, because another user may have no access to Python's files.
     program = (
         "import os, sys; from sinkprune import Pipeline; from PIL import Image\n"
         "photo = Image.open(sys.argv[2]).convert('RGB')\n"
@@ -105,7 +105,7 @@ def test_another_user_runs_a_read_only_copy(target: str, built: Built, open_fold
     assert first == second != ""
 
 
-def test_every_command_takes_it_for_a_bundle(built: Built, photo_file: Path, tmp_path: Path) -> None:
+def test_every_command_accepts_it_as_a_bundle(built: Built, photo_file: Path, tmp_path: Path) -> None:
     engines, report = built("openvino"), tmp_path / "report.json"
     ask = (engines, "--image", photo_file, "--prompt", "What is this?")
     assert run("sinkprune-run", *ask, "--budget", "retain-64", "--max-new-tokens", 2).code == 0
@@ -120,7 +120,7 @@ def test_every_command_takes_it_for_a_bundle(built: Built, photo_file: Path, tmp
     assert calibrated.code == 0, calibrated.stderr
 
 
-def test_what_needs_graphs_says_so(built: Built, tmp_path: Path) -> None:
+def test_commands_that_need_graphs_refuse_it(built: Built, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="is a folder of engines, and this needs the bundle"):
         read_bundle(built("onnxruntime"))
     outcome = run("sinkprune-build", built("onnxruntime"), "-o", tmp_path / "again", "--target", "onnxruntime")

@@ -1,4 +1,4 @@
-"""A build that is killed leaves the old engines or the new ones, and the next goes on from what is whole."""
+"""A killed build leaves the old engines or the new ones, and the next build reuses complete engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMITS = Limits(10, 10, 1)
 
 
 class Counting(OnnxRuntimeBuilder):
-    """Builds as the other does, tells what it built, and breaks down at the graph `until`."""
+    """Lists the graphs that it builds, and fails at the graph `until`."""
 
     def __init__(self, until: str | None = None) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Lines(BuildProgress):
 
 @pytest.fixture
 def source(bundle: Bundles, tmp_path: Path) -> Path:
-    """A bundle of one's own."""
+    """Return a copy of a bundle."""
     return Path(shutil.copytree(bundle("gqa-112", budgets=("retain-64",)), tmp_path / "bundle"))
 
 
 def broken_build(source: Path, output: Path, until: str, **options: Any) -> Counting:
-    """A build that breaks down at the graph `until`."""
+    """Run a build that fails at the graph `until`."""
     builder = Counting(until)
     with pytest.raises(EnginesError, match="broken down"):
         build_engines(read_bundle(source), output, builder, LIMITS, **options)
@@ -65,7 +65,7 @@ def broken_build(source: Path, output: Path, until: str, **options: Any) -> Coun
 
 
 def again(source: Path, output: Path, limits: Limits = LIMITS, **options: Any) -> tuple[Counting, EnginesManifest]:
-    """The same build, which comes to its end."""
+    """Run the same build to its end."""
     builder = Counting()
     return builder, build_engines(read_bundle(source, whole=False), output, builder, limits, **options)
 
@@ -87,7 +87,7 @@ def test_a_kill_leaves_whole_engines(moment: str, bundle: Bundles, tmp_path: Pat
 
 @pytest.mark.parametrize("move", [slow(False), True])
 def test_a_killed_build_goes_on(move: bool, source: Path, tmp_path: Path) -> None:
-    """Killed by the system, in a process of its own; with --move the bundle lacks graphs by then."""
+    """The killed build has its own process. With --move it has removed graphs from the bundle."""
     output = tmp_path / "out"
     command = (source, "-o", output, "--target", "onnxruntime", *(["--move"] if move else []))
     kill_when(".out.building/engines/engines/decoder_1.onnx.data", tmp_path, "sinkprune-build", *command)
@@ -145,7 +145,7 @@ def test_a_moved_bundle_goes_away_graph_by_graph(source: Path, tmp_path: Path) -
     assert not graphs & {"vision.onnx", "vision.bin", "decoder_1.onnx", "decoder_1.bin"}
     with pytest.raises(BundleError, match="is missing"):
         read_bundle(source)
-    # Nothing is lost by another command that has the bundle's graphs in mind.
+    # Other commands that need the bundle's graphs lose nothing.
     with pytest.raises(EnginesError, match=r"holds graph 'vision' no more: .* is another, by limits"):
         again(source, output, Limits(11, 10, 1), move=True)
     with pytest.raises(EnginesError, match="holds graph 'vision' no more"):
@@ -172,13 +172,13 @@ def test_the_same_engines_come_of_it(source: Path, tmp_path: Path) -> None:
     assert parts[0] == parts[1]
 
 
-def test_a_full_disk_is_told_and_nothing_is_lost(
+def test_a_full_disk_is_reported_and_nothing_is_lost(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage
 
     def as_if_full(path: Path) -> Any:
-        # Full from the moment that engines lie there.
+        # The disk is full once there are engines.
         return usage(path)._replace(free=0) if any(Path(path).rglob("decoder_1.onnx")) else usage(path)
 
     monkeypatch.setattr(shutil, "disk_usage", as_if_full)

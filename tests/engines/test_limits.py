@@ -1,4 +1,4 @@
-"""Optimisation profiles hold every shape the chain sends, and no request may exceed the model."""
+"""Optimisation profiles hold every shape of a request, and no request may exceed the model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_limits_default_to_what_the_model_has_room_for(manifest: Manifest) -> No
         (200, 249, None, "200 tokens of prompt .* 249 new tokens .* 448 together"),
     ],
 )
-def test_limits_that_cannot_be(
+def test_wrong_limits_are_refused(
     manifest: Manifest, prompt: int | None, new: int | None, images: int | None, said: str
 ) -> None:
     with pytest.raises(UsageError, match=said):
@@ -70,7 +70,7 @@ def test_a_model_without_room_for_an_unpruned_image(manifest: Manifest) -> None:
         resolved(cramped)
 
 
-def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
+def test_several_images_have_larger_profiles(manifest: Manifest) -> None:
     graph = "sinkpruner/retain-64/select_after_0"
     spec = manifest.graphs[graph]
     group = TensorSpec("visual_group", "int64", ("V",))
@@ -87,10 +87,10 @@ def test_several_images_want_graphs_that_know_them(manifest: Manifest) -> None:
     assert profiles["decoder_0"]["prefill"]["hidden"].max == (1, 3 * 576 + 512, 64)
 
 
-def test_only_what_runs_in_both_has_two_optimisation_profiles(manifest: Manifest) -> None:
+def test_only_decoders_and_head_have_two_optimisation_profiles(manifest: Manifest) -> None:
     for graph, found in optimisation_profiles(manifest, Limits(100, 50, 1)).items():
-        both = graph.startswith(("decoder_", "head"))
-        assert list(found) == (["prefill", "decode"] if both else ["prefill"])
+        decodes = graph.startswith(("decoder_", "head"))
+        assert list(found) == (["prefill", "decode"] if decodes else ["prefill"])
         for ranges in found.values():
             assert list(ranges) == [tensor.name for tensor in manifest.graphs[graph].inputs]
 
@@ -113,7 +113,7 @@ def test_caches_of_rows_have_room_for_any_past(manifest: Manifest) -> None:
     assert last["decode"]["past_length"] == Range((1,), (1,), (1,))
 
 
-def test_a_dimension_the_contract_does_not_know(manifest: Manifest) -> None:
+def test_an_unknown_dimension_is_refused(manifest: Manifest) -> None:
     head = manifest.graphs["head"]
     changed = replace(head, inputs=(replace(head.inputs[0], shape=(1, "Q", 64)),))
     strange = replace(manifest, graphs={**manifest.graphs, "head": changed})
@@ -126,7 +126,7 @@ def test_a_dimension_the_contract_does_not_know(manifest: Manifest) -> None:
 def test_every_shape_the_chain_sends_lies_in_an_optimisation_profile(
     checkpoint: Callable[[str], Path], photo: Image.Image, tmp_path: Path
 ) -> None:
-    """Up to the limit exactly: an optimisation profile one token shorter would be too short."""
+    """The longest request equals the limits: an optimisation profile one token shorter would be too short."""
     export_bundle(ExportRequest(str(checkpoint("gqa-112")), methods=METHODS), tmp_path / "bundle")
     bundle = read_bundle(tmp_path / "bundle")
     shapes_sent = ShapesSent()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sinkprune import Clip, Pipeline
+from sinkprune import Clip
 from sinkprune.contract.bundle import Bundle, read_bundle
 from sinkprune.contract.engines_manifest import Range
 from sinkprune.engines.limits import resolve_limits
@@ -21,13 +21,11 @@ from sinkprune.engines.targets import Job
 from sinkprune.engines.targets.tensorrt_libraries import TensorRTRTX
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from sinkprune.runtime.backends.compatibility import open_engines
 from sinkprune.runtime.backends.models import Model
-from sinkprune.runtime.backends.tensorrt.backend import TensorRTBackend
 from support.models.heads_of_64 import QWEN_CONFIG, export_random
 from support.references.shapes_sent import shapes_outside_optimisation_profiles
-from support.stand_ins.fake_device import FakeDevice
-from support.stand_ins.fake_tensorrt import LIMITS, FakeTensorRT, build_fake_engines
+from support.stand_ins.fake_tensorrt import LIMITS, build_fake_engines
+from support.stand_ins.tensorrt_rig import Rig
 
 BUDGETS = ("prune-80", "prune-80+per-frame")
 
@@ -35,7 +33,7 @@ BUDGETS = ("prune-80", "prune-80+per-frame")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorrt-rtx has wheels for x86-64 only")
 @pytest.mark.slow
 def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> None:
-    """Ten frames of an image's 1280 tokens would be 5120 to rank at once, and TensorRT ranks 3840."""
+    """Ten frames with an image's 1280 tokens would exceed the 3840 that TensorRT ranks at once."""
     budgets = ("prune-80", "prune-80+no-sanitizer")
     bundle = export_random(tmp_path, QWEN_CONFIG, budgets=budgets, precision="fp16", max_frames=20)
     limits = resolve_limits(bundle.manifest, prompt_tokens=None, new_tokens=None, images=None)
@@ -59,7 +57,7 @@ def test_tensorrt_rtx_builds_for_images_larger_than_frames(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def small_frames(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """Images of up to 480 tokens, and clips of up to four groups of 155."""
+    """Return a bundle for images of up to 480 tokens, and clips of up to four groups of 155."""
     folder = tmp_path_factory.mktemp("small-frames")
     shutil.copytree(checkpoint("qwen"), folder / "checkpoint")
     limits = {"min_pixels": 784, "max_pixels": 120 * 784}
@@ -83,22 +81,13 @@ def test_every_shape_lies_in_an_optimisation_profile_where_frames_are_smaller_th
     assert {name: ranges["norms"].max for name, ranges in norms.items()} == {"clip": (4, 155), "image": (1, 480)}
 
 
-def test_an_image_and_a_clip_are_given_to_their_own_optimisation_profiles(
-    small_frames: Bundle, tmp_path: Path
-) -> None:
-    build_fake_engines(small_frames, tmp_path, optimisation_profiles(small_frames.manifest, LIMITS))
-    device = FakeDevice()
-    library, built = FakeTensorRT(device), open_engines(tmp_path, small_frames)
-    pipeline = Pipeline(small_frames, TensorRTBackend("tensorrt", library, device, built), built)
-
-    def calls() -> list[int]:
-        return [len(context.enqueued) for context in library.engines["vision"].contexts]
-
-    assert list(built.engines.manifest.engines["vision"].optimisation_profiles) == ["clip", "image"]
+def test_images_and_clips_run_in_their_own_optimisation_profiles(small_frames: Bundle, tmp_path: Path) -> None:
+    profiles = optimisation_profiles(small_frames.manifest, LIMITS)
+    assert list(profiles["vision"]) == ["clip", "image"]
+    build_fake_engines(small_frames, tmp_path, profiles)
+    rig = Rig(small_frames, tmp_path)
     image = Image.new("RGB", (56, 56), (90, 60, 30))
-    pipeline.generate(image, "What?", budget="prune-80", max_new_tokens=1)
-    assert calls() == [0, 1]
-    pipeline.generate(image.resize((672, 560)), "What?", budget="prune-80", max_new_tokens=1)
-    assert calls() == [0, 2]
-    pipeline.generate(Clip([image.resize((336, 280))] * 8, fps=2), "What?", budget="prune-80", max_new_tokens=1)
-    assert calls() == [1, 2]
+    clip = Clip([image.resize((336, 280))] * 8, fps=2)
+    for picture, calls in ((image, [0, 1]), (image.resize((672, 560)), [0, 2]), (clip, [1, 2])):
+        rig.pipeline.generate(picture, "What?", budget="prune-80", max_new_tokens=1)
+        assert [len(context.enqueued) for context in rig.contexts("vision")] == calls

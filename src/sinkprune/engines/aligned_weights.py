@@ -1,6 +1,6 @@
 """Aligns a model's weights to pages in the file that holds them.
 
-ONNX Runtime writes prepacked matrices without gaps and maps them where they lie. Its kernels expect the parts of a
+ONNX Runtime writes prepacked matrices without gaps and maps them in the file. Its kernels expect the parts of a
 matrix at multiples of 64 bytes: in a matrix that begins elsewhere they read other bytes, without an error. Its
 documentation does not describe the entries that name prepacked matrices. So only those of tried versions are edited.
 """
@@ -35,7 +35,7 @@ def takes_prepacked(version: str) -> bool:
 
 
 def align_weights(file: Path) -> None:
-    """Move every weight of the ONNX model `file` that lies in a file of its own, prepacked or not, to a page.
+    """Move every weight of the ONNX model `file` that is in a separate file, prepacked or not, to a page.
 
     Raises `EnginesError` if the model names prepacked matrices in another form than those of `PREPACKED_IN`.
     """

@@ -8,6 +8,7 @@ Source: onnx-tensorrt, `docs/Changelog.md` (10.1: shape inputs; 10.7: plugins be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,7 @@ def for_plugins(model: onnx.ModelProto, version: tuple[int, ...], namespace: str
     later, not ahead of time). Functions that TensorRT would prefer are removed. Raises `EnginesError` for a node
     without a plugin.
     """
-    fitted = onnx.ModelProto()
-    fitted.CopyFrom(model)
+    fitted = deepcopy(model)
     known = constants(fitted.graph)
     for node in custom_nodes(fitted).values():
         plugin = _plugin(node)

@@ -9,6 +9,7 @@ on values (NonZero). A graph that passes holds only what the list has. It may st
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, NoReturn
 
 import onnx
@@ -93,8 +94,7 @@ def _refuse(graph: str, node: onnx.NodeProto, found: str, expected: str) -> NoRe
 
 def _with_full_names(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy in which the name of a function is before the names of its nodes."""
-    named = onnx.ModelProto()
-    named.CopyFrom(model)
+    named = deepcopy(model)
     for function in named.functions:
         for node in function.node:
             node.name = f"{function.name}/{node.name}"

@@ -1,4 +1,4 @@
-"""`sinkprune-check`: what it prints, what it refuses, and TensorRT's engines on fakes of the library."""
+"""`sinkprune-check`: its output, its refusals, and TensorRT engines on fakes of the library."""
 
 from __future__ import annotations
 
@@ -49,33 +49,27 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Built:
     return get
 
 
-def test_a_backend_that_other_engines_are_for(source: Path, built: Built, photo_file: Path) -> None:
+def test_a_backend_for_other_engines_is_refused(source: Path, built: Built, photo_file: Path) -> None:
     command = ("sinkprune-check", source, built("openvino"), "--image", photo_file)
     assert_refused(run(*command, "--backend", "ort-cpu"), "backend 'ort-cpu' takes target onnxruntime")
 
 
 @pytest.mark.parametrize(
-    ("compute", "expected"),
+    ("compute", "vision", "others"),
     [
-        ("fp32", "fp32"),
-        ("the graphs' types", "fp32"),
-        ("bf16", "bf16"),
-        ("fp16, int8 where openvino finds it faster", "fp16"),
-        ("bf16, int8 where openvino finds it faster", "bf16"),
+        ("fp32", "fp32", "fp32"),
+        ("the graphs' types", "fp32", "fp32"),
+        ("bf16", "bf16", "bf16"),
+        ("fp16, int8 where openvino finds it faster", "fp16", "fp16"),
+        ("bf16, int8 where openvino finds it faster", "bf16", "bf16"),
+        ("the graphs' types; vision in bf16", "bf16", "fp32"),
     ],
 )
-def test_limits_are_those_of_what_a_backend_says_it_computes_in(compute: str, expected: str, source: Path) -> None:
+def test_limits_follow_the_types_of_the_backend(compute: str, vision: str, others: str, source: Path) -> None:
     manifest = read_bundle(source).manifest
-    assert rounding_of("head", manifest, compute) == expected
-    sanitizer = next(graph for graph in manifest.graphs if graph.endswith("sanitizer"))
-    assert rounding_of(sanitizer, manifest, compute) == "fp32"
-
-
-def test_a_tower_that_another_library_runs_has_limits_of_its_own(source: Path) -> None:
-    manifest = read_bundle(source).manifest
-    compute = "the graphs' types; vision in bf16"
-    assert {rounding_of(graph, manifest, compute) for graph in manifest.graphs if graph != "vision"} == {"fp32"}
-    assert rounding_of("vision", manifest, compute) == "bf16"
+    for graph in manifest.graphs:
+        expected = "fp32" if "/" in graph else vision if graph == "vision" else others
+        assert rounding_of(graph, manifest, compute) == expected, graph
 
 
 @pytest.mark.parametrize(
@@ -99,7 +93,7 @@ def test_honest_engines(target: str, source: Path, built: Built, photo_file: Pat
     assert [text["same_tokens"] <= text["tokens"] for text in report["texts"]] == [True, True]
 
 
-def test_engines_with_limits_are_asked_what_they_take(source: Path, photo_file: Path, tmp_path: Path) -> None:
+def test_questions_respect_the_limits_of_engines(source: Path, photo_file: Path, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
     build = ("sinkprune-build", source, "-o", engines, "--target", "onnxruntime", "--check", photo_file)
     limits = ("--max-prompt", 16, "--max-new-tokens", 3)
@@ -154,7 +148,7 @@ def test_engines_of_another_bundle(bundle: Callable[..., Path], built: Built, ph
     assert_refused(outcome, "were built from another bundle")
 
 
-def test_what_is_given_in_the_wrong_place(source: Path, built: Built, photo_file: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(source: Path, built: Built, photo_file: Path, tmp_path: Path) -> None:
     ask = ("--image", photo_file)
     assert_refused(run("sinkprune-check", built("onnxruntime"), source, *ask), "is a folder of engines")
     assert_refused(run("sinkprune-check", source, tmp_path, *ask), "is not a folder of engines")
@@ -166,7 +160,7 @@ def test_what_is_given_in_the_wrong_place(source: Path, built: Built, photo_file
 
 
 def fakes_checked(source: Path, engines: Path, photo: Image.Image, folder: Path) -> GateReport:
-    """Fake TensorRT engines on a fake device, beside the graphs."""
+    """Compare fake TensorRT engines on a fake device with the graphs."""
     opened = read_bundle(source)
     question = Question([photo], "What is on the table?")
     fakes = open_engines(engines, opened)
@@ -198,6 +192,6 @@ def test_a_fault_of_tensorrt_on_fakes(
     build.change(files=file_specs(engines))
     report = fakes_checked(source, engines, photo, tmp_path / "recording")
     assert [name for name, own in report.graphs.items() if own.refused] == [graph]
-    told = first_refusal(report, read_engines(engines).manifest)
-    assert told is not None and f"graph '{graph}', by tensorrt" in told
-    assert ("TensorRT 10.3" in told) == (graph == "vision")
+    message = first_refusal(report, read_engines(engines).manifest)
+    assert message is not None and f"graph '{graph}', by tensorrt" in message
+    assert ("TensorRT 10.3" in message) == (graph == "vision")

@@ -1,4 +1,4 @@
-"""`sinkprune-build --check`: what is refused is not kept, nothing is lost, and a moved bundle was compared before."""
+"""`sinkprune-build --check`: rejected engines are not kept, and --move removes only graphs whose engines passed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LIMITS = Limits(60, 10, 1)
 
 
 class Faulty(OnnxRuntimeBuilder):
-    """Builds the graph `wrong` of an altered copy, or breaks down at it."""
+    """Builds the graph `wrong` from an altered copy, or fails at it."""
 
     def __init__(self, wrong: str | None = None, alter: Alter | None = None, folder: Path | None = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Faulty(OnnxRuntimeBuilder):
 
 @pytest.fixture
 def source(bundle: Callable[..., Path], tmp_path: Path) -> Path:
-    """A bundle of one's own."""
+    """Return a copy of a bundle."""
     return Path(shutil.copytree(bundle("gqa-112", budgets=("retain-64",)), tmp_path / "bundle"))
 
 
@@ -90,7 +90,7 @@ def test_a_refused_engine_is_not_kept(move: bool, source: Path, gate: Gate, tmp_
     assert not output.exists()
     whole = json.loads((tmp_path / ".out.building" / "engines" / "engines.json").read_text())["engines"]
     assert "decoder_1" in whole and "decoder_2" not in whole
-    # Its graph is still there, and those of engines that passed are not.
+    # With --move only the graphs of engines that passed are gone.
     assert (source / "graphs" / "decoder_2.onnx").exists()
     assert (source / "graphs" / "decoder_1.onnx").exists() != move
     honest = Faulty()
@@ -120,13 +120,23 @@ def test_a_moved_bundle_must_have_been_recorded(source: Path, gate: Gate, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("picture", "said"), [("missing.jpg", "missing.jpg"), ("words.jpg", "words.jpg"), ("bundle", "bundle")]
+    ("options", "said"),
+    [
+        pytest.param(["--check", "missing.jpg"], "missing.jpg", id="no file"),
+        pytest.param(["--check", "words.jpg"], "words.jpg", id="no picture"),
+        pytest.param(["--check", "bundle"], "bundle", id="a folder"),
+        pytest.param(["--check", "coffee.jpg", "--check-prompt", " "], "the prompt is empty", id="empty prompt"),
+        pytest.param(["--check-prompt", "What?"], "Add --check", id="prompt without picture"),
+    ],
 )
-def test_no_picture(picture: str, said: str, source: Path, tmp_path: Path) -> None:
-    (tmp_path / "words.jpg").write_text("no picture")
-    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check", tmp_path / picture)
-    assert_refused(run("sinkprune-build", *command), said)
-    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.building").exists()
+def test_wrong_questions_are_refused(
+    options: list[str], said: str, source: Path, photo_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("words.jpg").write_text("no picture")
+    shutil.copy(photo_file, "coffee.jpg")
+    assert_refused(run("sinkprune-build", source, "-o", "out", "--target", "onnxruntime", *options), said)
+    assert not Path("out").exists() and not Path(".out.building").exists()
 
 
 def test_engines_for_a_gpu_elsewhere_cannot_be_checked(source: Path, gate: Gate, tmp_path: Path) -> None:
@@ -136,16 +146,6 @@ def test_engines_for_a_gpu_elsewhere_cannot_be_checked(source: Path, gate: Gate,
     with pytest.raises(BackendError):
         gate.record_graphs(read_bundle(source), "tensorrt-rtx", tmp_path / "recording", SILENT)
     assert not (tmp_path / "recording").exists()
-
-
-def test_a_prompt_that_says_nothing(source: Path, photo_file: Path, tmp_path: Path) -> None:
-    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check", photo_file)
-    assert_refused(run("sinkprune-build", *command, "--check-prompt", " "), "the prompt is empty")
-
-
-def test_a_question_and_no_picture(source: Path, tmp_path: Path) -> None:
-    command = (source, "-o", tmp_path / "out", "--target", "onnxruntime", "--check-prompt", "What?")
-    assert_refused(run("sinkprune-build", *command), "Add --check")
 
 
 def test_too_little_memory_for_the_graphs(

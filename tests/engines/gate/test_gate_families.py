@@ -1,4 +1,4 @@
-"""The gate on other families' graphs, on several pictures, and on methods side by side."""
+"""The gate on graphs of other families, and on several pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.programs.commands import assert_refused, run
 
 
 def checked(source: Path, photos: list[Path], folder: Path) -> dict[str, Any]:
-    """The report of a checked build's engines, which the command asks again."""
+    """Build engines, check them, and return the report."""
     engines = folder / "engines"
     outcome = run("sinkprune-build", source, "-o", engines, "--target", "openvino", "--max-images", len(photos))
     assert outcome.code == 0, outcome.stderr

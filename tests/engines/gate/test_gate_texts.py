@@ -1,4 +1,4 @@
-"""What the engines say together: where texts part, both tokens must have been nearly as likely."""
+"""The answers of all engines: where two texts part, the graphs must find both tokens nearly as likely."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_gap_is_that_of_the_graphs_logits(
     assert fp32.kept_alike == 1
 
 
-def test_a_chain_that_keeps_other_tokens_may_say_something_else() -> None:
+def test_a_chain_that_keeps_other_tokens_has_no_gap_limit() -> None:
     assert gap_limit("fp32", 0.99) is None
     assert gap_limit("fp32", 1) == 1e-3
     assert gap_limit("int8", 1) == 0.5
@@ -99,8 +99,8 @@ def test_the_same_text_passes(source: Bundle, question: Question, recording: Rec
     ]
 
 
-def test_a_build_asks_all_engines_together(source: Bundle, question: Question, tmp_path: Path) -> None:
-    """The gate's last question is about the folder that would be put in its place."""
+def test_a_build_compares_the_answers_of_all_engines(source: Bundle, question: Question, tmp_path: Path) -> None:
+    """The last check is that of the complete folder, before it is in its place."""
     asked = list[Path]()
 
     class Last(Gate):
@@ -115,7 +115,7 @@ def test_a_build_asks_all_engines_together(source: Bundle, question: Question, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_wrong_engines_says_something_else(
+def test_wrong_answers_of_a_folder_are_rejected(
     source: Bundle, question: Question, recording: Recording, tmp_path: Path
 ) -> None:
     build_engines(source, tmp_path / "out", OnnxRuntimeBuilder(), Limits(60, 10, 1))
@@ -142,7 +142,7 @@ def test_rows_against_plain_numpy(kind: Any) -> None:
         floor = np.sqrt((expected**2).mean()) if kind == "logits" else max(length, 0.1 * np.median(lengths))
         wanted.append(np.sqrt(((own - other) ** 2).sum()) / floor)
     np.testing.assert_allclose(got, wanted)
-    # What a thousand times larger row would hide is seen.
+    # A row that is a thousand times larger hides no difference.
     if kind == "rows":
         expected[1, 1, 0] += 1
         assert errors(kind, found, expected).max() > 0.1
@@ -156,7 +156,7 @@ def test_heads_of_a_row_are_one_row() -> None:
 
 
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_infinitely_far(wrong: float) -> None:
+def test_values_that_are_not_finite_differ_infinitely(wrong: float) -> None:
     found = np.ones((1, 3, 4))
     found[0, 1, 2] = wrong
     assert errors("rows", found, np.ones((1, 3, 4))).max() == np.inf

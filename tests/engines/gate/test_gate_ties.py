@@ -1,4 +1,4 @@
-"""A choice between two tokens that are as good as equal may fall either way; any other may not."""
+"""An engine may choose the other of two tokens only if their scores are equal but for rounding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class OneCall(Recording):
 
 
 class Select:
-    """The graph that selects, its call about a photo, and honest engines."""
+    """A graph that selects, its call for a photo, and correct engines."""
 
     def __init__(self, bundle: Bundle, photo: Image.Image, folder: Path) -> None:
         self.bundle, self.folder = bundle, folder
@@ -72,7 +72,7 @@ def select(bundle: Callable[..., Path], photo: Image.Image, tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def tied(select: Select) -> tuple[Call, int]:
-    """A call in which the last token that is kept and a dropped one have one key, and the row of the latter."""
+    """Return a call in which the last kept token and a dropped token have equal keys, and the row of the latter."""
     inputs, kept = select.call.inputs, select.call.outputs["keep_index"]
     visual = inputs["visual_index"]
     dropped = next(row for row in visual[::-1] if row not in kept)
@@ -83,11 +83,11 @@ def tied(select: Select) -> tuple[Call, int]:
         outputs = select.run(alike)
         if row != dropped and (row in outputs["keep_index"]) != (dropped in outputs["keep_index"]):
             return Call(alike, outputs), int(dropped)
-    raise AssertionError("no token is the last that is kept")
+    raise AssertionError("found no last kept token")
 
 
 def larger_key(row: int, rows: int, share: float) -> Alter:
-    """The key of one row is larger by a share: so a score may be, summed in another order."""
+    """Increase the key of one row by a share, as another order of summation may."""
 
     def alter(model: onnx.ModelProto) -> None:
         factors = np.ones((1, 1, rows, 1), np.float32)
@@ -103,7 +103,7 @@ def larger_key(row: int, rows: int, share: float) -> Alter:
 
 
 def keys_apart(select: Select, call: Call, row: int, share: float, folder: Path) -> list[OutputReport]:
-    """What the gate finds of two engines, in which that row's key is a share larger, or smaller."""
+    """Return the reports of two engines, in which the row's key is larger or smaller by a share."""
     found = []
     for sign in (1, -1):
         place = folder / f"{sign}"
@@ -114,15 +114,15 @@ def keys_apart(select: Select, call: Call, row: int, share: float, folder: Path)
     return found
 
 
-def test_a_tie_may_fall_either_way(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
+def test_either_choice_of_a_tie_passes(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
     call, row = tied
     found = keys_apart(select, call, row, 1e-6, tmp_path)
     assert all(output.passed for output in found)
     assert sorted(output.ties for output in found) == [0, 1]
 
 
-def test_what_is_no_tie_may_not(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
-    """The same tokens, and nothing makes them equal."""
+def test_another_choice_without_a_tie_is_rejected(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
+    """The keys of the two tokens differ."""
     _, row = tied
     found = keys_apart(select, select.call, row, 5.0, tmp_path)
     assert not all(output.passed for output in found)
@@ -130,7 +130,7 @@ def test_what_is_no_tie_may_not(select: Select, tied: tuple[Call, int], tmp_path
 
 
 def test_a_tie_does_not_excuse_other_rows(select: Select, tied: tuple[Call, int], tmp_path: Path) -> None:
-    """Where a tie fell otherwise, the rows must be those of the tokens that were kept."""
+    """After another choice of a tie, the rows must be those of the kept tokens."""
     call, row = tied
     for share in (1e-6, -1e-6):
         engine = larger_key(row, call.inputs["key"].shape[2], share)

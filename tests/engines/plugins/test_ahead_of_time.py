@@ -1,6 +1,6 @@
-"""An ahead-of-time plugin gives TensorRT the launch that the plugin class would make, as one kernel.
+"""An ahead-of-time plugin has the launch of the plugin class, as one kernel.
 
-`FakeTensorRTPlugin` stands for the module `tensorrt.plugin`, which TensorRT-RTX does not have; its symbolic sizes are
+`FakeTensorRTPlugin` replaces the module `tensorrt.plugin`, which TensorRT-RTX does not have. Its symbolic sizes are
 plain integers.
 """
 
@@ -41,7 +41,7 @@ class FakeDynamicSize(FakeSize):
 
 
 class FakeTensorRTPlugin:
-    """The part of `tensorrt.plugin` that we call; keeps what is registered."""
+    """The part of `tensorrt.plugin` that our code calls; keeps the registered functions."""
 
     class TensorDesc:
         def __init__(self, shape_expr: Sequence[Any], dtype: str) -> None:
@@ -97,7 +97,7 @@ def tensor(dtype: str, *shape: int) -> Any:
 
 
 def fields(**values: int) -> dict[str, Any]:
-    """Attributes as `tensorrt.plugin` hands them over."""
+    """Return attributes as `tensorrt.plugin` passes them."""
     return {name: np.array([value], np.int32) for name, value in values.items()}
 
 
@@ -108,7 +108,7 @@ def test_signatures_are_what_tensorrt_reads(plugins: FakeTensorRTPlugin) -> None
     annotations = [parameter.annotation for parameter in described.parameters.values()]
     assert annotations[:3] == [plugins.TensorDesc] * 3
     assert get_args(annotations[3])[1] == np.dtype[np.int32]
-    # The scratch is an output more.
+    # The scratch is one more output.
     assert described.return_annotation == tuple[plugins.TensorDesc, plugins.TensorDesc]
     compiled = inspect.signature(plugins.compiled["sinkprune_ahead_of_time::DiversitySelect"])
     assert list(compiled.parameters) == [*described.parameters, "outputs", "tactic"]
@@ -185,12 +185,12 @@ ALONE: tuple[str, dict[str, str]] = ("sinkprune_ahead_of_time", {})
         ("11.1.0", 87, False, ALONE),
         ("10.3.0.26", 87, False, CLASSES),
         ("10.13.3", 87, True, CLASSES),
-        # No PTX is shipped for this one, but the driver compiles that of a lower.
+        # No PTX is shipped for this sm, but the driver compiles that of a lower one.
         ("10.13.3", 121, False, CLASSES),
         ("10.13.3", 75, False, None),
     ],
 )
-def test_engines_need_the_plugin_classes_only_where_nothing_else_can_be_had(
+def test_engines_need_the_plugin_classes_only_without_ahead_of_time_plugins(
     monkeypatch: pytest.MonkeyPatch,
     version: str,
     sm: int,

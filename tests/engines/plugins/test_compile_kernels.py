@@ -1,4 +1,4 @@
-"""The shipped binaries are those of these sources, and hold what the launches ask of them."""
+"""The shipped binaries are compiled from these sources, and fit the launches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS = [kernel for kernels in binaries.KERNELS.values() for kernel in kernels
 EVERY = list(product(KERNELS, DTYPES, PTX_VERSIONS))
 
 
-def test_the_binaries_are_made_of_these_sources() -> None:
+def test_the_binaries_are_compiled_from_these_sources() -> None:
     assert INDEX["source_sha256"] == compile.source_sha256(), "run: python -m sinkprune.engines.plugins.compile"
 
 
@@ -48,7 +48,7 @@ def test_every_kernel_is_shipped_for_every_type_and_sm_in_little_space() -> None
     assert len(ARCHIVE.read_bytes()) < 5_000_000
 
 
-def test_what_a_kernel_takes_is_what_its_launch_gives() -> None:
+def test_parameters_of_kernels_are_those_of_launches() -> None:
     names = ("norms", "tokens", "sink", "outlier", "candidate", "reserved", "chosen", "workspace")
     addresses = {name: 16 * place for place, name in enumerate(names, 1)}
     sizes = {"G": 2, "N": 50, "D": 64, "R": 3, "count": 20, "batch": 16}
@@ -85,11 +85,11 @@ def test_nothing_of_the_machine_that_compiled_them_is_shipped() -> None:
 def test_a_younger_gpu_gets_the_ptx_of_the_nearest_older_one() -> None:
     assert binary("top_rho", "float16", 88).image == ptx("top_rho", "float16", 87).image
     assert binary("top_rho", "float16", 121).image == ptx("top_rho", "float16", 120).image
-    # What is compiled for sm_100 runs on no other.
+    # The PTX for sm_100 runs on no other GPU.
     assert binary("top_rho", "float16", 103).image == ptx("top_rho", "float16", 90).image
 
 
-def test_what_is_not_shipped_is_refused() -> None:
+def test_kernels_that_are_not_shipped_are_refused() -> None:
     with pytest.raises(BackendError, match=r"shipped for sm_80, .* sm_120, and this GPU is sm_75, which is older"):
         binary("top_rho", "float16", 75)
     with pytest.raises(BackendError, match=r"not for sm_88\. Build the engines for one of these"):
@@ -100,7 +100,7 @@ def test_what_is_not_shipped_is_refused() -> None:
         binary("top_rho", "float64", 87)
 
 
-def test_a_python_without_lzma_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_python_without_lzma_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zipfile, "lzma", None)
     with pytest.raises(BackendError, match=r"cannot be unpacked: .*lzma module\. Use a Python that was built with"):
         binary("top_rho", "float16", 87)
@@ -117,7 +117,7 @@ def test_the_archive_is_the_same_whenever_it_is_written() -> None:
     assert compile.archive(iter([made]), "1") != compile.archive(iter([made]), "2")
 
 
-def test_a_parameter_of_tritons_own_is_taken_out_only_where_it_is_not_used() -> None:
+def test_only_unused_parameters_of_triton_are_removed() -> None:
     text = ".entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 f_param_1,\n\t.param .u64 f_param_2\n)\n{ f_param_0 }"
     assert compile._without_scratch(text, "f", 1) == ".entry f(\n\t.param .u64 f_param_0\n)\n{ f_param_0 }"
     with pytest.raises(RuntimeError, match="parameter 2"):

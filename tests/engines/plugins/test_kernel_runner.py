@@ -1,4 +1,4 @@
-"""The runner loads each kernel once and gives the driver what a launch says; `FakeDriver` stands for libcuda."""
+"""The runner loads each kernel once and passes each launch to the driver; `FakeDriver` replaces libcuda."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FakeDriver:
     refuse: str = ""
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     types: tuple[Any, ...] = ()
-    """The kernel's parameters, which the driver knows from its binary."""
+    """The types of the kernel's parameters, which the driver reads from the binary."""
 
     def cuCtxGetDevice(self, device: Any) -> int:
         device._obj.value = 3
@@ -61,7 +61,7 @@ class FakeDriver:
 
 @pytest.fixture(autouse=True)
 def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two small kernels in place of the shipped ones."""
+    """Replace the shipped kernels by small ones."""
 
     def binary(kernel: str, dtype: str, sm: int) -> Binary:
         assert (dtype, sm) == ("float16", SM)
@@ -74,7 +74,7 @@ def launch(kernel: str, *arguments: np.uint64 | np.int32) -> Launch:
     return Launch(kernel, "float16", (4, 2, 1), arguments)
 
 
-def test_a_launch_reaches_the_driver_as_it_is() -> None:
+def test_a_launch_reaches_the_driver_unchanged() -> None:
     driver = FakeDriver(types=(ctypes.c_uint64, ctypes.c_int32, ctypes.c_uint64))
     runner = KernelRunner(lambda: driver)
     runner.run([launch("small", np.uint64(2**63 + 1), np.int32(-7), np.uint64(5))], stream=77)
@@ -96,13 +96,13 @@ def test_kernels_are_loaded_once_and_before_they_run() -> None:
 
 
 @pytest.mark.parametrize(("refuse", "function"), [("load", "cuModuleLoadData"), ("launch", "cuLaunchKernel")])
-def test_what_the_driver_refuses_is_an_error(refuse: str, function: str) -> None:
+def test_a_refusal_of_the_driver_is_an_error(refuse: str, function: str) -> None:
     runner = KernelRunner(lambda: FakeDriver(refuse=refuse))
     with pytest.raises(BackendError, match=rf"CUDA refused {function} .* out of memory \(error 2\)"):
         runner.run([launch("small")], stream=1)
 
 
-def test_without_a_driver_the_message_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 

@@ -1,9 +1,9 @@
-"""The kernels choose what the numpy reference and the ONNX function bodies choose, in Triton's interpreter.
+"""In Triton's interpreter the kernels select the tokens of the numpy reference and of the ONNX function bodies.
 
-The same cases run the shipped binaries where there is a GPU (`pytest -m gpu`); none has yet.
+With a GPU the same cases run the shipped binaries (`pytest -m gpu`). No GPU has run them yet.
 
-An index must be equal, so a case is made such that no rounding decides: cosines lie far apart, or rows are equal, or
-their elements are few small powers of two, whose cosines come out alike in any arithmetic.
+Indices must be equal, so rounding must not decide any case. Cosines are far apart, or rows are equal, or their
+elements are a few small powers of two, with the same cosines in any arithmetic.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from support.stand_ins.kernel_runs import Runner
 
 Array = np.ndarray[Any, Any]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# Largest magnitude, and smallest, that a row may be of.
+# The largest and the smallest magnitude of a row.
 EXTREMES = {torch.float32: (1e37, 1e-37), torch.float16: (6e4, 1e-4), torch.bfloat16: (1e37, 1e-37)}
 SINGLE = pytest.mark.parametrize("single", [False, True], ids=["a launch a phase", "one launch"])
 AGAIN = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,7 +49,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Runner]:
 
 
 def few_values(rng: np.random.Generator, n: int, width: int) -> Array:
-    """[n,width] rows of one magnitude, in one place or in four, some zero: cosines are multiples of 1/4."""
+    """Return [n,width] rows with one or four elements of one magnitude, some zero: cosines are multiples of 1/4."""
     rows = np.zeros((n, width))
     for row in rows:
         places = rng.choice(width, rng.choice([0, 1, min(4, width)]), replace=False)
@@ -59,7 +59,7 @@ def few_values(rng: np.random.Generator, n: int, width: int) -> Array:
 
 
 def spread(rng: np.random.Generator, n: int, width: int) -> Array:
-    """[n,width] rows at angles no two of which are near each other, in a plane of `width` dimensions or two."""
+    """Return [n,width] rows in one plane, with angles that are far apart."""
     angles = rng.permutation(np.cumsum(rng.uniform(1, 1.5, n))) * (np.pi / (3 * n))
     plane = np.linalg.qr(rng.normal(size=(width, 2)))[0]
     return np.stack([np.cos(angles), np.sin(angles)], axis=1) @ plane.T

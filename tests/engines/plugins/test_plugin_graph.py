@@ -1,7 +1,7 @@
-"""A graph fitted to the plugins still computes what it did, and what became of each node is read off the network.
+"""A graph that is adapted to the plugins computes the same, and the network shows what each node became.
 
-TensorRT-RTX's real parser asks our creator for a plugin, and then aborts its process, because its network takes no
-plugins. So that test runs in a process of its own, and networks that hold a plugin are a `FakeNetwork` here.
+TensorRT-RTX's real parser calls our creator, and then aborts its process, because its network takes no plugins. So
+that test has its own process, and networks with a plugin are a `FakeNetwork`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ BEFORE, SINCE = (10, 3), (10, 7)
 
 
 def sanitizer_model(folder: Path) -> onnx.ModelProto:
-    """The sanitizer of retain-64 as it is exported, for groups of N tokens."""
+    """Export the sanitizer of retain-64, for groups of N tokens."""
     spec = sanitizer_graph(N, D, parse_budget("llava", "retain-64")).save(folder, "sanitizer.onnx")
     return onnx.load(folder / spec.file)
 
@@ -81,15 +82,13 @@ def test_functions_are_stripped_where_they_would_win(model: onnx.ModelProto) -> 
 
 
 def test_other_functions_stay(model: onnx.ModelProto) -> None:
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     changed.functions.append(helper.make_function("other", "TopRho", [], [], [], []))
     assert [function.domain for function in for_plugins(changed, BEFORE, "sinkprune").functions] == ["other"]
 
 
 def with_computed_count(model: onnx.ModelProto) -> onnx.ModelProto:
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     node_of(changed, "DiversitySelect").input[3] = "count"
     changed.graph.input.append(helper.make_tensor_value_info("count", TensorProto.INT64, [1]))
     return changed
@@ -129,7 +128,7 @@ class TopRho(OpRun):
 
 
 class DiversitySelect(OpRun):
-    """The plugin's node, by the numpy reference; it gets what the plugin gets."""
+    """The plugin's node, by the numpy reference, with the inputs of the plugin."""
 
     op_domain = "sinkprune"
 
@@ -161,8 +160,7 @@ def test_the_fitted_graph_computes_what_the_exported_one_does(model: onnx.ModelP
 
 
 def test_a_node_without_a_name_of_its_own_is_refused(model: onnx.ModelProto) -> None:
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     node_of(changed, "TopRho").name = node_of(changed, "DiversitySelect").name
     with pytest.raises(EnginesError, match="2 nodes of domain sinkprune and 1 names"):
         for_plugins(changed, SINCE, "sinkprune")
@@ -172,8 +170,7 @@ def test_a_node_without_a_name_of_its_own_is_refused(model: onnx.ModelProto) -> 
 
 
 def test_an_operator_without_a_plugin_is_refused(model: onnx.ModelProto) -> None:
-    changed = onnx.ModelProto()
-    changed.CopyFrom(model)
+    changed = deepcopy(model)
     node_of(changed, "TopRho").op_type = "TopTau"
     with pytest.raises(
         EnginesError, match=r"no plugin is known for node 'TopRho_node_0', TopTau .* TopRho, Diversity"
@@ -182,7 +179,7 @@ def test_an_operator_without_a_plugin_is_refused(model: onnx.ModelProto) -> None
 
 
 def parsed(model: onnx.ModelProto) -> Any:
-    """The builder, parser and network of `model`, by TensorRT-RTX."""
+    """Return the builder, parser and network of `model` in TensorRT-RTX."""
     log = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(log)
     network = builder.create_network(0)
@@ -191,7 +188,7 @@ def parsed(model: onnx.ModelProto) -> Any:
     return builder, parser, network
 
 
-def test_what_the_real_parser_inlines_is_told_a_function(model: onnx.ModelProto) -> None:
+def test_nodes_that_the_real_parser_inlines_are_functions(model: onnx.ModelProto) -> None:
     _builder, _parser, network = parsed(model)
     assert realisations(model, network, trt) == {"TopRho_node_0": "function", "DiversitySelect_node_14": "function"}
 
@@ -205,7 +202,7 @@ class FakeLayer:
 
 @dataclass
 class FakeNetwork:
-    """The layers of a network of full TensorRT, which can hold plugins."""
+    """The layers of a network of full TensorRT, which may be plugins."""
 
     layers: list[FakeLayer] = field(default_factory=list)
 
@@ -221,11 +218,11 @@ def plugin_layer(name: str) -> FakeLayer:
     return FakeLayer(name, trt.LayerType.PLUGIN_V3, f"[ONNX Layer: {name}]")
 
 
-def test_plugins_are_told_from_functions(model: onnx.ModelProto) -> None:
+def test_plugins_differ_from_functions(model: onnx.ModelProto) -> None:
     both = FakeNetwork([plugin_layer("TopRho_node_0"), plugin_layer("DiversitySelect_node_14")])
-    for version, told in ((SINCE, "plugin"), (BEFORE, "stripped")):
+    for version, realisation in ((SINCE, "plugin"), (BEFORE, "stripped")):
         found = realisations(for_plugins(model, version, "sinkprune"), both, trt)
-        assert found == {"TopRho_node_0": told, "DiversitySelect_node_14": told}
+        assert found == {"TopRho_node_0": realisation, "DiversitySelect_node_14": realisation}
 
     inlined = FakeLayer("Div_2", trt.LayerType.ELEMENTWISE, "[ONNX Layer: Div_2 | Local Function: DiversitySelect]")
     mixed = FakeNetwork([plugin_layer("TopRho_node_0"), inlined])
@@ -278,9 +275,9 @@ with open(sys.argv[1], "rb") as file:
 def test_the_real_parser_creates_our_plugin(
     model: onnx.ModelProto, tmp_path: Path, version: tuple[int, ...], operator: str, created: str
 ) -> None:
-    """Also with its function in the file: TensorRT-RTX, like TensorRT since 10.7, takes the plugin."""
+    """TensorRT-RTX, like TensorRT since 10.7, prefers the plugin to a function in the file."""
     fitted = for_plugins(model, version, "sinkprune")
-    # The other node stays a function: without one, and without its plugin, the parser would stop at it.
+    # The other node needs its function, because it has no plugin here.
     others = [function for function in model.functions if function.name != operator]
     if version < SINCE:
         fitted.functions.extend(others)

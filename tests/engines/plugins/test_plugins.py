@@ -1,8 +1,8 @@
-"""The plugins live in the binding classes TensorRT-RTX really has, and enqueue what they should.
+"""The plugins work in the real binding classes of TensorRT-RTX, and enqueue the right launches.
 
-What needs a GPU or full TensorRT is a stand-in, named so: `FakeRunner` takes launches in place of a GPU, and
-`FakeDimsExprs` and `FakeExprBuilder` stand for shape expressions, which only a builder that takes plugins can make.
-TensorRT-RTX's parser asks our creator for a plugin, and then aborts the process, since its network takes none.
+Fakes replace what needs a GPU or full TensorRT. `FakeRunner` takes launches in place of a GPU. `FakeDimsExprs` and
+`FakeExprBuilder` are shape expressions, which only a builder with plugins can make. TensorRT-RTX's parser calls our
+creator, and then aborts the process, because its network takes no plugins.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ G, N, D, R, COUNT = 2, 37, 48, 5, 9
 
 @dataclass
 class FakeRunner:
-    """Records what a GPU would be given."""
+    """Records launches in place of a GPU."""
 
     prepared: list[Launch] = field(default_factory=list)
     enqueued: list[tuple[Launch, int]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class FakeExprBuilder:
 
 
 class LibraryWithFakeDimensions:
-    """TensorRT-RTX but for its shape expressions."""
+    """TensorRT-RTX with other shape expressions."""
 
     DimsExprs = FakeDimsExprs
 
@@ -70,7 +70,7 @@ class LibraryWithFakeDimensions:
 
 
 def fields(**values: int) -> list[Any]:
-    """Fields as the parser makes them of INT attributes; what is made of them points into them."""
+    """Return fields as the parser makes them from INT attributes; collections point into them."""
     int32 = trt.PluginFieldType.INT32
     return [trt.PluginField(name, np.array([value], np.int32), int32) for name, value in values.items()]
 
@@ -109,7 +109,7 @@ def diversity_io(tokens: Any = TYPES.HALF, desc: Any = described) -> tuple[list[
 
 @pytest.fixture
 def clean_registry() -> Iterator[Any]:
-    """TensorRT-RTX's registry of plugins; what a test registers is taken out, or the parser would ask for it."""
+    """Yield TensorRT-RTX's registry of plugins, and then remove the plugins of a test from it."""
     found = trt.get_plugin_registry()
     yield found
     for description in PLUGINS:
@@ -119,7 +119,7 @@ def clean_registry() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("description", PLUGINS, ids=lambda description: description.name)
-def test_a_plugin_names_itself_and_is_all_of_its_capabilities(description: Any) -> None:
+def test_a_plugin_has_its_names_and_all_capabilities(description: Any) -> None:
     plugin = make(description, **dict.fromkeys(description.attributes, 16))
     assert (plugin.plugin_name, plugin.plugin_version, plugin.plugin_namespace) == (
         description.name,
@@ -135,7 +135,7 @@ def test_a_plugin_names_itself_and_is_all_of_its_capabilities(description: Any) 
 
 @pytest.mark.parametrize("description", PLUGINS, ids=lambda description: description.name)
 def test_the_bindings_find_every_method_they_call(description: Any) -> None:
-    """pybind11 calls a method only if it is not the binding's own."""
+    """pybind11 calls a method only if it is a Python method."""
     plugin = make(description, **dict.fromkeys(description.attributes, 16))
     methods = [
         *("clone", "get_capability_interface", "get_output_data_types", "get_output_shapes", "get_workspace_size"),
@@ -217,7 +217,7 @@ def test_formats_that_are_taken(tokens: Any) -> None:
     inputs, outputs = diversity_io(tokens, dynamic)
     plugin = make(DIVERSITY_SELECT, batch=16)
     assert all(accepted(plugin, inputs, outputs))
-    # Were a shape input among the inputs, it would stand behind them.
+    # A shape input would follow the inputs.
     assert all(accepted(plugin, [*inputs, dynamic(TYPES.INT64, (1,))], outputs))
 
 
@@ -281,7 +281,7 @@ def test_diversity_select_is_enqueued_phase_by_phase(values: dict[str, int]) -> 
     assert {launch.kernel for launch in runner.prepared} == {launch.kernel for launch in expected}
 
 
-def test_registering_keeps_creators_alive_and_tells_their_kernels(clean_registry: Any) -> None:
+def test_registering_keeps_creators_alive_and_returns_sums_of_kernels(clean_registry: Any) -> None:
     expected = {"TopRho": sha256("TopRho"), "DiversitySelect": sha256("DiversitySelect")}
     assert registry.register(trt) == expected
     alive = weakref.ref(clean_registry.get_creator("TopRho", VERSION, NAMESPACE))
@@ -300,7 +300,7 @@ def test_the_runtime_finds_the_plugins_where_they_are_installed() -> None:
 
 
 class FakeRefusingLibrary:
-    """A library whose registry takes nothing; the rest is TensorRT-RTX."""
+    """TensorRT-RTX with a registry that rejects creators."""
 
     __name__, __version__ = "tensorrt", "10.3.0"
 

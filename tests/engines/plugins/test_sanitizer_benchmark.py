@@ -1,4 +1,4 @@
-"""What of the kernels' benchmark needs no GPU."""
+"""The parts of the kernels' benchmark that need no GPU."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def test_bodies_that_would_not_run_on_cuda_are_not_timed(
         sanitizer_kernels.bodies_on_cuda(shape, 0)
 
 
-def test_a_result_that_could_not_be_written_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_reported_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitizer_kernels.main(["--json", str(tmp_path / "missing" / "us.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_says_so_and_so_for_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_sizes_and_a_missing_gpu_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert sanitizer_kernels.main(["--tokens", "100", "--reserve", "90"]) == 2
     assert "1 outliers, --reserve and --diverse at most --tokens together" in capsys.readouterr().err
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Every `opset20` graph of every family is on the list of what TensorRT 10.3 takes.
+"""Every `opset20` graph of every family is on TensorRT 10.3's list.
 
-Those of LLaVA for one image, by every method, are in test_trt10_checker.py.
+test_trt10_checker.py has those of LLaVA for one image, by every method.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen3-vl, video, several images": (QWEN3_CONFIG, {"budgets": CLIPS, "max_frames": 8, "max_images": 2, **PIXELS}),
 }
-
-
-# Those for several images and for clips have all of their graphs' operators.
+# The kinds with several images and with clips have all operators of these.
 ALIKE = {"llava-next", "qwen2.5-vl", "qwen2.5-vl, several images"}
 
 

@@ -1,4 +1,4 @@
-"""What the builder itself checks of every graph, seen with TensorRT-RTX, which builds without a GPU."""
+"""The checks of the builder for every graph, with TensorRT-RTX, which builds without a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture
 def head(small: Bundle, tmp_path: Path) -> Callable[..., Job]:
-    """The job of building `head`, its model and its optimisation profiles changed."""
+    """Return a function that makes the job for `head`, with changes of its model and optimisation profiles."""
 
     def get(
         change: Callable[[onnx.ModelProto], None] = lambda model: None,
@@ -99,7 +99,7 @@ def test_an_input_no_layer_reads(head: Callable[..., Job], small: Bundle, tmp_pa
     assert "no layer reads the input 'unused'" in refusal(head(change, spec=taking_it), tmp_path / "engine")
 
 
-def test_an_interface_that_is_not_the_contract_s(head: Callable[..., Job], small: Bundle, tmp_path: Path) -> None:
+def test_other_outputs_than_the_bundle_s_are_refused(head: Callable[..., Job], small: Bundle, tmp_path: Path) -> None:
     spec = small.manifest.graphs["head"]
     (logits,) = spec.outputs
     for output, said in (

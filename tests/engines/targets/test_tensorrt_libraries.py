@@ -1,6 +1,6 @@
-"""What full TensorRT is asked and told, as far as it can be seen without it.
+"""The builder for full TensorRT, as far as it runs without that library.
 
-It cannot be installed here: TensorRT-RTX stands in for its classes, under another version, and `FakeGpu` for a GPU.
+TensorRT-RTX with another version has the place of TensorRT, and `FakeGpu` that of a GPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FakeGpu:
 
 
 class FakeConfig:
-    """A builder's configuration whose timing caches are bytes; `b"foreign"` is of another GPU."""
+    """A builder's configuration with bytes as timing caches; `b"foreign"` is of another GPU."""
 
     cache = b""
 
@@ -66,7 +66,7 @@ class FakeConfig:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Libraries:
-    """`TensorRT` of a version, on a GPU of a compute capability."""
+    """Return a function that makes `TensorRT` of a version, on a GPU of a compute capability."""
 
     def get(version: str = "10.16.2", compute_capability: int = 86) -> TensorRT:
         trt = SimpleNamespace(**{**vars(tensorrt_rtx), "__version__": version})
@@ -114,7 +114,7 @@ def test_fp32_attention_is_refused_and_its_lowering_is_not(library: Libraries, b
     library("10.3.0").check_bundle(bundle("opset20", "fp32"))
 
 
-def test_opset20_graphs_are_looked_up_operator_by_operator(
+def test_every_operator_of_opset20_graphs_is_checked(
     library: Libraries, bundle: Callable[..., Bundle], tmp_path: Path
 ) -> None:
     changed = export_random(tmp_path, budgets=("retain-64",), dialect="opset20", precision="fp16")

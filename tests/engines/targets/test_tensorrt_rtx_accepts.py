@@ -1,12 +1,11 @@
 """TensorRT's parser and compiler accept every fp16 graph, for prefill and decode, on three generations of GPUs.
 
-That is every method in `opset20` and SinkPruner in `opset24`, each sequence of operators once; `make test-slow` adds
-the other methods, every budget, and what SinkPruner needs in fp32. The builder
-is that of `sinkprune-build`, with its optimisation profiles; it compares each network with the contract, and refuses
-inputs that no layer reads.
+The tests build methods in `opset20` and SinkPruner in `opset24`, each sequence of operators once. `make test-slow`
+adds the other methods, every budget, and SinkPruner in fp32. The builder is that of `sinkprune-build`, with its
+optimisation profiles and its checks.
 
-TensorRT-RTX builds ahead of time without a GPU. It shares its front end with TensorRT 11, so a graph it refuses would
-be refused there; that one compiles says nothing about its numbers or its speed.
+TensorRT-RTX builds without a GPU. It has the front end of TensorRT 11, which would reject the same graphs. These
+tests cover neither numbers nor speed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ BUDGETS = ("retain-192", "retain-128", "retain-64", "retain-32", "retain-64+rast
 # Deep enough for the layers that every method prunes after.
 DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
 KINDS = [("opset24", "fp16"), ("opset20", "fp16"), ("opset20", "fp32")]
-# The kernel's name, as it stands in an engine.
+# The kernel's name in an engine.
 FUSED_ATTENTION = b"_gemm_mha_v2"
 COMPUTE_CAPABILITIES = (86, 89, 120)
 LIMITS = Limits(prompt_tokens=1400, new_tokens=400, images=5)
@@ -97,7 +96,7 @@ def of_method(bundle: Bundle, method: str) -> Iterator[str]:
 
 
 def compile_graph(bundle: Bundle, graph: str, folder: Path) -> bytes:
-    """The engine of a graph, each node of domain `sinkprune` by its function; RTX takes no plugins."""
+    """Return the engine of a graph. Nodes of domain `sinkprune` are functions, as RTX takes no plugins."""
     builder = TensorRTRTX(COMPUTE_CAPABILITIES)
     job = Job(Model.of_bundle(bundle, graph), optimisation_profiles(bundle.manifest, LIMITS)[graph])
     built = builder.build(job, folder / "engine", SILENT)
@@ -114,7 +113,7 @@ def test_no_graph_is_left_out(dialect: str, graphs: Callable[[str, str], Graphs]
     listed = [*with_weights(bundle), *(graph for method in all_methods() for graph in of_method(bundle, method))]
     assert sorted(listed) == sorted(bundle.manifest.graphs)
     cut_short = {method for method, plans in bundle.manifest.plans.items() if tuple(plans) != BUDGETS}
-    # What prunes in the decoder alone cannot reach the smallest budgets.
+    # Methods that prune only in the decoder cannot reach the smallest budgets.
     assert cut_short == {"fastv", "pyramiddrop", "sinkpruner-no-sanitizer", "sparsevlm"}
     assert all("retain-192" in plans for plans in bundle.manifest.plans.values())
 
@@ -145,12 +144,12 @@ def test_attention_to_a_cache_is_fused(
 
 
 UNLIKE = ("sinkpruner", "visionzip", "dart", "divprune", "sparsevlm")
-"""Methods that have operators of their own; those of the others are among them."""
+"""Methods that have all operators of the other methods too."""
 
 
 @pytest.mark.parametrize(
     ("dialect", "precision", "method"),
-    # TensorRT 10.3 is given all of opset20 in test_trt10_checker.py.
+    # test_trt10_checker.py checks all of opset20 for TensorRT 10.3.
     slow_except(
         {("opset24", "fp16", "sinkpruner"), *product(["opset20"], ["fp16"], UNLIKE)},
         [*product(DIALECTS, ["fp16"], all_methods()), ("opset20", "fp32", "sinkpruner")],

@@ -1,9 +1,10 @@
-"""The checker passes every `opset20` graph, and refuses each thing TensorRT 10.3's list does not hold."""
+"""The checker accepts every `opset20` graph, and rejects what TensorRT 10.3's list does not have."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import onnx
@@ -12,37 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sinkprune.contract.bundle import read_bundle
+from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import EnginesError
 from sinkprune.engines.trt10_checker import MAX_OPSET, OPERATORS, check_trt10
-from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.methods import all_methods
-from sinkprune.export.source import ExportRequest
+from support.models.heads_of_64 import CONFIG, export_random
 
-CONFIG = {
-    "model_type": "llava",
-    "image_token_index": 300,
-    "vision_config": {
-        "model_type": "clip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 112,
-        "patch_size": 14,
-    },
-    # Deep enough for every method.
-    "text_config": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 320,
-    },
-}
-WIDER = {**CONFIG, "text_config": {**CONFIG["text_config"], "intermediate_size": 64}}
+# Deep enough for every method.
+DEEP = {**CONFIG, "text_config": {**CONFIG["text_config"], "num_hidden_layers": 8}}
 INT4_GRAPHS = {"projector", "decoder_0", "decoder_1", "decoder_2", "decoder_3", "head"}
 SANITIZER = "sinkpruner/retain-64+raster+visual-keys+compact/sanitizer"
 SELECT = "sinkpruner/retain-192/select_after_1"
@@ -57,33 +35,24 @@ FORBIDDEN = sorted(
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """Every graph of a bundle with every method and option that writes other operators."""
-    made: dict[tuple[str, str], Graphs] = {}
-    folder = tmp_path_factory.mktemp("opset20")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    """Return a function that exports every graph of every method, with all options that add operators."""
 
+    @cache
     def get(dialect: str, precision: str) -> Graphs:
-        if (dialect, precision) not in made:
-            budgets = ("retain-192", "retain-64+raster+visual-keys+compact")
-            request = ExportRequest(
-                str(folder), budgets, tuple(all_methods()), precision, dialect, random_weights=True
-            )  # type: ignore[arg-type]
-            path = folder / f"{dialect}-{precision}"
-            export_bundle(request, path)
-            made[dialect, precision] = dict(graphs_of(path))
-        return made[dialect, precision]
+        budgets = ("retain-192", "retain-64+raster+visual-keys+compact")
+        folder = tmp_path_factory.mktemp(f"{dialect}-{precision}")
+        options = {"budgets": budgets, "methods": tuple(all_methods()), "precision": precision, "dialect": dialect}
+        return graphs_of(export_random(folder, DEEP, **options))
 
     return get
 
 
-def graphs_of(path: Path) -> Iterator[tuple[str, onnx.ModelProto]]:
-    bundle = read_bundle(path)
-    for name in bundle.manifest.graphs:
-        yield name, onnx.load(bundle.graph_path(name), load_external_data=False)
+def graphs_of(bundle: Bundle) -> Graphs:
+    return {name: onnx.load(bundle.graph_path(name), load_external_data=False) for name in bundle.manifest.graphs}
 
 
 def refusal(model: onnx.ModelProto, graph: str = "small") -> str:
-    """What the checker says of a graph it must refuse."""
+    """Return the message of the checker for a graph that it must reject."""
     with pytest.raises(EnginesError) as caught:
         check_trt10(model, graph)
     message = str(caught.value)
@@ -93,7 +62,7 @@ def refusal(model: onnx.ModelProto, graph: str = "small") -> str:
 
 
 def small(body: str, opset: int = MAX_OPSET, ir_version: int = 10) -> onnx.ModelProto:
-    """A model in ONNX's text format, of which `body` is the graph behind its name."""
+    """Parse a model in ONNX's text format. `body` is the graph after its name."""
     header = f'<ir_version: {ir_version}, opset_import: ["" : {opset}, "other" : 1]>'
     return onnx.parser.parse_model(f"{header} small {body}")
 
@@ -108,15 +77,11 @@ def test_every_opset20_graph_of_every_method_passes(precision: str, export: Expo
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_every_opset20_graph_with_quantised_weights_passes(weights: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(WIDER))
-    request = ExportRequest(
-        str(tmp_path), ("retain-64",), precision="fp16", dialect="opset20", random_weights=True, weights=weights
-    )  # type: ignore[arg-type]
-    export_bundle(request, tmp_path / "out")
-    for name, model in graphs_of(tmp_path / "out"):
+    options = {"budgets": ("retain-64",), "precision": "fp16", "dialect": "opset20", "weights": weights}
+    for name, model in graphs_of(export_random(tmp_path, **options)).items():
         check_trt10(model, name)
         (opset,) = [opset.version for opset in model.opset_import if not opset.domain]
-        # Its next opset for codes that it has none of itself, and for nothing else.
+        # Only INT4 needs the next opset.
         assert opset == (21 if weights == "int4" and name in INT4_GRAPHS else 20)
 
 
@@ -143,8 +108,7 @@ def test_the_list_is_of_operators_that_opset_20_has() -> None:
 def test_a_forbidden_operator_anywhere_is_refused_by_name(data: st.DataObject, export: Export) -> None:
     graphs = export("opset20", "fp16")
     name = data.draw(st.sampled_from(["vision", "projector", "decoder_1", "head", SANITIZER, SELECT]))
-    model = onnx.ModelProto()
-    model.CopyFrom(graphs[name])
+    model = deepcopy(graphs[name])
     body = data.draw(st.sampled_from([model.graph, *model.functions]))
     node = data.draw(st.sampled_from(list(body.node)))
     node.op_type, node.domain = data.draw(st.sampled_from(FORBIDDEN)), ""
@@ -156,8 +120,7 @@ def test_a_forbidden_operator_anywhere_is_refused_by_name(data: st.DataObject, e
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_a_newer_version_anywhere_is_refused(data: st.DataObject, export: Export) -> None:
-    model = onnx.ModelProto()
-    model.CopyFrom(export("opset20", "fp32")[SANITIZER])
+    model = deepcopy(export("opset20", "fp32")[SANITIZER])
     place = data.draw(st.sampled_from([model, *model.functions]))
     version = data.draw(st.integers(21, 30))
     next(opset for opset in place.opset_import if not opset.domain).version = version
@@ -174,8 +137,7 @@ def test_a_newer_ir_version_is_refused() -> None:
 
 
 def test_an_attribute_in_a_function_is_refused_with_its_function(export: Export) -> None:
-    model = onnx.ModelProto()
-    model.CopyFrom(export("opset20", "fp16")[SANITIZER])
+    model = deepcopy(export("opset20", "fp16")[SANITIZER])
     body = next(function for function in model.functions if function.name == "TopRho")
     sort = next(node for node in body.node if node.op_type == "TopK")
     next(attribute for attribute in sort.attribute if attribute.name == "sorted").i = 0
@@ -185,8 +147,7 @@ def test_an_attribute_in_a_function_is_refused_with_its_function(export: Export)
 
 
 def test_a_type_in_a_function_is_refused_with_its_function(export: Export) -> None:
-    model = onnx.ModelProto()
-    model.CopyFrom(export("opset20", "fp16")[SANITIZER])
+    model = deepcopy(export("opset20", "fp16")[SANITIZER])
     body = next(function for function in model.functions if function.name == "DiversitySelect")
     body.node.append(onnx.helper.make_node("Cast", ["count"], ["wide"], "Widen", to=onnx.TensorProto.DOUBLE))
     message = refusal(model, SANITIZER)
@@ -194,7 +155,7 @@ def test_a_type_in_a_function_is_refused_with_its_function(export: Export) -> No
     assert "DOUBLE; TensorRT 10.3 takes BFLOAT16, BOOL, FLOAT, FLOAT16, INT32, INT64" in message
 
 
-# Of each pair of a row, the first is refused for what stands behind it, the second passes.
+# Each row: a graph that is rejected, the reason, and a similar graph that passes.
 NEIGHBOURS = {
     "CumSum of integers": (
         "(int64[4] x) => (int64[4] y) <int64 axis = {0}> { y = CumSum(x, axis) }",

@@ -1,1 +1,1 @@
-"""Programs and commands that tests run, and what they say."""
+"""Programs and commands that tests run."""

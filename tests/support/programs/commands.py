@@ -1,4 +1,4 @@
-"""The commands, called as their entry points are, and what a refusal must look like."""
+"""Runs the commands by their entry points, and asserts refusals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from sinkprune.runtime.commands.profile import main as profile
 from sinkprune.runtime.commands.run import main as run_
 
 BIN = Path(sys.executable).parent
+"""The folder of the installed commands."""
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None"
 """A program that begins with this cannot import PyTorch."""
-"""Where the installed commands stand, for tests that need a process of their own."""
 
 _ENTRY_POINTS = {
     "sinkprune-export": export,
@@ -35,10 +35,10 @@ _ENTRY_POINTS = {
 
 
 def own_process(command: str, *arguments: object) -> list[str]:
-    """The words that run a command in a process of its own, as its installed script does.
+    """Return the words that run a command in a new process, as its installed script does.
 
-    PyTorch cannot be imported there: no command needs it, and transformers imports it where it is installed, which
-    takes longer than most commands.
+    The process cannot import PyTorch. No command needs it, and its import by transformers takes longer than most
+    commands.
     """
     name = command.removeprefix("sinkprune-")
     program = f"{WITHOUT_TORCH}; from sinkprune.entry_points import {name}; sys.exit({name}())"
@@ -47,7 +47,7 @@ def own_process(command: str, *arguments: object) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command left behind."""
+    """The exit code and the output of a command."""
 
     code: int
     stdout: str
@@ -63,7 +63,7 @@ def run(command: str, *arguments: object) -> Outcome:
 
 
 def assert_refused(outcome: Outcome, *said: str) -> None:
-    """Exit code 2 and one message that holds all of `said`; no traceback, no output."""
+    """Assert exit code 2 and one message that has all of `said`, without a traceback or other output."""
     assert outcome.code == 2, outcome.stderr
     assert outcome.stdout == ""
     assert "Traceback" not in outcome.stderr

@@ -1,4 +1,4 @@
-"""`sinkprune-doctor` as tests run it, also in the Python of a board."""
+"""Runs `sinkprune-doctor`, also in the Python of a board."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def told(*arguments: object) -> Any:
 
 
 def set_python(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Have the command run in a Python of that version which sees a board's TensorRT."""
+    """Run the command in a Python of this version, with a board's TensorRT."""
     python = replace(PYTHON_OF_JETPACK_6, version=version)
     monkeypatch.setattr(doctor_command, "this_environment", lambda: python)
 
 
 def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
-    """A preset on a board of which programs may take `usable` bytes; 0 is not known."""
+    """Return the fit of a preset on a board with `usable` bytes of memory for programs; 0 means unknown."""
     manifest = preset_manifest(name, read_presets()[name], "opset20")
     return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)

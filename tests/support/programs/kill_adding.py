@@ -1,7 +1,7 @@
-"""Kill processes that add a budget to a bundle, and look at what the next command finds: a program, as kills fork.
+"""A program that kills processes while they add a budget to a bundle, and reads the bundle after each.
 
-`kill_adding.py BUNDLE` kills at calls of the system, some way apart, until one is not killed. Prints a JSON list of
-the budgets that were found behind each.
+`kill_adding.py BUNDLE` kills at system calls, some way apart, until a process is not killed. It prints a JSON list of
+the budgets after each process. It is a program because it forks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Kill processes that replace a folder, and look at what the next command finds: a program, as it forks often.
+"""A program that kills processes while they replace a folder, and reads the folder after each.
 
-`kill_replacing.py FOLDER {exchange,two-renames} {calls,random} COUNT` kills at the first `COUNT` calls of the system,
-each once, or at so many random moments. Prints a JSON list of what came of each.
+`kill_replacing.py FOLDER {exchange,two-renames} {calls,random} COUNT` kills at the first `COUNT` system calls, each
+once, or at `COUNT` random moments. It prints a JSON list of the outcomes. It is a program because it forks often.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ RENAMES: dict[str, Rename] = {"exchange": system_rename, "two-renames": no_such_
 
 
 def forked(body: Callable[[], None], after: float | None = None) -> bool:
-    """Run `body` in a process of its own, and kill it after some seconds; whether it was killed."""
+    """Run `body` in a new process, kill it after some seconds, and return whether it was killed."""
     process = os.fork()
     if process == 0:
         try:
             body()
         finally:
-            # Not the end of this program, and no handlers of it.
+            # Without the end and the handlers of this program.
             os._exit(0 if sys.exc_info()[0] is None else 1)
     if after is not None:
         time.sleep(after)
@@ -44,7 +44,7 @@ def forked(body: Callable[[], None], after: float | None = None) -> bool:
 
 
 def killed_at_call(number: int, body: Callable[[], None]) -> None:
-    """Run `body`, and have this process killed in front of its call of the system of this number."""
+    """Run `body`, and kill this process before the system call of this number."""
     left = number
 
     def count(frame: FrameType, event: str, function: Any) -> None:
@@ -59,7 +59,7 @@ def killed_at_call(number: int, body: Callable[[], None]) -> None:
 
 
 def shortest(times: int, body: Callable[[], None]) -> float:
-    """The least seconds that `body` takes."""
+    """Return the shortest time of `body`, in seconds."""
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def shortest(times: int, body: Callable[[], None]) -> float:
 
 
 def found(output: Path) -> int | None:
-    """The version that the next command finds, which must be whole; None where there is none."""
+    """Return the version that the next command finds, which must be whole; None if there is none."""
     recover(output, KIND)
     return whole_version(output) if output.exists() else None
 
@@ -81,7 +81,7 @@ def main() -> None:
     duration, outcomes = shortest(5, lambda: replace(output, 1, rename=rename)), []
     old: int | None = 1
     for number in range(1, count + 1):
-        # Now and then nothing stands there yet.
+        # Sometimes there is no old folder.
         if moments == "random" and number % 5 == 0 and old is not None:
             shutil.rmtree(output)
             old = None
@@ -93,7 +93,7 @@ def main() -> None:
             killed = forked(body, randomness.uniform(0, 1.5 * duration))
         seen, version, left = output.exists(), found(output), None
         words: dict[int | None, str] = {new: "new", old: "old" if old is not None else "nothing"}
-        # Of those at random moments some find what several others have left.
+        # At random moments, some processes find the remains of several others.
         if moments == "calls" or number % 3 == 0:
             replace(output, new + 1, rename=rename)
             left = sorted(path.name for path in folder.iterdir())

@@ -1,4 +1,4 @@
-"""Commands that are killed while they write a folder."""
+"""Kills commands while they write a folder."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from support.programs.commands import own_process
 
 
 def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> None:
-    """Run a command in a process of its own, and kill it when something in `folder` matches `pattern`.
+    """Run a command in a new process, and kill it when something in `folder` matches `pattern`.
 
-    What is there for a moment only may be missed: then the command ends.
+    The command ends by itself if the match is too short to be found.
     """
     words = own_process(command, *arguments)
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
@@ -27,5 +27,5 @@ def kill_when(pattern: str, folder: Path, command: str, *arguments: object) -> N
 
 
 def left(output: Path) -> list[str]:
-    """What commands have left beside `output`."""
+    """Return the temporary files and folders next to `output`."""
     return sorted(path.name for path in output.parent.iterdir() if path.name.startswith(f".{output.name}."))

@@ -1,4 +1,4 @@
-"""Small folders as bundles are: files, and a manifest that lists them."""
+"""Small folders like bundles: files, and a manifest that lists them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ KIND = ManifestFile(
     again="Export or copy the bundle again.",
     upgrade="Upgrade sinkprune.",
 )
-"""The kind of a bundle, without numpy, which a program that is killed often had to wait for."""
+"""The manifest of a bundle without numpy, whose import would slow programs that are killed often."""
 
 
 def write_folder(root: Path, version: int, *, format_version: int = 4) -> Path:
-    """Write the files of a `version`, some in folders of their own, and the manifest."""
+    """Write the files of a `version`, some in folders, and the manifest."""
     for name in ("graphs/vision.onnx", f"graphs/plan-{version}/select.onnx", "weights/table.bin", "license"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{name} of version {version}")
@@ -41,7 +41,7 @@ def write_folder(root: Path, version: int, *, format_version: int = 4) -> Path:
 
 
 def whole_version(root: Path) -> int:
-    """The version of a folder that holds what its manifest lists, with the sums it lists, and nothing else."""
+    """Return the version of a folder, which must hold exactly the listed files, with their sums."""
     manifest = json.loads((root / KIND.name).read_text())
     found = {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
     assert found - {KIND.name} == set(manifest["files"])
@@ -52,7 +52,7 @@ def whole_version(root: Path) -> int:
 
 @contextmanager
 def replaced(output: Path, *, force: bool = True, rename: Rename = system_rename) -> Iterator[Path]:
-    """What `replacing` gives, for these folders."""
+    """Replace such a folder with `replacing`."""
     with replacing(output, KIND, 0, "free some", force=force, rename=rename) as root:
         yield root
 

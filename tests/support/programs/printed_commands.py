@@ -1,4 +1,4 @@
-"""The blocks of code and the commands that the README and the docs print."""
+"""The blocks of code and the commands of the README and the docs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES = [
     *sorted((ROOT / "docs/measurements").glob("*.md")),
 ]
 OUTPUT = ("image ->", "prompt -> ", "4\n[none]", "256 visual tokens", "module  ", "stop: ", "1  H ", "p_j = ")
-"""How blocks begin that show what a program prints, or a formula."""
+"""The first words of blocks that show output of a program, or a formula."""
 
 
 class Block(NamedTuple):
@@ -24,7 +24,7 @@ class Block(NamedTuple):
 
 
 def blocks() -> list[Block]:
-    """All fenced blocks of the pages."""
+    """Return all fenced blocks of the pages."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def blocks() -> list[Block]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Where each command stands, and its words without the remark behind them."""
+    """Return the place of each command, and its words without the remark."""
     found = []
     for block in blocks():
         if block.language or block.text.startswith(OUTPUT):
@@ -52,7 +52,7 @@ ALL = commands()
 
 
 def most_images(bundle: str) -> int:
-    """How many images a prompt may have, by the first printed export of that name; 1 for what is no export."""
+    """Return the most images of a prompt, by the first printed export of that name; 1 if there is none."""
     first = next((text for _, text in ALL if text.startswith("sinkprune-export ") and f" -o {bundle} " in text), "")
     given = re.search(r"--max-images (\d+)", first)
     return int(given[1]) if given else 1

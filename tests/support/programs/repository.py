@@ -1,4 +1,4 @@
-"""The repository that the tests stand in."""
+"""The repository of the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of which `make pytest` runs a few, and `make test-slow` all others."""
+"""Parameters of tests: `make pytest` runs a few, and `make test-slow` all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def slow_except(chosen: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def every(nth: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the parameters of `cases`, of which all but the first and every `nth` behind it are slow."""
+    """Return the parameters of `cases`. All are slow except the first and every `nth` after it."""
     listed = list(cases)
     return slow_except(listed[::nth], listed)
 

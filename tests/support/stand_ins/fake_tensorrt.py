@@ -1,7 +1,7 @@
-"""A fake of the TensorRT library, for machines without it or a GPU: its engines compute with ONNX Runtime.
+"""A fake of the TensorRT library, for machines without the library or a GPU. Its engines compute with ONNX Runtime.
 
-They read and write the host memory of a `FakeDevice`, at the addresses they are given, when its stream comes to them.
-What the library's documentation asks of its callers, the fake insists on.
+Engines read and write the host memory of a `FakeDevice` at the addresses of their tensors, in the order of its
+stream. The fake asserts what the library's documentation requires of callers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DynamicShapesKernelSpecializationStrategy(Enum):
 
 
 class RuntimeConfig:
-    """What TensorRT-RTX creates execution contexts with."""
+    """The options of TensorRT-RTX for an execution context."""
 
     strategy = ExecutionContextAllocationStrategy.STATIC
     dynamic_shapes_kernel_specialization_strategy = DynamicShapesKernelSpecializationStrategy.LAZY
@@ -92,7 +92,7 @@ class ILogger:
 
 
 class FakeTensorRT:
-    """What `import tensorrt` would give, bound to a fake device."""
+    """The module `tensorrt`, bound to a fake device."""
 
     __version__ = VERSION
     TensorIOMode = TensorIOMode
@@ -103,7 +103,7 @@ class FakeTensorRT:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         self.engines: dict[str, FakeEngine] = {}
-        """What was deserialised, by graph."""
+        """The deserialised engines, by graph."""
 
     def Runtime(self, logger: ILogger) -> FakeRuntime:
         return FakeRuntime(self, logger)
@@ -114,7 +114,7 @@ class FakeTensorRT:
 
 
 class FakeTensorRTRTX(FakeTensorRT):
-    """What `import tensorrt_rtx` would give."""
+    """The module `tensorrt_rtx`."""
 
     DynamicShapesKernelSpecializationStrategy = DynamicShapesKernelSpecializationStrategy
 
@@ -127,10 +127,10 @@ class FakeRuntime:
         try:
             description = json.loads(bytes(serialized))
         except ValueError:
-            self._logger.log(2, "a warning that nobody needs")
+            self._logger.log(2, "a warning")
             self._logger.log(ILogger.ERROR, "the engine is no engine.")
             return None
-        # The weights and the code
+        # The weights and the code take memory.
         self._library.device.total -= len(serialized)
         engine = FakeEngine(self._library.device, description)
         self._library.engines[description["graph"]] = engine
@@ -183,7 +183,7 @@ class FakeEngine:
         return self.contexts[-1]
 
     def compute(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int], activations: int) -> None:
-        """Read the inputs, run, write the outputs, and leave garbage where activations were."""
+        """Read the inputs, run, write the outputs, and overwrite the activations."""
         inputs = {name: _at(addresses[name], shapes[name], dtype) for name, dtype in self.inputs.items()}
         results = self._session.run(list(self.outputs), inputs)
         for name, result in zip(self.outputs, results, strict=True):
@@ -191,7 +191,7 @@ class FakeEngine:
         ctypes.memset(activations, 0x5A, self.device_memory_size_v2)
 
     def output_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """No output shape depends on data, so made-up data tells them all."""
+        """Return the shapes of outputs, by a run on any data: no output shape depends on data."""
         key = tuple(shapes.items())
         if key not in self._shapes:
             inputs = {
@@ -204,7 +204,7 @@ class FakeEngine:
 
 
 class FakeContext:
-    """An execution context. `enqueued` counts its calls; replays are none."""
+    """An execution context. `enqueued` has its calls, without replays."""
 
     def __init__(self, engine: FakeEngine, how: Any) -> None:
         self._engine, self.created_with = engine, how
@@ -233,7 +233,7 @@ class FakeContext:
         return self._engine.output_shapes({name: self._shapes[name] for name in self._engine.inputs})[name]
 
     def set_tensor_address(self, name: str, address: int) -> bool:
-        # TensorRT takes no null address, not for an empty tensor either.
+        # TensorRT rejects a null address, also for an empty tensor.
         assert address != 0
         self._addresses[name] = address
         return True
@@ -261,7 +261,7 @@ class FakeContext:
 
 @dataclass(frozen=True)
 class FakeBuild:
-    """What engines.json says, for tests that make it say something else."""
+    """A folder of fake engines and its `engines.json`, for tests that change the file."""
 
     folder: Path
     manifest: EnginesManifest
@@ -271,7 +271,7 @@ class FakeBuild:
 
 
 def wide_optimisation_profiles(graph: str, spec: GraphSpec) -> OptimisationProfiles:
-    """What holds all that the tests' images come to."""
+    """Return optimisation profiles that hold all shapes of the tests' images."""
     caches = _IN_PLACE if any("C" in tensor.shape for tensor in spec.outputs) else {}
     profiles = {"prefill": _ranges(spec, {**_RANGES, **caches})}
     if graph.startswith("decoder_") or graph == "head":
@@ -285,7 +285,7 @@ def build_fake_engines(
     profiles: Mapping[str, OptimisationProfiles] | None = None,
     activations: Mapping[str, int] = ACTIVATIONS,
 ) -> FakeBuild:
-    """Fake engines of every graph, with `profiles` or wide ones, and an engines.json that says what they are."""
+    """Write fake engines of every graph, with `profiles` or wide ones, and their `engines.json`."""
     engines = {}
     for graph, spec in bundle.manifest.graphs.items():
         own = profiles[graph] if profiles else wide_optimisation_profiles(graph, spec)
@@ -334,6 +334,6 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _at(address: int, shape: Shape, dtype: np.dtype[Any]) -> Array:
-    """The array that lies at an address."""
+    """Return the array at an address."""
     size = int(np.prod(shape, dtype=np.int64))
     return np.frombuffer((ctypes.c_char * (size * dtype.itemsize)).from_address(address), dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Runs the plugins' kernel launches: in Triton's interpreter on the CPU, or compiled on a GPU."""
+"""Runs the kernel launches of the plugins, in Triton's interpreter on the CPU or compiled on a GPU."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Memory = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Launches on tensors, some of which they fill."""
+    """Launches, and the tensors that they read and write."""
 
     launches: Callable[[dict[str, int], dict[str, int], str], list[Launch]]
-    """Takes the address of each tensor by its name, `sizes`, and the type of the tokens."""
+    """From the address of each tensor by name, `sizes`, and the type of the tokens."""
     memory: Memory
     sizes: dict[str, int]
 
@@ -39,11 +39,11 @@ class Case:
 
 
 Runner = Callable[[Case], Memory]
-"""Gives the tensors of a case as they are after its launches."""
+"""Returns the tensors of a case after its launches."""
 
 
 def top_rho(tokens: torch.Tensor, norms: torch.Tensor, count: int) -> Case:
-    """`TopRho` on tokens [G,N,D] and norms [G,N]: fills `sink` and `outlier`."""
+    """Return the case of `TopRho` on tokens [G,N,D] and norms [G,N], which writes `sink` and `outlier`."""
     groups, n, width = tokens.shape
     memory = {
         "tokens": tokens.contiguous(),
@@ -62,7 +62,7 @@ def diversity(
     batch: int,
     single: bool = False,
 ) -> Case:
-    """`DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]: fills `chosen`.
+    """Return the case of `DiversitySelect` on tokens [G,N,D], candidate [G,N] and reserved [G,R]; writes `chosen`.
 
     One launch a phase, or a `single` one as an ahead-of-time plugin has it.
     """
@@ -85,7 +85,7 @@ def _single_launch(addresses: dict[str, int], sizes: dict[str, int], dtype: str)
 
 @contextmanager
 def interpreter() -> Iterator[Runner]:
-    """Runs kernels in Triton's interpreter, in a process of its own: it is chosen when triton is imported."""
+    """Yield a runner of kernels in Triton's interpreter, in a new process: the first import of triton selects it."""
     context = multiprocessing.get_context("spawn")
     with (
         pytest.MonkeyPatch.context() as patch,

@@ -33,11 +33,11 @@ class Rig:
         return [f"decoder_{segment}" for segment in range(len(self.pipeline.chain.decoders))]
 
     def decode_calls(self) -> set[int]:
-        """How often the decoders decoded other than by a replay."""
+        """Return the number of decode calls of each decoder, without replays."""
         return {len(self.contexts(graph)[1].enqueued) for graph in self.decoders}
 
     def enqueued(self) -> int:
-        """Calls of engines that were not replays."""
+        """Return the number of calls of engines, without replays."""
         return sum(len(context.enqueued) for engine in self.library.engines.values() for context in engine.contexts)
 
     def clear(self) -> None:
@@ -48,7 +48,7 @@ class Rig:
 
 
 def rig_of(bundle: Path, engines: Path) -> Rig:
-    """A rig of a bundle, whose fake engines are written to a new folder."""
+    """Write fake engines of a bundle to a new folder, and return a rig of them."""
     opened = read_bundle(bundle)
     build_fake_engines(opened, engines)
     return Rig(opened, engines)

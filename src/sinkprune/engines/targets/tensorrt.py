@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -176,8 +177,7 @@ def with_fixed_room(model: onnx.ModelProto, job: Job) -> onnx.ModelProto:
     room = fixed_room(job.model.spec, job.optimisation_profiles)
     if room is None:
         return model
-    fixed = onnx.ModelProto()
-    fixed.CopyFrom(model)
+    fixed = deepcopy(model)
     caches = set(cache_names(job.model.spec).values())
     for value in fixed.graph.input:
         if value.name in caches:
