@@ -72,7 +72,7 @@ def test_one_measurement_is_in_proportion_and_none_is_nothing() -> None:
 
 
 def costs_of(manifest: Manifest) -> Costs:
-    """Costs in which every part can be told from the others."""
+    """Return costs whose parts are all of different magnitude."""
     place = Place("0" * 64, manifest.cut_after, "fp32", "fp32", "ort-cpu", "fp32", 2, "a machine")
     segments = tuple(Curve(10.0**-segment, 0.1, 1e-4) for segment in range(len(manifest.segments)))
     return Costs(
