@@ -70,9 +70,9 @@ def test_a_bundle_is_what_was_written(original: Path, copied: Path) -> None:
     for name, spec in before.manifest.files.items():
         data = (original / name).read_bytes()
         assert (spec.size, spec.sha256) == (len(data), hashlib.sha256(data).hexdigest())
-    told: list[int] = []
-    before.verify(told.append)
-    assert sum(told) == sum(spec.size for spec in before.manifest.files.values())
+    progress: list[int] = []
+    before.verify(progress.append)
+    assert sum(progress) == sum(spec.size for spec in before.manifest.files.values())
 
 
 def test_plans_are_found_by_method_and_budget(original: Path) -> None:
@@ -95,7 +95,7 @@ def test_plans_are_found_by_method_and_budget(original: Path) -> None:
             manifest.plan(method, budget)
 
 
-def test_what_is_no_bundle_is_told_how_to_make_one(tmp_path: Path, photo_file: Path) -> None:
+def test_other_folders_are_rejected_with_the_command_that_makes_a_bundle(tmp_path: Path, photo_file: Path) -> None:
     for path in (tmp_path, photo_file):
         assert "is not a bundle" in refusal(path)
     assert refusal(tmp_path).endswith("sinkprune-export CHECKPOINT -o NEW")

@@ -92,7 +92,7 @@ def _came_with(engines: Engines) -> Bundle:
     sha256 = hashlib.sha256(data).hexdigest()
     if sha256 != engines.manifest.bundle_sha256:
         raise ENGINES.error(
-            f"'{root / MANIFEST}' has the sha256 {sha256}, and the engines beside it were built from a bundle of "
+            f"'{root / MANIFEST}' has the sha256 {sha256}, but the engines next to it were built from a bundle of "
             f"{engines.manifest.bundle_sha256}. {ENGINES.again}"
         )
     manifest = BUNDLE.parsed(root / MANIFEST, data, Manifest)

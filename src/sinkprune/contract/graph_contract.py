@@ -70,19 +70,19 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
     features += [TensorSpec(name, "float32", (None, tokens)) for name in ("norms", "salience")]
     norms = features[1]
     # DeepStack features: the sanitizer selects them with the tokens, and the first segment adds them to the rows.
-    beside = vision["deepstack"][-1] if "deepstack" in vision else None
-    features += [floats("deepstack", None, tokens, beside)] if beside else []
+    deepstack_width = vision["deepstack"][-1] if "deepstack" in vision else None
+    features += [floats("deepstack", None, tokens, deepstack_width)] if deepstack_width else []
     query, key = heads("query", lm.num_heads), heads("key", lm.num_kv_heads)
     yield "vision", manifest.graphs["vision"].inputs, features
     if manifest.projector:
         embeddings = floats("embeddings", None, None, lm.hidden_size)
         yield manifest.projector, [floats("tokens", None, None, width)], [embeddings]
     for number, layers in enumerate(manifest.segments):
-        asked = [query, key] if layers.stop != lm.num_layers else []
+        attention = [query, key] if layers.stop != lm.num_layers else []
         # The name of the output's size identifies the form of cache.
         given = {"in-place": "C", "rows": "S"}[manifest.cache]
-        gives = chain([*rows("_out")[:1], *asked], caches("", layers, given))
-        added = [floats("deepstack", 1, None, beside)] if beside and number == 0 else []
+        gives = chain([*rows("_out")[:1], *attention], caches("", layers, given))
+        added = [floats("deepstack", 1, None, deepstack_width)] if deepstack_width and number == 0 else []
         takes = chain(rows(), added, [TensorSpec("past_length", "int64", (1,))], caches("past_", layers, "C"))
         yield f"decoder_{number}", takes, gives
     yield "head", rows()[:1], [floats("logits", 1, lm.vocab_size)]
@@ -91,7 +91,7 @@ def _interfaces(manifest: Manifest) -> Iterator[_Interface]:
             kept = plan.counts.kept if plan.counts else None
             index_of_kept = TensorSpec("kept_index", "int64", (None, kept))
             chosen = [floats("kept_tokens", None, kept, width), index_of_kept]
-            chosen += [floats("kept_deepstack", None, kept, beside)] if beside else []
+            chosen += [floats("kept_deepstack", None, kept, deepstack_width)] if deepstack_width else []
             yield plan.sanitizer, features, chosen
         selected = [*rows(), query, key, *index("visual_index", "text_index", "visual_group", "quota"), norms]
         left = [*rows("_out"), *index("visual_index_out", "text_index_out", "keep_index")]

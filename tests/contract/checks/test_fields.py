@@ -35,7 +35,7 @@ class Fruit:
 
 
 class Loose(TypedDict, total=False):
-    """An object whose other fields are nobody's concern, and whose own may be left out."""
+    """An object with optional fields, whose other fields are ignored."""
 
     share: Share | None
     name: Annotated[str, Bounds(1, 9)]

@@ -95,7 +95,7 @@ _CASES = [(command, option, value) for command, own in WRONG.items() for option 
 def test_options_out_of_range_are_refused_before_anything_is_opened(
     command: str, option: str, value: str, tmp_path: Path
 ) -> None:
-    # There is neither bundle nor picture, which would be told otherwise.
+    # Neither bundle nor picture exist: other checks would report that first.
     ask, output = ("--image", tmp_path / "x.png", "--prompt", "What?"), ("-o", tmp_path / "out")
     needed: dict[str, tuple[object, ...]] = {
         "sinkprune-run": ask,

@@ -24,11 +24,9 @@ def test_nothing_that_a_terminal_obeys_is_left_and_all_else_is(text: str) -> Non
 def test_escape_sequences_are_written_as_in_python() -> None:
     assert escaped("a\x1b[2J\x9b1m\r\nb\u202e\udcff") == r"a\x1b[2J\x9b1m\r\nb\u202e\udcff"
     assert escaped("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
-    # What letters are joined with, and marks of languages written from the right, stay.
-    assert (
-        escaped("\U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0631")
-        == "\U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0631"
-    )
+    # Joiners and right-to-left letters stay.
+    joined = "\U0001f469\u200d\U0001f4bb \u0645\u06cc\u200c\u0631"
+    assert escaped(joined) == joined
 
 
 def test_an_error_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

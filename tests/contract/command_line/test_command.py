@@ -1,4 +1,4 @@
-"""How every command starts and ends: interrupts, streams that nobody reads, too little memory."""
+"""How every command starts and ends: interrupts, unwritable streams, too little memory."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_streams_that_take_nothing(streams: str, codes: tuple[int, ...], asked: 
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_was_not_flushed_is_told_too(tmp_path: Path) -> None:
+def test_unflushed_output_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "silent.py").write_text(
         "import sys\nfrom sinkprune.contract.command_line.command import run_command\n"
         "def main(arguments):\n    return run_command(lambda given: sys.stdout.write('x') and None, arguments)\n"
@@ -183,7 +183,7 @@ def test_what_was_not_flushed_is_told_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streams", ["2>&-", "2>/dev/full", ">&- 2>&-", "2>&1 >&- | true"])
-def test_refusals_keep_their_exit_code_where_nobody_reads_them(streams: str, tmp_path: Path) -> None:
+def test_errors_keep_their_exit_code_if_stderr_is_unwritable(streams: str, tmp_path: Path) -> None:
     refused = own_process("sinkprune-run", tmp_path / "none", "--image", "x.png", "--prompt", "What?")
     done = in_shell(refused, streams)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
@@ -222,7 +222,7 @@ def in_shell(words: list[str], streams: str) -> subprocess.CompletedProcess[str]
     ],
     ids=str,
 )
-def test_shortages_are_told_also_where_another_error_was_made_of_them(
+def test_shortages_are_reported_even_as_the_cause_of_another_error(
     error: Exception, few: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def plainly(arguments: object) -> None:
@@ -251,7 +251,7 @@ def test_a_bug_keeps_its_traceback() -> None:
         run_command(lambda arguments: setattr(arguments, "x", 1 // 0), [])
 
 
-def test_a_current_folder_that_was_removed_is_told(
+def test_a_removed_current_folder_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "gone").mkdir()
@@ -267,7 +267,7 @@ def test_a_current_folder_that_was_removed_is_told(
     )
 
 
-def test_too_little_address_space_is_told(asked: list[str]) -> None:
+def test_too_little_address_space_is_reported(asked: list[str]) -> None:
     # With a thread for each core OpenBLAS takes more, and where it gets none it ends the process itself. Arenas of
     # malloc take 64 MB a thread, so that the limit is reached where Python starts a thread and waits for it for good.
     own = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
@@ -277,6 +277,6 @@ def test_too_little_address_space_is_told(asked: list[str]) -> None:
         done = subprocess.run(asked, preexec_fn=limit, capture_output=True, text=True, timeout=60, env=own)
         # Found beforehand, or where the system gave no more. Of a thread whose stack does not fit it says no more.
         messages = ("there is too little memory: ", "not enough memory: ", "there are too few threads: ")
-        told = any(f"error: {message}" in done.stderr for message in messages)
-        assert done.returncode == (2 if told or megabytes < 200 else 0), (megabytes, done.stderr)
+        reported = any(f"error: {message}" in done.stderr for message in messages)
+        assert done.returncode == (2 if reported or megabytes < 200 else 0), (megabytes, done.stderr)
         assert "Traceback" not in done.stderr

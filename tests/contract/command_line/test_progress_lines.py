@@ -44,7 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_lines, "SECONDS", 0.01)
 
 
-def test_a_line_tells_what_is_done_the_rate_and_the_time_left() -> None:
+def test_a_line_has_the_steps_done_the_rate_and_the_time_left() -> None:
     lines = ProgressLines("measuring", 40, "answers")
     assert lines.line(10) == "measuring: 10 s"
     lines.update("retain-64", advance=4)

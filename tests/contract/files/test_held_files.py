@@ -44,12 +44,12 @@ def linked(path: Path) -> None:
 
 
 def test_all_ways_of_reading_give_the_same_bytes(path: Path, content: bytes) -> None:
-    held, told = hold(path), list[int]()
+    held, progress = hold(path), list[int]()
     assert held.size == len(content)
     assert held.read(len(content)) == content
     assert held.read_at(7, 5) == content[7:12]
-    assert held.sha256(told.append) == hashlib.sha256(content).hexdigest()
-    assert sum(told) == len(content)
+    assert held.sha256(progress.append) == hashlib.sha256(content).hexdigest()
+    assert sum(progress) == len(content)
     with held.mapped() as mapping:
         assert bytes(mapping) == content
     with held.by_path() as found:
@@ -68,7 +68,7 @@ def test_a_name_that_leads_elsewhere_does_not_matter(alter: Alter, path: Path, c
 
 @pytest.mark.parametrize("alter", [replaced, Path.unlink, linked, lambda path: path.write_bytes(b"other")])
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_path_is_given_only_while_it_leads_to_the_same_file(alter: Alter, when: str, path: Path) -> None:
+def test_a_path_is_valid_only_while_it_leads_to_the_same_file(alter: Alter, when: str, path: Path) -> None:
     held = hold(path)
     if when == "before":
         alter(path)
@@ -126,7 +126,7 @@ def test_more_files_than_a_process_may_open_are_an_error(tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def test_descriptors_are_given_back(tmp_path: Path) -> None:
+def test_descriptors_are_closed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(LARGE))
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     held = [hold(tmp_path / "file") for _ in range(20)]

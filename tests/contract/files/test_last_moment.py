@@ -25,7 +25,7 @@ def acting(act: Callable[[], object]) -> Rename:
     return rename
 
 
-def test_what_comes_at_the_last_moment_is_kept_and_told(tmp_path: Path) -> None:
+def test_files_that_appear_at_the_last_moment_are_kept_and_reported(tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
     rename = acting(lambda: (output / "graphs" / "notes.txt").write_text("mine"))
     with pytest.raises(BundleError, match=r"'graphs/notes\.txt' came into '.*' while it was replaced") as caught:
@@ -33,7 +33,7 @@ def test_what_comes_at_the_last_moment_is_kept_and_told(tmp_path: Path) -> None:
     assert whole_version(output) == 2
     (notes,) = tmp_path.glob(".bundle.*.partial/old/graphs/notes.txt")
     assert str(notes.parents[1]) in str(caught.value)
-    # Nothing else is left, and nobody removes it later.
+    # Nothing else is left, and no later command removes the file.
     assert sorted(path.name for path in notes.parents[1].rglob("*")) == ["bundle.json", "graphs", "notes.txt"]
     with pytest.raises(BundleError, match=r"'graphs/notes\.txt' came into"):
         replace(output, 3)

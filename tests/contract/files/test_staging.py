@@ -82,7 +82,7 @@ def test_a_process_that_lives_and_then_does_not(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_who_begins_is_never_taken_for_dead(tmp_path: Path) -> None:
+def test_a_new_staging_folder_is_never_taken_for_abandoned(tmp_path: Path) -> None:
     output = write_folder(tmp_path / "bundle", 1)
     done = Event()
 

@@ -167,18 +167,10 @@ def test_the_key_is_no_place_to_write_to(signed: Path, keys: Path, photo_file: P
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "graphs/weights/extra.bin", ".hidden", "weights/a/b/c"])
-def test_an_unlisted_file_is_refused(name: str, copied: Path) -> None:
+def test_an_unlisted_file_is_rejected(name: str, copied: Path) -> None:
     (copied / name).parent.mkdir(parents=True, exist_ok=True)
     (copied / name).touch()
     with pytest.raises(BundleError, match=f"found the file '{name}', which bundle.json does not list"):
-        read_bundle(copied)
-
-
-def test_weights_that_are_left_out_of_the_manifest_are_refused(copied: Path) -> None:
-    data = manifest_data(copied)
-    del data["files"]["graphs/weights/decoder_0.bin"]
-    write_data(copied, data)
-    with pytest.raises(BundleError, match=r"found the file 'graphs/weights/decoder_0\.bin'"):
         read_bundle(copied)
 
 

@@ -32,23 +32,35 @@ def test_without_groups_the_machine_counts(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) == 60 * GIB
 
 
-def test_a_unit_is_limited_by_its_own_group(tmp_path: Path) -> None:
-    files = {**within(SLICE, limited(8 * GIB, 3 * GIB, GIB)), **within("system.slice", limited("max", 5 * GIB))}
-    assert available_bytes(version_2(tmp_path, f"/{SLICE}", files)) == 6 * GIB
+VERSION_2: dict[str, tuple[int, str, dict[str, str]]] = {
+    "own group": (
+        6,
+        f"/{SLICE}",
+        within(SLICE, limited(8 * GIB, 3 * GIB, GIB)) | within("system.slice", limited("max", 5 * GIB)),
+    ),
+    "group above": (
+        2,
+        f"/{SLICE}",
+        within(SLICE, limited(8 * GIB, GIB)) | within("system.slice", limited(9 * GIB, 7 * GIB)),
+    ),
+    "no group next to it": (60, "/a", within("a", limited("max", GIB)) | within("b", limited(2 * GIB, GIB))),
+    "a container's root": (3, "/", limited(4 * GIB, GIB)),
+    "memory.high": (1, "/", {**limited(8 * GIB, GIB), "memory.high": f"{2 * GIB}\n"}),
+    "shared memory is not cached": (4, "/", limited(8 * GIB, 5 * GIB, 4 * GIB, 3 * GIB)),
+    "over the limit": (0, "/", limited(GIB, 2 * GIB)),
+    **{
+        f"{name} of {content!r}": (60, "/", {**limited(GIB, 0), name: content})
+        for name in ("memory.max", "memory.current")
+        for content in ("", "many\n", "-1\n", "\x00\n")
+    },
+}
 
 
-def test_a_unit_is_limited_by_the_slice_above_it(tmp_path: Path) -> None:
-    files = {**within(SLICE, limited(8 * GIB, GIB)), **within("system.slice", limited(9 * GIB, 7 * GIB))}
-    assert available_bytes(version_2(tmp_path, f"/{SLICE}", files)) == 2 * GIB
-
-
-def test_a_group_beside_ours_limits_nothing(tmp_path: Path) -> None:
-    files = {**within("a", limited("max", GIB)), **within("b", limited(2 * GIB, GIB))}
-    assert available_bytes(version_2(tmp_path, "/a", files)) == 60 * GIB
-
-
-def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
-    assert available_bytes(version_2(tmp_path, "/", limited(4 * GIB, GIB))) == 3 * GIB
+@pytest.mark.parametrize(("gibibytes", "own", "files"), VERSION_2.values(), ids=VERSION_2)
+def test_the_memory_left_by_groups_of_version_2(
+    gibibytes: int, own: str, files: dict[str, str], tmp_path: Path
+) -> None:
+    assert available_bytes(version_2(tmp_path, own, files)) == gibibytes * GIB
 
 
 @pytest.mark.parametrize("own", ["/docker/abc", "/../other", "/elsewhere"])
@@ -60,15 +72,6 @@ def test_a_group_below_the_mounted_one_limits(tmp_path: Path) -> None:
     files = within("robot", limited(4 * GIB, GIB))
     mounted = "/system.slice/a\\134x2db"
     assert available_bytes(version_2(tmp_path, "/system.slice/a\\x2db/robot", files, mounted)) == 3 * GIB
-
-
-def test_the_memory_at_which_a_group_is_slowed_down_is_a_limit(tmp_path: Path) -> None:
-    files = {**limited(8 * GIB, GIB), "memory.high": f"{2 * GIB}\n"}
-    assert available_bytes(version_2(tmp_path, "/", files)) == GIB
-
-
-def test_shared_memory_is_no_cached_file(tmp_path: Path) -> None:
-    assert available_bytes(version_2(tmp_path, "/", limited(8 * GIB, 5 * GIB, 4 * GIB, 3 * GIB))) == 4 * GIB
 
 
 @pytest.mark.parametrize("limited_group", ["", "docker/", "docker/abc/"])
@@ -84,17 +87,6 @@ def test_every_group_of_version_1_limits(limited_group: str, tmp_path: Path) -> 
 def test_a_container_of_version_1_has_its_group_mounted(tmp_path: Path) -> None:
     files = {"memory.limit_in_bytes": f"{6 * GIB}\n", "memory.usage_in_bytes": f"{4 * GIB}\n"}
     assert available_bytes(version_1(tmp_path, "memory", "/docker/abc", files, mounted="/docker/abc")) == 2 * GIB
-
-
-def test_more_than_the_limit_leaves_nothing(tmp_path: Path) -> None:
-    assert available_bytes(version_2(tmp_path, "/", limited(GIB, 2 * GIB))) == 0
-
-
-@pytest.mark.parametrize("content", ["", "many\n", "-1\n", "\x00\n"])
-def test_files_that_hold_no_number_limit_nothing(content: str, tmp_path: Path) -> None:
-    for name in ("memory.max", "memory.current"):
-        files = {**limited(GIB, 0), name: content}
-        assert available_bytes(version_2(tmp_path, "/", files)) == 60 * GIB
 
 
 def test_a_group_of_this_kernel_limits(tmp_path: Path) -> None:

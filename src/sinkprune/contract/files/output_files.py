@@ -67,7 +67,7 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises `OutputError`."""
     try:
-        handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     except OSError as error:
         raise OutputError(f"'{path}' cannot be written: {error.strerror}. Choose another place.") from error
     try:
@@ -76,10 +76,10 @@ def write_whole(path: Path, data: bytes) -> None:
             file.flush()
             # Otherwise a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())
-        Path(beside).chmod(0o644)
-        Path(beside).replace(path)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
     except BaseException:
-        Path(beside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

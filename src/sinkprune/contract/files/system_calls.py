@@ -63,8 +63,8 @@ def locked(folder: Path, *, create: bool) -> Iterator[bool]:
     """Lock `folder` while the block runs. Yield False if another process holds the lock or has removed it.
 
     The system releases the lock when the process ends, however it ends. Writers `create` the lock file. On a file
-    system without locks they proceed, and nobody else takes their folders for abandoned. Raises `OSError` if the lock
-    file cannot be opened.
+    system without locks they proceed, and no other process takes their folders for abandoned. Raises `OSError` if the
+    lock file cannot be opened.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     lock = os.open(folder / LOCK, flags, 0o600)
