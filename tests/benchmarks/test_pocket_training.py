@@ -11,14 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
+from pocket_training import model as pocket_model
+from pocket_training.attention import looking_loss
+from pocket_training.batches import pictures, turns, words
+from pocket_training.losses import answer_loss, tower_states
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
-from sinkprune.demo.train import Stage, Training
-from sinkprune.demo.training_attention import looking_loss
-from sinkprune.demo.training_batches import pictures, turns, words
-from sinkprune.demo.training_losses import answer_loss, tower_states
+from train_pocket_model import Stage, Training
 
 STAGES = (
     Stage("vision", 1, 2, (1e-3, 1e-3)),
