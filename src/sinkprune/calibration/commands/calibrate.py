@@ -1,4 +1,4 @@
-"""`sinkprune-calibrate`: what pictures and prompts of a user's own tell about a bundle, and what is made of it."""
+"""`sinkprune-calibrate`: measures a bundle on a user's pictures and prompts, and fits it to them."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def _is_of_norms(word: str) -> bool:
     """Return whether `word` begins a call of `norms` without its name, as in `sinkprune-calibrate BUNDLE`."""
     if word.startswith("-"):
         return word not in _OWN_OPTIONS
-    # A word like a verb's name is taken for a slip, and any other for a bundle.
+    # A word similar to a verb is a misspelt verb, and any other word a bundle.
     return Path(word).exists() or not get_close_matches(word, VERBS)
