@@ -1,18 +1,17 @@
-"""What a decoder takes for so many rows: a prefill of each count, and a token behind it.
+"""Times a decoder at given numbers of rows: a prefill of each, and a token after it.
 
     python benchmarks/decoder_rows.py BUNDLE --backend openvino --rows 40,64,76,124,136
     python benchmarks/decoder_rows.py BUNDLE --rows 60,600 --repeat 40 --json rows.json
 
-Counts take turns in every round, forwards and then backwards. Rows are of text, which takes as long as a picture; a
-prefill is timed without the head. Beside the times stands what they would be over those of the first count: of a
-prefill by its FLOPs, of a token by the bytes of weights and cache. Where a library runs rows in blocks, or makes more
-of a cache than it must, these differ.
+Counts take turns in every round, forwards and then backwards. Rows are of text, which takes as long as a picture. A
+prefill is timed without the head. The table compares each time, relative to the first count, with its ideal: the
+FLOPs of a prefill, the bytes of weights and cache of a token. Rows that a library runs in blocks, or copies of a
+cache, make them differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.flops import decode_bytes, prefill_flops
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
@@ -43,7 +43,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--rows", type=_counts, default=[60, 600], help="counts (default: 60,600)")
     parser.add_argument(
-        "--repeat", type=int, default=9, help="rounds behind the first, which does not count (default: 9)"
+        "--repeat", type=int, default=9, help="rounds after the first, which does not count (default: 9)"
     )
     parser.add_argument("--backend", choices=BACKENDS, default="ort-cpu")
     parser.add_argument("--threads", type=THREADS)
@@ -51,8 +51,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
     if options.repeat < 1:
         raise UsageError(f"--repeat is {options.repeat}, expected at least 1.")
-    if options.json:
-        check_outputs([(options.json, (".json",))], [], [options.bundle])
+    check_outputs(json_outputs(options.json), [], [options.bundle])
     pipeline = Pipeline.load(options.bundle, backend=options.backend, threads=options.threads)
     counts = options.rows
     times = DecoderTimes(pipeline.chain, pipeline.embedding, counts)
@@ -84,29 +83,28 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
         markup=False,
     )
     console.print(table)
-    if options.json:
-        found = [
-            {"rows": count, "prefill_ms": prefills[count], "token_ms": tokens[count], "bytes": read[count]}
-            for count in counts
-        ]
-        write_whole(options.json, (json.dumps(found, indent=1) + "\n").encode())
+    found = [
+        {"rows": count, "prefill_ms": prefills[count], "token_ms": tokens[count], "bytes": read[count]}
+        for count in counts
+    ]
+    write_json(options.json, found)
 
 
 def cache_bytes(pipeline: Pipeline, count: int) -> int:
-    """What a cache of so many rows takes, in the type that the backend computes in."""
+    """Return the bytes of a cache of so many rows, in the backend's type."""
     model, backend = pipeline.chain.model, pipeline.backend
     size = 2 if backend.cache in ("bf16", "fp16") else pipeline.chain.dtype.itemsize
     return 2 * count * model.num_layers * model.num_kv_heads * model.head_dim * size
 
 
 def spread(ms: Sequence[float]) -> str:
-    """Median, and a tenth from either end."""
+    """Return the median, and the tenths from either end, as text."""
     low, middle, high = np.quantile(ms, (0.1, 0.5, 0.9))
     return f"{middle:.1f} ({low:.1f}, {high:.1f})"
 
 
 def _counts(text: str) -> list[int]:
-    """Comma-separated counts of rows, each at least 1."""
+    """Parse comma-separated counts of rows, each at least 1."""
     parts = text.split(",")
     if not all(part.isdecimal() and int(part) for part in parts) or len({*parts}) < len(parts):
         raise argparse.ArgumentTypeError(f"'{text}' is no list of different counts from 1 on, like 60,600")

@@ -1,16 +1,15 @@
-"""Whether memory and time stay flat over many requests, each with a picture and a length of prompt of its own.
+"""Checks that memory and time stay flat over many requests with different pictures and lengths of prompts.
 
     python benchmarks/flat.py BUNDLE
     python benchmarks/flat.py BUNDLE --requests 500 --budget retain-64 --json flat.json
 
-The first fifth is a warm-up. Of the rest the medians of the first and the last third are compared: resident memory
-may grow by 1 % or 4 MB, whichever is more, and the time of a request by 10 %. Exit code 1 where one grows more.
+The first fifth is a warm-up. Then the medians of the first and the last third of the rest are compared. Resident
+memory may grow by 1 % or 4 MB, whichever is more, and the time of a request by 10 %. Exit code 1 if one grows more.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -21,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.backends.known import BACKENDS
 from sinkprune.runtime.pipeline import Pipeline
@@ -30,28 +30,28 @@ from sinkprune.runtime.pipeline import Pipeline
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_TIME = 0.10
 MOST_MEMORY, LEAST_MEMORY = 0.01, 4 << 20
-"""What may be added to the memory: a share of it, or so many bytes where that is more."""
+"""The growth of memory that is allowed: a share of it, or these bytes if they are more."""
 _SIDE = 224
 _WORDS = 150
 
 
 class Drift(NamedTuple):
-    """Where measurements began, and what was added up to their end."""
+    """The first value of measurements, and their growth."""
 
     first: float
     added: float
 
 
 def drift(values: Sequence[float]) -> Drift:
-    """By the medians of the first and the last third, which single slow requests do not move."""
+    """Return the drift of medians of the first and the last third, which single slow requests do not move."""
     third = max(1, len(values) // 3)
     first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
-    # From the middle of one third to that of the other; told for the whole.
+    # The difference is between the middles of the thirds; scale it to the whole.
     return Drift(first, (last - first) * (len(values) / max(1, len(values) - third)))
 
 
 def is_flat(memory: Drift, seconds: Drift) -> bool:
-    """Whether neither grew by more than it may."""
+    """Return whether neither grew by more than allowed."""
     return (
         memory.added <= max(MOST_MEMORY * memory.first, LEAST_MEMORY) and seconds.added <= MOST_TIME * seconds.first
     )
@@ -81,18 +81,17 @@ def _benchmark(arguments: Sequence[str] | None) -> bool:
     options = parser.parse_args(arguments)
     if options.requests < 10:
         raise UsageError(f"--requests is {options.requests}, expected 10 or more.")
-    if options.json:
-        check_outputs([(options.json, (".json",))], [], [options.bundle])
+    check_outputs(json_outputs(options.json), [], [options.bundle])
     pipeline = Pipeline.load(
         options.bundle, backend=options.backend, engines=options.engines, threads=options.threads
     )
     drawn, memory, seconds = np.random.default_rng(0), [], []
     for number in range(options.requests):
         picture = drawn.integers(0, 256, (_SIDE + number % 64, _SIDE, 3), np.uint8)
-        # Libraries keep something for each number of rows, and room for the most, which come first.
+        # The longest prompts come first, because libraries keep memory for the largest number of rows.
         words = int(drawn.integers(0, _WORDS)) if number > 1 else _WORDS
         prompt = "What is this?" + " Why?" * words
-        began = time.perf_counter()
+        start = time.perf_counter()
         pipeline.generate(
             picture,
             prompt,
@@ -100,10 +99,10 @@ def _benchmark(arguments: Sequence[str] | None) -> bool:
             max_new_tokens=options.new_tokens,
             min_new_tokens=options.new_tokens,
         )
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
         memory.append(_PAGE * int(Path("/proc/self/statm").read_text().split()[1]))
     warm = options.requests // 5
-    # One of each budget together: they take turns.
+    # Budgets take turns, so add the times of each pair of requests.
     pairs = [a + b for a, b in zip(seconds[warm::2], seconds[warm + 1 :: 2], strict=False)]
     drifts = drift(memory[warm:]), drift(pairs)
     (taken, grown), (took, slower) = drifts
@@ -111,8 +110,7 @@ def _benchmark(arguments: Sequence[str] | None) -> bool:
         f"{options.requests} requests: {taken / 1e6:.1f} MB resident, {grown / 1e6:+.2f} MB over the last "
         f"{options.requests - warm}; {1e3 * took / 2:.1f} ms a request, {500 * slower:+.2f} ms\n"
     )
-    if options.json:
-        write_whole(options.json, json.dumps({"rss_bytes": memory, "seconds": seconds}).encode())
+    write_json(options.json, {"rss_bytes": memory, "seconds": seconds})
     return is_flat(*drifts)
 
 

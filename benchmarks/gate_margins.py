@@ -1,10 +1,10 @@
-"""How far honest engines are from their graphs, beside the gate's limits: exports, builds and checks checkpoints.
+"""Compares the errors of correct engines with the gate's limits: exports, builds and checks checkpoints.
 
     python benchmarks/gate_margins.py demo/pocket --image demo/photos/coffee.jpg
     python benchmarks/gate_margins.py CHECKPOINT CHECKPOINT --image photo.jpg --forms fp32,fp16,int8,int4
 
-One line for each rounding and kind of output: the largest difference of the median row and of the worst, the limits,
-and whose it was. docs/gate.md has the figures of the repository's own checkpoints.
+Prints a line for each rounding and kind of output: the largest errors of a median row and of a worst row, the limits,
+and the engine with the largest error. docs/gate.md has the figures of the repository's own checkpoints.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from sinkprune.runtime.backends.compatibility import backend_of, open_engines
 from sinkprune.runtime.backends.known import Compute
 
 COMPUTES: dict[Target, tuple[Compute | None, ...]] = {"onnxruntime": (None,), "openvino": ("fastest", "fp32")}
-"""What engines of each target are run in."""
+"""The ways of computing that each target's engines are run with."""
 
 
 def reports(checkpoint: str, form: str, image: Path, folder: Path) -> Iterator[GateReport]:
-    """The gate's report of a checkpoint's engines in one form, for every target and compute."""
+    """Yield the gate's report of a checkpoint's engines in one form, for every target and compute."""
     weights = next((name for name in get_args(WeightsName) if name == form and form not in ("fp32", "fp16")), None)
     precision = "fp16" if form == "fp16" else "fp32"
     export_bundle(ExportRequest(checkpoint, precision=precision, weights=weights), folder / "bundle")
@@ -72,9 +72,9 @@ def _run(arguments: Sequence[str] | None) -> None:
         for form in options.forms.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 for report in reports(checkpoint, form, options.image, Path(folder)):
-                    told = f"{Path(checkpoint).name} {form} {report.target}, {report.compute}"
-                    sys.stdout.write(f"{told}: {'passed' if report.passed else 'REFUSED'}\n")
-                    _take_up(largest, report, told)
+                    engine = f"{Path(checkpoint).name} {form} {report.target}, {report.compute}"
+                    sys.stdout.write(f"{engine}: {'passed' if report.passed else 'REFUSED'}\n")
+                    _update(largest, report, engine)
     for (rounding, kind), (typical, worst, typical_limit, worst_limit, whose) in sorted(largest.items()):
         sys.stdout.write(
             f"{rounding:5} {kind:8} median {typical:.2g} of {typical_limit:g}, worst {worst:.2g} of {worst_limit:g} "
@@ -82,21 +82,22 @@ def _run(arguments: Sequence[str] | None) -> None:
         )
 
 
-def _take_up(
-    largest: dict[tuple[str, str], tuple[float, float, float, float, str]], report: GateReport, told: str
+def _update(
+    largest: dict[tuple[str, str], tuple[float, float, float, float, str]], report: GateReport, engine: str
 ) -> None:
+    """Update the largest errors, by rounding and kind of output, with those of an engine."""
     for own in report.graphs.values():
         for output in own.outputs.values():
             typical, worst = (float("inf") if found is None else found for found in (output.typical, output.worst))
             known = largest.get((own.rounding, output.kind), (0.0, 0.0, 0.0, 0.0, ""))
             largest[own.rounding, output.kind] = (
                 *(max(known[0], typical), max(known[1], worst), output.typical_limit, output.worst_limit),
-                told if worst >= known[1] else known[4],
+                engine if worst >= known[1] else known[4],
             )
     for text in report.texts:
         known = largest.get(("text", ""), (0.0, 0.0, 0.0, 0.0, ""))
         if text.gap_limit is not None and text.gap / text.gap_limit >= (known[1] / known[3] if known[3] else 0.0):
-            largest["text", ""] = (text.gap, text.gap, text.gap_limit, text.gap_limit, f"{told}, {text.budget}")
+            largest["text", ""] = (text.gap, text.gap, text.gap_limit, text.gap_limit, f"{engine}, {text.budget}")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Runs all of this project that wants an NVIDIA GPU, and writes what came of it as one JSON and one table.
+# Runs all parts of this project that need an NVIDIA GPU, and writes the results as one JSON and one table.
 #
 #     benchmarks/gpu.sh OUTPUT [PYTHON]
 #
 # OUTPUT is a folder for results.json, results.md and a log of each part; PYTHON the interpreter of an environment with
 # the packages (default: python3). Parts: the gpu tests, the kernels, the chain on ort-cuda at llava-1.1b and, with 20 GB
-# of GPU memory, llava-1.5-7b, and at llava-1.1b the TensorRT build, gate and profile. Each is told as run, failed or not
-# there, and none stops the others. Weights are random: times are true, answers are noise.
+# of GPU memory, llava-1.5-7b, and at llava-1.1b the TensorRT build, gate and profile. The report lists each as run,
+# failed or not there, and none stops the others. Weights are random: times are true, answers are noise.
 #
-# Exit codes: 0 all that is there ran; 1 a part failed; 2 wrong arguments; 3 nothing is there that could run.
+# Exit codes: 0 all parts that could run did; 1 a part failed; 2 wrong arguments; 3 no part could run.
 set -u
 
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
@@ -28,17 +28,17 @@ picture=$root/demo/photos/coffee.jpg
 work=$out/bundles
 mkdir -p "$work" || exit 2
 trap 'rm -rf "$work"' EXIT
-# Those of an earlier run.
+# Remove the outputs of an earlier run.
 for name in gpu-tests kernels ort-cuda-llava-1.1b ort-cuda-llava-1.5-7b tensorrt-build tensorrt-gate tensorrt-profile; do
     rm -f "$out/$name".{state,log,json,xml}
 done
 
-# part NAME COMMAND...: run the command where nothing speaks against it, and note what became of it.
+# part NAME COMMAND...: run the command if gpu_parts.py gives no reason against it, and write its state.
 part() {
     local name=$1 why code
     shift
     if ! why=$("$python" "$here/gpu_parts.py" "$name" --folder "$work" 2>&1); then
-        why="the environment of '$python' cannot be asked: ${why##*$'\n'}"
+        why="gpu_parts.py fails with '$python': ${why##*$'\n'}"
     fi
     if [ -n "$why" ]; then
         printf 'not there\n%s\n' "$why" >"$out/$name.state"

@@ -1,8 +1,8 @@
-"""What speaks against a part of benchmarks/gpu.sh on this machine: prints the reason, or nothing where it can run.
+"""Prints why a part of benchmarks/gpu.sh cannot run on this machine, or nothing if it can.
 
     python benchmarks/gpu_parts.py kernels --folder OUTPUT/bundles
 
-`dialect` in the place of a part prints the one that the installed TensorRT takes.
+`dialect` in the place of a part prints the dialect of the installed TensorRT.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ SMALL_MODEL_DISK_BYTES = 8e9
 _FIRST_OPSET24 = (10, 15)
 
 Reason = str | None
-"""Why something is not there; None where it is."""
+"""Why a part cannot run; None if it can."""
 
 
 def nvidia_smi(fields: str) -> str | None:
-    """What the driver's command tells of the first GPU, comma-separated; None where it tells nothing."""
+    """Return the fields of the first GPU from the driver's command, comma-separated; None without an answer."""
     command = find_program("nvidia-smi")
     if command is None:
         return None
     words = [command, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    told = subprocess.run(words, capture_output=True, text=True, check=False)
-    lines = told.stdout.splitlines()
-    return lines[0] if told.returncode == 0 and lines else None
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    return lines[0] if done.returncode == 0 and lines else None
 
 
-def gpu() -> Reason:
-    """Whether there is a GPU, by its driver's command, or where that is missing by CUDA itself."""
+def gpu(folder: Path = Path()) -> Reason:
+    """Check for a GPU by its driver's command, or without the command by CUDA itself."""
     if nvidia_smi("name") is not None:
         return None
     from sinkprune.contract.errors import BackendError
@@ -48,27 +48,28 @@ def gpu() -> Reason:
     try:
         open_device()
     except BackendError as error:
-        return f"no GPU: nvidia-smi tells of none, nor does CUDA ({str(error).partition('. ')[0]})"
+        return f"no GPU: neither nvidia-smi nor CUDA finds one ({str(error).partition('. ')[0]})"
     return None
 
 
-def gpu_tests() -> Reason:
-    """Whether the tests can be run; those that miss a library skip themselves."""
+def gpu_tests(folder: Path) -> Reason:
+    """Check for pytest; tests without their library skip themselves."""
     return gpu() or _missing("pytest")
 
 
-def kernels() -> Reason:
-    """Whether PyTorch and our launcher reach the GPU."""
+def kernels(folder: Path) -> Reason:
+    """Check that PyTorch and our launcher reach the GPU."""
     reason = gpu() or _missing("torch", "onnx_ir")
     if reason is not None:
         return reason
-    if not import_module("torch").cuda.is_available():
-        return f"PyTorch {import_module('torch').__version__} reaches no GPU; it must be built for CUDA"
-    return None if not _missing("cuda.bindings") or not _missing("pycuda") else _missing("cuda.bindings")
+    torch = import_module("torch")
+    if not torch.cuda.is_available():
+        return f"PyTorch {torch.__version__} reaches no GPU; it must be built for CUDA"
+    return _missing_launcher()
 
 
-def ort_cuda(folder: Path, disk: float) -> Reason:
-    """Whether ONNX Runtime has a CUDA provider, and a bundle can be made in `folder`."""
+def ort_cuda(folder: Path, disk: float = SMALL_MODEL_DISK_BYTES) -> Reason:
+    """Check for ONNX Runtime's CUDA provider, and for the disk space of a bundle."""
     reason = gpu() or _missing("onnxruntime", "onnx_ir", "transformers")
     if reason is not None:
         return reason
@@ -76,12 +77,11 @@ def ort_cuda(folder: Path, disk: float) -> Reason:
 
     if "CUDAExecutionProvider" not in import_onnxruntime("ort-cuda").get_available_providers():
         return "this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu, with onnxruntime removed"
-    free = shutil.disk_usage(folder).free
-    return None if free >= disk else f"{free / 1e9:.0f} GB of disk are free, {disk / 1e9:.0f} GB are needed"
+    return _little_disk(folder, disk)
 
 
 def large_model(folder: Path) -> Reason:
-    """Whether a model of seven billion weights in fp16 fits too."""
+    """Check for the GPU memory of a model of seven billion weights in fp16."""
     reason = ort_cuda(folder, LARGE_MODEL_DISK_BYTES)
     if reason is not None:
         return reason
@@ -93,28 +93,26 @@ def large_model(folder: Path) -> Reason:
 
 
 def gpu_memory() -> float | None:
-    """Bytes of the GPU's memory; on a board those that it shares with the CPU. None where nothing tells."""
-    told = (nvidia_smi("memory.total") or "").strip()
-    if told.isdecimal():
-        return float(told) * (1 << 20)
+    """Return the bytes of the GPU's memory, on a board those shared with the CPU; None if unknown."""
+    total = (nvidia_smi("memory.total") or "").strip()
+    if total.isdecimal():
+        return float(total) * (1 << 20)
     found = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="utf-8"))
-    return float(found[1]) * 1024 if found and told else None
+    return float(found[1]) * 1024 if found and total else None
 
 
 def tensorrt(folder: Path) -> Reason:
-    """Whether full TensorRT is installed, and what it builds from can be made."""
-    reason = gpu() or _missing("tensorrt", "onnx", "onnx_ir", "transformers")
-    if reason is not None:
-        return reason
-    if _missing("cuda.bindings") and _missing("pycuda"):
-        return _missing("cuda.bindings")
-    free = shutil.disk_usage(folder).free
-    disk = SMALL_MODEL_DISK_BYTES
-    return None if free >= disk else f"{free / 1e9:.0f} GB of disk are free, {disk / 1e9:.0f} GB are needed"
+    """Check for full TensorRT, and for the disk space of a bundle."""
+    return (
+        gpu()
+        or _missing("tensorrt", "onnx", "onnx_ir", "transformers")
+        or _missing_launcher()
+        or _little_disk(folder, SMALL_MODEL_DISK_BYTES)
+    )
 
 
 def tensorrt_gate(folder: Path) -> Reason:
-    """Whether this version has the gate, and the bundle to check was exported."""
+    """Check for `sinkprune-build --check`, and for the exported bundle."""
     reason = tensorrt(folder)
     if reason is not None:
         return reason
@@ -123,29 +121,29 @@ def tensorrt_gate(folder: Path) -> Reason:
     command = find_program("sinkprune-build")
     if command is None:
         return "there is no sinkprune-build in PATH"
-    told = subprocess.run([command, "--help"], capture_output=True, text=True, check=False).stdout
-    return None if "--check" in told else "this sinkprune-build has no --check"
+    text = subprocess.run([command, "--help"], capture_output=True, text=True, check=False).stdout
+    return None if "--check" in text else "this sinkprune-build has no --check"
 
 
 def tensorrt_profile(folder: Path) -> Reason:
-    """Whether engines were built."""
+    """Check for built engines."""
     built = (folder / "engines" / "engines.json").is_file()
     return tensorrt(folder) or (None if built else "no engines were built: see the log of tensorrt-build")
 
 
-def power() -> Reason:
-    """Whether joules can be measured beside the times."""
+def power(folder: Path) -> Reason:
+    """Check for the library that measures joules."""
     return gpu() or _missing("pynvml")
 
 
-def dialect() -> str:
-    """The dialect that the installed TensorRT takes."""
+def dialect(folder: Path) -> str:
+    """Return the dialect of the installed TensorRT."""
     version = tuple(int(part) for part in import_module("tensorrt").__version__.split(".")[:2])
     return "opset24" if version >= _FIRST_OPSET24 else "opset20"
 
 
 def _missing(*modules: str) -> Reason:
-    """The first of `modules` that cannot be imported, and why."""
+    """Return the first of `modules` that cannot be imported, and why."""
     for module in modules:
         try:
             import_module(module)
@@ -154,27 +152,38 @@ def _missing(*modules: str) -> Reason:
     return None
 
 
+def _missing_launcher() -> Reason:
+    """Check for one of the two Python packages that launch kernels."""
+    return _missing("cuda.bindings") if _missing("pycuda") else None
+
+
+def _little_disk(folder: Path, needed: float) -> Reason:
+    free = shutil.disk_usage(folder).free
+    return None if free >= needed else f"{free / 1e9:.0f} GB of disk are free, {needed / 1e9:.0f} GB are needed"
+
+
+PARTS: dict[str, Callable[[Path], Reason]] = {
+    "gpu-tests": gpu_tests,
+    "kernels": kernels,
+    "ort-cuda-llava-1.1b": ort_cuda,
+    "ort-cuda-llava-1.5-7b": large_model,
+    "tensorrt-build": tensorrt,
+    "tensorrt-gate": tensorrt_gate,
+    "tensorrt-profile": tensorrt_profile,
+}
+"""The parts of gpu.sh in running order, each with its check."""
+_QUESTIONS = {**PARTS, "power": power, "dialect": dialect}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what speaks against a part; returns the exit code."""
+    """Print why a part cannot run; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("part")
     parser.add_argument("--folder", type=Path, default=Path(), help="where bundles are made")
     options = parser.parse_args(arguments)
-    folder: Path = options.folder
-    parts: dict[str, Callable[[], Reason]] = {
-        "gpu-tests": gpu_tests,
-        "kernels": kernels,
-        "ort-cuda-llava-1.1b": lambda: ort_cuda(folder, SMALL_MODEL_DISK_BYTES),
-        "ort-cuda-llava-1.5-7b": lambda: large_model(folder),
-        "tensorrt-build": lambda: tensorrt(folder),
-        "tensorrt-gate": lambda: tensorrt_gate(folder),
-        "tensorrt-profile": lambda: tensorrt_profile(folder),
-        "power": power,
-        "dialect": dialect,
-    }
-    if options.part not in parts:
-        parser.error(f"'{options.part}' is no part, expected one of {', '.join(parts)}")
-    reason = parts[options.part]()
+    if options.part not in _QUESTIONS:
+        parser.error(f"'{options.part}' is no part, expected one of {', '.join(_QUESTIONS)}")
+    reason = _QUESTIONS[options.part](options.folder)
     if reason is not None:
         sys.stdout.write(" ".join(reason.split()) + "\n")
     return 0

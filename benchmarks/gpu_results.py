@@ -1,8 +1,8 @@
-"""Joins what the parts of benchmarks/gpu.sh left in a folder: `results.json`, and `results.md` for docs/hardware.md.
+"""Joins the outputs of the parts of benchmarks/gpu.sh: `results.json`, and `results.md` for docs/hardware.md.
 
     python benchmarks/gpu_results.py OUTPUT
 
-Exit codes: 0 all that was there ran; 1 a part failed; 3 nothing was there.
+Exit codes: 0 all parts that could run did; 1 a part failed; 3 no part could run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import nvidia_smi
+from gpu_parts import PARTS, nvidia_smi
 
-PARTS = (
-    "gpu-tests",
-    "kernels",
-    "ort-cuda-llava-1.1b",
-    "ort-cuda-llava-1.5-7b",
-    "tensorrt-build",
-    "tensorrt-gate",
-    "tensorrt-profile",
-)
 PROFILES = ("ort-cuda-llava-1.1b", "ort-cuda-llava-1.5-7b", "tensorrt-profile")
 RUN, FAILED, NOT_THERE = "run", "failed", "not there"
 NOTHING_THERE = 3
@@ -34,13 +25,13 @@ _SHOWN = 200
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Join the parts in the folder that is named, print the table, and return the exit code."""
+    """Join the parts in a folder, print the table, and return the exit code."""
     folder = Path((sys.argv[1:] if arguments is None else arguments)[0])
     results = joined(folder)
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    told = table(results)
-    (folder / "results.md").write_text(told, encoding="utf-8")
-    sys.stdout.write(told)
+    text = table(results)
+    (folder / "results.md").write_text(text, encoding="utf-8")
+    sys.stdout.write(text)
     states = {part["state"] for part in results["parts"].values()}
     if FAILED in states:
         return 1
@@ -48,12 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def joined(folder: Path) -> dict[str, Any]:
-    """What the parts wrote; one that ran and wrote nothing that can be read has failed."""
+    """Return the parts' outputs. A part that ran without readable output has failed."""
     parts: dict[str, dict[str, Any]] = {}
     for name in PARTS:
         state, reason = _state(folder, name)
         found: Any = None
-        # Of tests that fail the others are told too; what else failed has left nothing whole.
+        # Failed tests still report the others; other failed parts have no whole output.
         if state == RUN or (state == FAILED and name == "gpu-tests"):
             try:
                 found = _written(folder, name)
@@ -63,13 +54,14 @@ def joined(folder: Path) -> dict[str, Any]:
         if name == "gpu-tests" and found and state == RUN and found["passed"] == 0:
             state, reason = NOT_THERE, f"all {found['skipped']} tests were skipped: {found['why_skipped']}"
         parts[name] = {"state": state, "reason": reason, "found": found}
-    told = nvidia_smi(",".join(_MACHINE))
-    machine = None if told is None else dict(zip(_MACHINE, (word.strip() for word in told.split(",")), strict=False))
+    answer = nvidia_smi(",".join(_MACHINE))
+    fields = (word.strip() for word in (answer or "").split(","))
+    machine = None if answer is None else dict(zip(_MACHINE, fields, strict=False))
     return {"machine": machine, "parts": parts}
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     machine, parts = results["machine"], results["parts"]
     lines = [f"### {_machine_line(machine)}", "", "| part | state | |", "|---|---|---|"]
     lines += [f"| `{name}` | {part['state']} | {_cell(_summary(name, part))} |" for name, part in parts.items()]
@@ -84,7 +76,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def _state(folder: Path, name: str) -> tuple[str, str | None]:
-    """What became of a part, and why; for a failed one the last line of its log too."""
+    """Return a part's state and reason, for a failed part with the last line of its log."""
     try:
         state, _, reason = (folder / f"{name}.state").read_text(encoding="utf-8").partition("\n")
     except OSError:
@@ -98,7 +90,7 @@ def _state(folder: Path, name: str) -> tuple[str, str | None]:
 
 
 def _written(folder: Path, name: str) -> Any:
-    """What a part wrote beside its log; None for one that writes nothing."""
+    """Return a part's output besides its log; None for parts without output."""
     if name == "gpu-tests":
         return _tests(folder / "gpu-tests.xml")
     if name == "kernels":
@@ -115,8 +107,8 @@ def _written(folder: Path, name: str) -> Any:
 
 
 def _tests(path: Path) -> dict[str, Any]:
-    """How many tests passed, failed and were skipped, and the reason that the first of them gave."""
-    # Our own pytest wrote it, in this run.
+    """Return the numbers of passed, failed and skipped tests, and the first reason of skipping."""
+    # The file is safe to parse, because pytest wrote it in this run.
     root = ElementTree.parse(path).getroot()
     total, failures, errors, skips = (
         sum(int(suite.get(kind, 0)) for suite in root.iter("testsuite"))
@@ -132,7 +124,7 @@ def _tests(path: Path) -> dict[str, Any]:
 
 
 def _summary(name: str, part: Mapping[str, Any]) -> str:
-    """A line on what came of a part."""
+    """Return a line about a part's result."""
     found, reason = part["found"], part["reason"] or ""
     if name != "gpu-tests" or not found or part["state"] == NOT_THERE:
         return reason
@@ -141,7 +133,7 @@ def _summary(name: str, part: Mapping[str, Any]) -> str:
 
 
 def _profile_table(name: str, report: Mapping[str, Any]) -> list[str]:
-    """Budgets of one profile."""
+    """Return the table of one profile's budgets."""
     power = report.get("power")
     heads = ["budget", "visual tokens", "TTFT ms", "prefill ms", "prefill", "by FLOPs", "eff.", "selection", "TTFT"]
     heads += ["a token ms", *(["J a request", "W"] if power else [])]
@@ -178,9 +170,9 @@ def _profile_table(name: str, report: Mapping[str, Any]) -> list[str]:
 
 def _machine_line(machine: Mapping[str, str] | None) -> str:
     if machine is None:
-        return "a machine of whose GPU nvidia-smi tells nothing"
-    told = machine.get("memory.total", "")
-    memory = f", {int(told) / 1024:.0f} GiB" if told.isdecimal() else ""
+        return "a machine without a GPU that nvidia-smi reports"
+    total = machine.get("memory.total", "")
+    memory = f", {int(total) / 1024:.0f} GiB" if total.isdecimal() else ""
     return (
         f"{machine['name']} (compute capability {machine.get('compute_cap', '?')}{memory}), driver "
         f"{machine.get('driver_version', '?')}, power limit {machine.get('power.limit', '?')} W"
@@ -188,7 +180,7 @@ def _machine_line(machine: Mapping[str, str] | None) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that breaks no table."""
+    """Return text without characters that break a table."""
     return " ".join(text.replace("|", "/").split())
 
 

@@ -1,19 +1,18 @@
-"""How the cost of tower, sanitizer, prefill and decode grows: with visual tokens, prompt, new tokens and pictures.
+"""Measures how tower, sanitizer, prefill and decode grow with visual tokens, prompt, new tokens and pictures.
 
     python benchmarks/growth.py
     python benchmarks/growth.py --tokens 144,576,2304 --width 512 --rounds 5 --json growth.json --plot growth.png
 
-Bundles of small shapes and random weights are made, one for each number of visual tokens, whose tower has crops of
-that size. Along each axis everything else stays as it is, and sizes take turns in every round. What is told is the
-median, and the exponent: the slope of a line through all points in logarithms, with its 95 % interval, and that
-between the two largest sizes. 1 is linear, 2 is what attention comes to; on small sizes fixed costs bend it down.
-9216 visual tokens take 3 GB of memory with the two heads of --width 256: their attention has 0.7 GB of scores.
+The bundles have small shapes and random weights, one for each number of visual tokens. One axis grows at a time, and
+sizes take turns in every round. The table has medians and exponents: the slope of a line through all points in
+logarithms, with its 95 % interval, and the slope between the two largest sizes. 1 is linear, 2 is the limit of
+attention; fixed costs lower the exponent of small sizes. 9216 visual tokens take 3 GB of memory with the two heads of
+--width 256: their attention has 0.7 GB of scores.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import statistics
@@ -27,13 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
 from sinkprune.runtime.backends import THREADS
 from sinkprune.runtime.pipeline import Pipeline
-from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
+from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, figure_bytes, import_matplotlib
 from sinkprune.runtime.steps.answer import Answer
 
 PATCH = 14
@@ -41,11 +41,11 @@ LAYERS, BLOCKS = 8, 4
 BUDGET = "retain-64"
 PARTS = ("vision", "sanitizer", "prefill", "decode")
 AXES = {"visual tokens": "unpruned", "prompt": "text tokens", "new tokens": "generated", "pictures": "of one size"}
-"""What grows, with a word on how."""
+"""The axes of growth, and the way each grows."""
 
 
 class Line(NamedTuple):
-    """A line through points in logarithms."""
+    """A line fitted to points in logarithms."""
 
     exponent: float
     interval: tuple[float, float]
@@ -75,7 +75,7 @@ class Growth:
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> Line:
-    """The line of least squares through the logarithms of at least three points above 0, of two sizes or more."""
+    """Fit a line of least squares to the logarithms of three or more points above 0, of two or more sizes."""
     x, y = np.log(np.array(points, np.float64)).T
     x -= x.mean()
     y -= y.mean()
@@ -85,22 +85,22 @@ def fitted(points: Sequence[tuple[float, float]]) -> Line:
 
 
 def costs(answer: Answer) -> dict[str, float]:
-    """Milliseconds by part; without those that took no time, as the sanitizer of an unpruned answer."""
+    """Return milliseconds by part, without parts that took no time, such as the sanitizer of an unpruned answer."""
     decode = (answer.ms["per_token"] or 0.0) * (len(answer.token_ids) - 1)
     found = {part: answer.ms[part] or 0.0 for part in PARTS if part != "decode"}
     return {part: ms for part, ms in {**found, "decode": decode}.items() if ms > 0}
 
 
 def table(growths: Sequence[Growth]) -> str:
-    """A line for each axis and part: the exponents, and medians by size."""
+    """Return a line for each axis and part: the exponents, and medians by size."""
     lines = []
     for growth in growths:
         sizes = ", ".join(
             f"{size}: {statistics.median(values):.1f}" for size, values in zip(growth.sizes, growth.ms, strict=True)
         )
         exponent, (low, high) = growth.line
-        told = f"{exponent:5.2f} ({low:.2f} to {high:.2f}), last {growth.last_exponent:.2f}"
-        lines.append(f"{growth.axis:<14}{growth.part:<11}{told}   ms at {sizes}\n")
+        exponents = f"{exponent:5.2f} ({low:.2f} to {high:.2f}), last {growth.last_exponent:.2f}"
+        lines.append(f"{growth.axis:<14}{growth.part:<11}{exponents}   ms at {sizes}\n")
     return "".join(lines)
 
 
@@ -128,8 +128,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
         raise UsageError(f"--tokens is {options.tokens}, expected squares from 144 to 9216, as in 144,576,2304,9216.")
     if options.width < 128 or options.width % 128 or options.rounds < 2:
         raise UsageError("--width must be a multiple of 128, and --rounds at least 2.")
-    reports = ((options.json, (".json",)), (options.plot, PLOT_SUFFIXES))
-    check_outputs([(path, suffixes) for path, suffixes in reports if path], [], [])
+    check_outputs([*json_outputs(options.json), *([(options.plot, PLOT_SUFFIXES)] if options.plot else [])])
     if options.plot:
         import_matplotlib()
     growths = []
@@ -148,15 +147,14 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
         for axis, requests in asked.items():
             growths += _measured(axis, requests, options.rounds)
     sys.stdout.write(table(growths))
-    if options.json:
-        data = [{**asdict(one), **one.line._asdict(), "last_exponent": one.last_exponent} for one in growths]
-        write_whole(options.json, (json.dumps(data, indent=1) + "\n").encode())
+    data = [{**asdict(one), **one.line._asdict(), "last_exponent": one.last_exponent} for one in growths]
+    write_json(options.json, data)
     if options.plot:
         write_whole(options.plot, plotted(growths, options.plot.suffix))
 
 
 def _measured(axis: str, requests: Mapping[int, tuple[Pipeline, int, int, int]], rounds: int) -> list[Growth]:
-    """Every size in turn, after a round that does not count; pruned for the sanitizer, unpruned for all else."""
+    """Measure every size in turn, after a warm-up round; pruned for the sanitizer, unpruned for other parts."""
     found: dict[str, dict[int, list[float]]] = {part: {size: [] for size in requests} for part in PARTS}
     noise = np.random.default_rng(0)
     for turn in range(-1, rounds):
@@ -176,7 +174,7 @@ def _measured(axis: str, requests: Mapping[int, tuple[Pipeline, int, int, int]],
 
 
 def _pipeline(folder: Path, tokens: int, width: int, pictures: int, threads: int | None) -> Pipeline:
-    """A loaded bundle of small shapes whose pictures have so many visual tokens."""
+    """Export and load a bundle of small shapes whose pictures have `tokens` visual tokens."""
     name = f"{tokens}-{pictures}"
     (folder / name).mkdir()
     (folder / name / "config.json").write_text(json.dumps(config(tokens, width)))
@@ -186,7 +184,7 @@ def _pipeline(folder: Path, tokens: int, width: int, pictures: int, threads: int
 
 
 def config(tokens: int, width: int) -> dict[str, Any]:
-    """The configuration of a LLaVA with heads of 128, whose pictures have `tokens` visual tokens."""
+    """Return the configuration of a LLaVA with heads of 128, whose pictures have `tokens` visual tokens."""
     heads = width // 128
     return {
         "model_type": "llava",
@@ -195,7 +193,7 @@ def config(tokens: int, width: int) -> dict[str, Any]:
             "model_type": "clip_vision_model",
             "hidden_size": width,
             "intermediate_size": 4 * width,
-            # The last is not computed: features are the last but one's.
+            # One more than computed: the features are those of the last block but one.
             "num_hidden_layers": BLOCKS + 1,
             "num_attention_heads": heads,
             "image_size": PATCH * math.isqrt(tokens),
@@ -215,7 +213,7 @@ def config(tokens: int, width: int) -> dict[str, Any]:
 
 
 def plotted(growths: Sequence[Growth], suffix: str) -> bytes:
-    """A panel for each axis, with a line for each part, as a picture whose file's name ends in `suffix`."""
+    """Draw a panel for each axis with a line for each part, and return the bytes of a picture with `suffix`."""
     axes = list(dict.fromkeys(growth.axis for growth in growths))
     figure = import_matplotlib()(figsize=(4 * len(axes), 3.6), layout="constrained")
     for number, axis in enumerate(axes, start=1):
@@ -226,9 +224,7 @@ def plotted(growths: Sequence[Growth], suffix: str) -> bytes:
         panel.set_xlabel(f"{axis}, {AXES[axis]}")
         panel.set_ylabel("ms, median")
         panel.legend(fontsize="small")
-    data = io.BytesIO()
-    figure.savefig(data, format=suffix.removeprefix("."), dpi=120)
-    return data.getvalue()
+    return figure_bytes(figure, suffix)
 
 
 def _sizes(text: str) -> list[int]:

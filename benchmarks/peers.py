@@ -1,19 +1,18 @@
-"""Measures this project beside other engines on one machine: the same model, words and picture size, in turn.
+"""Measures this project and other engines on one machine, in turn, with the same model, words and picture size.
 
     python benchmarks/peers.py --folder ~/peers-data
     python benchmarks/peers.py --folder ~/peers-data --only openvino-genai,retain-64 --repeat 9 \\
         --json peers.json --plot peers.png
 
-It makes a checkpoint of true shapes with random weights, has every engine convert it, and loads each form of it in a
-process of its own. In every round each is asked about one new random picture; the others sleep meanwhile. Answers are
-noise of a fixed length. Who is not installed, does not fit or fails is told of. docs/peers.md says what the columns
-mean and how the engines are installed: `pip install -e '.[peers]'`, and two more steps.
+The program makes a checkpoint of true shapes with random weights. Every engine converts it, and each form of it loads
+in a process of its own. In every round each form answers about one new random picture while the others sleep. Answers
+are noise of a fixed length. The report lists engines that are not installed, do not fit or fail. docs/peers.md
+explains the columns and the installation of the engines: `pip install -e '.[peers]'`, and two more steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,14 +23,14 @@ from typing import Any
 from rich.console import Console
 
 from peer_engines import process
-from peer_engines.bandwidth import PlainRead
 from peer_engines.checkpoint import make_checkpoint, weight_bytes
 from peer_engines.engine import ENGINES, Form, NotRunError, engine
 from peer_engines.report import as_json, plot, read_line, table
-from peer_engines.rounds import Plan, measure, sittings
+from peer_engines.rounds import PlainRead, Plan, measure, sittings
 from sinkprune.contract.command_line.command import run_command
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
 from sinkprune.contract.errors import UsageError
-from sinkprune.contract.files.output_files import check_writable, write_whole
+from sinkprune.contract.files.output_files import check_outputs, write_whole
 from sinkprune.contract.system.system_memory import available_bytes
 from sinkprune.export.checkpoint.folder import read_json
 from sinkprune.export.presets import PRESETS
@@ -39,13 +38,13 @@ from sinkprune.runtime.profiling.plot import PLOT_SUFFIXES, import_matplotlib
 from sinkprune.runtime.system.processor import processor_name
 
 REFERENCE = "openvino-genai bf16"
-# With the template of LLaVA 626 rows; no word begins like one of the tokenizer's made-up ones.
+# 626 rows with LLaVA's template; no word starts like one of the tokenizer's artificial words.
 PROMPT = "What is there on the old chair?"
-# 576 visual tokens in either; of these sides all engines make the same grid.
+# 576 visual tokens in both; all engines make the same grid of these sides.
 _SIDE, _SIDES = 336, {"qwen3_vl": 768}
 _TABLE_WIDTH = 200
-# Where the system does not tell what is free
 _UNKNOWN = 1 << 34
+"""Free memory if the system does not report it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,10 +83,8 @@ def _peers(arguments: Sequence[str] | None) -> None:
         found = getattr(options, name[2:].replace("-", "_"))
         if found is not None and found < least_count:
             raise UsageError(f"{name} is {found}, expected at least {least_count}.")
-    if options.json:
-        check_writable(options.json, (".json",))
+    check_outputs([*json_outputs(options.json), *([(options.plot, PLOT_SUFFIXES)] if options.plot else [])])
     if options.plot:
-        check_writable(options.plot, PLOT_SUFFIXES)
         import_matplotlib()
     console = Console(stderr=True)
 
@@ -123,9 +120,7 @@ def _peers(arguments: Sequence[str] | None) -> None:
         f"medians (p95) of {options.repeat} interleaved rounds\n"
         f"x: over {options.reference} in the same sitting"
     )
-    if options.json:
-        content = as_json(measured, place.name, plan, options.reference)
-        write_whole(options.json, (json.dumps(content, indent=1) + "\n").encode())
+    write_json(options.json, as_json(measured, place.name, plan, options.reference))
     if options.plot and measured.rows:
         write_whole(options.plot, plot(measured, heading, options.plot.suffix))
     shown = Console(width=_TABLE_WIDTH, soft_wrap=True)
@@ -138,7 +133,7 @@ def _peers(arguments: Sequence[str] | None) -> None:
 
 
 def model_config(model: str) -> tuple[str, Mapping[str, Any]]:
-    """Name and configuration of a preset, or of a file; raises `UsageError` and `CheckpointError`."""
+    """Return the name and the configuration of a preset or a file; raises `UsageError` and `CheckpointError`."""
     if model in PRESETS:
         return model, PRESETS[model]
     path = Path(model)
@@ -148,9 +143,9 @@ def model_config(model: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) -> tuple[list[Form], dict[str, str]]:
-    """The forms of all engines, less what `only` does not name; and engines that have none, with the reason.
+    """Return the forms that `only` names, of all engines, and the reasons of engines without forms.
 
-    A word of `only` may name an engine, a form, a way, or as FORM:WAY both. The reference is always among them.
+    A word of `only` may name an engine, a form, a way, or as FORM:WAY both. The reference is always included.
     """
     words = [word.strip() for word in (only or "").split(",") if word.strip()]
     forms: list[Form] = []
@@ -169,7 +164,7 @@ def wanted_forms(config: Mapping[str, Any], only: str | None, reference: str) ->
 
 
 def _kept(form: Form, words: Sequence[str], reference: str) -> Form | None:
-    """The form with those of its ways that the words name; the reference has all unless they name some."""
+    """Return the form with the ways that the words name; the reference has all unless they name some."""
     named = [way for way in form.ways if any(_names(word, form.label, way) for word in words)]
     if form.label == reference:
         named = [way for way in form.ways if way == form.ways[0] or way in named or not named]
@@ -177,7 +172,7 @@ def _kept(form: Form, words: Sequence[str], reference: str) -> Form | None:
 
 
 def _names(word: str, label: str, way: str) -> bool:
-    """Whether a word of --only names a form, a way, or with a colon between them both."""
+    """Return whether a word of --only names a form, a way, or with a colon both."""
     of_form, colon, of_way = word.partition(":")
     return of_form in label and of_way in way if colon else word in label or word in way
 

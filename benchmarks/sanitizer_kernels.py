@@ -3,9 +3,9 @@
     python benchmarks/sanitizer_kernels.py
     python benchmarks/sanitizer_kernels.py --tokens 2880 --reserve 320 --diverse 320 --dtype bfloat16
 
-What is timed is `TopRho` and `DiversitySelect` together, from tokens on the device to indices on the device, by CUDA
-events. The ways take turns in every round; tokens are as warm in the cache as behind a vision tower. GB/s counts the
-rows of tokens the kernels read, which mostly come from L2. Never run on a GPU yet.
+CUDA events time `TopRho` and `DiversitySelect` together, from tokens on the device to indices on the device. The ways
+take turns in every round; tokens are as warm in the cache as after a vision tower. GB/s counts the rows of tokens
+that the kernels read, mostly from L2. Never run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NAMES = {"float32": "fp32", "float16": "fp16"}
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one sanitizer that is timed."""
+    """The sizes of the timed sanitizer."""
 
     groups: int
     tokens: int
@@ -55,11 +55,11 @@ class Shape:
 
     @property
     def outliers(self) -> int:
-        """How many tokens of a group the sink is the mean of."""
+        """The tokens of a group whose mean is the sink."""
         return max(1, -(-self.tokens * PER_MILLE // 1000))
 
     def traffic(self) -> int:
-        """Bytes of tokens that the kernels read: to measure rows twice, then once for each tile of kept rows."""
+        """Return the bytes of tokens that the kernels read: rows twice, then once for each tile of kept rows."""
         rounds = [min(self.batch, self.diverse - taken) for taken in range(0, self.diverse, self.batch)]
         tiles = -(-self.reserve // 32) + sum(-(-taken // 16) for taken in rounds[:-1])
         row = self.width * getattr(torch, self.dtype).itemsize
@@ -69,9 +69,9 @@ class Shape:
 def plain_selection(
     tokens: torch.Tensor, norms: torch.Tensor, reserved: torch.Tensor, shape: Shape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same selection in plain operations: sink [G,D] and chosen [G,diverse], ascending.
+    """Return the same selection by plain operations: sink [G,D] and chosen [G,diverse], ascending.
 
-    Tokens [G,N,D], norms [G,N], reserved [G,R]. Ties may fall otherwise: torch.topk does not say how.
+    Tokens [G,N,D], norms [G,N], reserved [G,R]. torch.topk may break ties in another way.
     """
     top = norms.topk(shape.outliers).indices
     sink = _rows(tokens.float(), top).mean(dim=1).to(tokens.dtype)
@@ -88,7 +88,7 @@ def plain_selection(
 
 
 def bodies(shape: Shape) -> Graph:
-    """Both function bodies as one graph: tokens, norms, candidate, reserved to sink, outlier, chosen."""
+    """Return both function bodies as one graph: tokens, norms, candidate, reserved to sink, outlier, chosen."""
     graph = Graph("bodies", PRECISIONS[NAMES[shape.dtype]], opset24)
     op, n, fp32, flag, integer = graph.op, shape.tokens, ir.DataType.FLOAT, ir.DataType.BOOL, ir.DataType.INT64
     tokens = graph.input("tokens", ["G", n, shape.width])
@@ -105,13 +105,13 @@ def bodies(shape: Shape) -> Graph:
 
 
 def bodies_on_cuda(shape: Shape, stream: int) -> Any:
-    """An ONNX Runtime session of `bodies` on the CUDA stream of this handle; raises `BackendError` if it has none."""
+    """Return an ONNX Runtime session of `bodies` on a CUDA stream; raises `BackendError` without CUDA."""
     if shape.dtype not in NAMES:
         raise BackendError(f"no bundle has {shape.dtype} tokens.")
     onnxruntime = import_onnxruntime("benchmark")
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         raise BackendError("this ONNX Runtime has no CUDAExecutionProvider.")
-    # Many small operators; without shapes that are known ONNX Runtime says so for each.
+    # Silence a warning for each of many small operators without known shapes.
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     provider = ("CUDAExecutionProvider", {"user_compute_stream": str(stream)})
@@ -126,7 +126,7 @@ def bodies_on_cuda(shape: Shape, stream: int) -> Any:
 
 
 def report(microseconds: dict[str, list[float]], traffic: int) -> str:
-    """A table of the ways: median, 5th and 95th percentile in microseconds, GB/s, and the ratio to the first."""
+    """Return a table: median, 5th and 95th percentile in microseconds, GB/s, and the ratio to the first way."""
     first = statistics.median(next(iter(microseconds.values())))
     lines = [f"{'':28}{'us':>9}{'p5':>9}{'p95':>9}{'GB/s':>9}{'ratio':>9}"]
     for way, times in microseconds.items():
@@ -177,7 +177,7 @@ def _benchmark(arguments: Sequence[str] | None) -> None:
     salience = torch.rand(norms.shape, device="cuda", generator=generator).masked_fill(outlier, -torch.inf)
     reserved = salience.topk(shape.reserve).indices
     candidate = (~outlier).scatter(1, reserved, False)
-    # torch has a stream of its own.
+    # Wait, because torch uses a stream of its own.
     torch.cuda.synchronize()
 
     ways: dict[str, Callable[[], float]] = {}

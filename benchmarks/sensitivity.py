@@ -1,18 +1,17 @@
-"""How much accuracy hangs on where SinkPruner prunes, and on how its sanitizer shares places out.
+"""Measures how accuracy depends on SinkPruner's prune layers and on its sanitizer's share of salient tokens.
 
     python benchmarks/sensitivity.py
     python benchmarks/sensitivity.py --checkpoint my-llava --data kitchen.jsonl --budgets retain-64 --json found.json
 
-Exports the checkpoint with variants of SinkPruner (`sensitivity_methods/variants.py`), asks a task's questions with
-each, and prints two tables: each prune layer moved by one, and 0 to 100 % of the sanitizer's places for salient
-tokens. All keep a budget's mean visual tokens a layer. Changes are those in questions answered rightly, in points
-against SinkPruner on the same questions, with 95 % intervals by bootstrap over the pictures.
+Exports the checkpoint with variants of SinkPruner (`sensitivity_methods/variants.py`), and answers a task's questions
+with each. Prints two tables: each prune layer moved by one, and 0 to 100 % of the sanitizer's tokens salient ones.
+All variants keep a budget's mean visual tokens a layer. Changes are accuracies minus SinkPruner's on the same
+questions, in points, with 95 % intervals by bootstrap over the pictures.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,13 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sensitivity_methods.variants import SALIENT_PERCENT, SHIFTS, moved_layers
-from sinkprune.calibration.evaluation.asking import ask
 from sinkprune.calibration.evaluation.intervals import Interval, PictureBootstrap, wilson
+from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply
 from sinkprune.calibration.tasks import SCENES, load_task
 from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.command_line.command import run_command
-from sinkprune.contract.files.output_files import check_outputs, write_whole
+from sinkprune.contract.command_line.json_output import json_outputs, write_json
+from sinkprune.contract.files.output_files import check_outputs
 from sinkprune.contract.schedule import PictureSchedule
 from sinkprune.export import methods
 from sinkprune.export.bundle_writer import export_bundle
@@ -44,7 +44,7 @@ class Variant:
     method: str
     budget: str
     layers: tuple[int, ...]
-    """The 0-based layers that it prunes behind."""
+    """The 0-based layers after which it prunes."""
     reserve: int
     """Salient tokens of each group."""
     diverse: int
@@ -55,9 +55,9 @@ class Variant:
     accuracy: float
     ci95: Interval
     change: float
-    """Accuracy less SinkPruner's on the same questions."""
+    """Accuracy minus SinkPruner's on the same questions."""
     change_ci95: Interval | None
-    """By bootstrap over the pictures; None where there is one."""
+    """By bootstrap over the pictures; None for a single picture."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,26 +70,25 @@ def _measure(arguments: Sequence[str] | None) -> None:
     add = parser.add_argument
     add("--checkpoint", default="demo/pocket", help="of a LLaVA (default: demo/pocket)")
     add("--data", default=SCENES, help="scenes, or FILE.jsonl (default: scenes)")
-    # The name that it had before the commands' was the same.
+    # The former name of --data.
     add("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--budgets", default="retain-64,retain-32", help="comma-separated (default: retain-64,retain-32)")
     add("--threads", type=THREADS, default=1, help="CPU threads (default: 1)")
     add("--json", type=Path, metavar="FILE.json", help="write what was found as JSON")
     options = parser.parse_args(arguments)
-    check_outputs([(options.json, (".json",))] if options.json else [])
+    check_outputs(json_outputs(options.json))
     budgets = tuple(options.budgets.split(","))
-    # Where methods are looked for
+    # Makes the variants known as methods.
     methods.__path__.append(str(Path(__file__).parent / "sensitivity_methods"))
     with tempfile.TemporaryDirectory() as folder:
         pipeline = _exported(options.checkpoint, budgets, Path(folder) / "bundle", options.threads)
         items = load_task(options.data, options.limit)
         pairs = [Combination(method, budget) for method in pipeline.bundle.manifest.plans for budget in budgets]
-        replies = ask(pipeline, items, pairs)
+        replies = collect_replies(pipeline, items, pairs)
     pictures = [item.picture for item in items]
     found = _variants(pipeline, replies, pairs, pictures)
-    if options.json:
-        write_whole(options.json, (json.dumps([asdict(variant) for variant in found], indent=1) + "\n").encode())
+    write_json(options.json, [asdict(variant) for variant in found])
     none = [reply.right for reply in replies if reply.combination == BASELINE]
     sys.stdout.write(
         f"{options.checkpoint}: {len(items)} questions about {len(set(pictures))} pictures; unpruned "
@@ -98,8 +97,8 @@ def _measure(arguments: Sequence[str] | None) -> None:
 
 
 def _exported(checkpoint: str, budgets: tuple[str, ...], folder: Path, threads: int) -> Pipeline:
-    """A loaded bundle of the checkpoint with SinkPruner and all variants that its depth allows."""
-    # A first, of SinkPruner alone, tells how deep the decoder is.
+    """Export and load the checkpoint with SinkPruner and all variants that its depth allows."""
+    # The first export is for the depth of the decoder.
     layers = export_bundle(ExportRequest(checkpoint, budgets[:1]), folder).language_model.num_layers
     moved = [shift for shift in SHIFTS if moved_layers(shift, layers) is not None]
     named = (OWN, *moved, *(f"salient-{percent}" for percent in SALIENT_PERCENT))
@@ -155,7 +154,7 @@ def _table(
     by_pair: dict[tuple[str, str], Variant],
     budgets: Sequence[str],
 ) -> list[str]:
-    """Markdown, one row a variant: what it keeps, its accuracy and its change at each budget."""
+    """Return a Markdown table with a row for each variant: its counts, accuracy and change at each budget."""
     head = [heading, *(f"`{budget}`: {what}" for budget in budgets for what in ("keeps", "% right", "change"))]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name, method in rows:

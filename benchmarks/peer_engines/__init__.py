@@ -1,1 +1,1 @@
-"""What `benchmarks/peers.py` is made of: a checkpoint, one module an engine, a process for each, rounds, reports."""
+"""The parts of `benchmarks/peers.py`: the checkpoint, a module and a process for each engine, rounds, reports."""

@@ -1,7 +1,7 @@
 """A checkpoint of true shapes in Hugging Face format: random weights, a small tokenizer, a processor.
 
-Weights are the exporter's own random ones, in bf16: every engine starts from the same values. Answers are noise, but
-finite: norms are 1, biases 0, all else normal with a small spread.
+Weights are the exporter's own random ones in bf16, so every engine starts from the same values. Answers are noise,
+but finite: norms are 1, biases 0, all other weights normal with a small spread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sinkprune.export.families import Family
 from sinkprune.export.source import ExportRequest, open_source
 
 _OWN = {"dtype": "bfloat16"}
-"""What the checkpoint's configuration says beside the shapes."""
+"""The checkpoint's configuration apart from the shapes."""
 _SHARD_BYTES = 1 << 30
 _PICTURE = re.compile(r"<image>\n|<\|vision_start\|>.*?<\|vision_end\|>")
 _PROCESSORS = {
@@ -39,10 +39,10 @@ _PROCESSORS = {
 
 
 def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a checkpoint of the shapes in `config` into `folder`, unless one lies there already.
+    """Write a checkpoint of the shapes in `config` into `folder`, unless it exists.
 
-    Raises `CheckpointError` for a configuration of no known family, and `UsageError` where the checkpoint that lies
-    there has another one.
+    Raises `CheckpointError` for a configuration of no known family, and `UsageError` if `folder` holds a checkpoint
+    of another configuration.
     """
     done = folder / "config.json"
     if done.exists():
@@ -60,7 +60,7 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _write_text(folder: Path, config: Mapping[str, Any]) -> None:
-    """Tokenizer, chat template, processor and generation settings, as the exporter makes them up."""
+    """Write the exporter's artificial tokenizer, chat template, processor and generation settings."""
     source = open_source(ExportRequest(str(folder), random_weights=True))
     family, text = source.family, source.text
     (folder / "tokenizer.json").write_text(text.tokenizer_json, encoding="utf-8")
@@ -98,7 +98,7 @@ def _write_processor(folder: Path, config: Mapping[str, Any], family: Family, pr
 
 
 def _write_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Shards of at most a gigabyte, one in memory at a time, and their index."""
+    """Write shards of about a gigabyte, one in memory at a time, and their index."""
     places: dict[str, str] = {}
     shard: dict[str, Array] = {}
     total = 0
@@ -120,7 +120,7 @@ def _write_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of transformers' own model, which is never given memory."""
+    """Yield names and shapes of transformers' own model, which is not allocated."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -134,14 +134,14 @@ def _tensors(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the checkpoint's tensors, as its index says."""
+    """Return the bytes of the checkpoint's tensors, from its index."""
     index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
     total: int = index["metadata"]["total_size"]
     return total
 
 
 def chat_text(folder: Path, question: str, picture: str | None = None) -> str:
-    """The prompt as the chat template writes it; `picture` stands where the template has its picture's tokens."""
+    """Return the prompt by the chat template, with `picture` in the place of the template's picture tokens."""
     template = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).from_string(
         (folder / "chat_template.jinja").read_text(encoding="utf-8")
     )
@@ -151,7 +151,7 @@ def chat_text(folder: Path, question: str, picture: str | None = None) -> str:
 
 
 def random_picture(seed: int, side: int) -> Array:
-    """A picture that no cache has seen: uint8 [side,side,3], blocks of random colours with noise on top."""
+    """Return a picture that is in no cache: uint8 [side,side,3], blocks of random colours with noise."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (-(-side // 16), -(-side // 16), 3))
     coarse = np.kron(blocks, np.ones((16, 16, 1), int))[:side, :side]

@@ -1,4 +1,4 @@
-"""What an engine has to tell and do to be measured beside the others."""
+"""The interface of an engine, and the data that passes through it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ENGINES = ("sinkprune", "transformers", "openvino_genai", "llama_cpp")
-"""The modules of this package that hold an engine: `<name>_engine`."""
+"""The engines; each is a module `<name>_engine` of this package."""
 
 
 class NotRunError(Exception):
-    """This engine, or one form of it, cannot be run here; the message is the reason that the report gives."""
+    """An engine, or one form of it, cannot run here; the report prints the message as the reason."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What every engine is asked in a round: one new picture, the same words, answers of one length."""
+    """The question of a round, the same for every engine: one new picture, the words, the answer's length."""
 
     seed: int
-    """Of the random picture: no two rounds show the same."""
+    """The seed of the random picture, another in every round."""
     side: int
     """Pixels of the picture's sides."""
     text: str
@@ -32,36 +32,45 @@ class Question:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one answer took, in milliseconds, from the picture in memory and the words to its tokens."""
+    """The milliseconds of one answer, from the picture in memory and the words to its tokens."""
 
     ttft: float
-    """To the first token; preparing the picture and the vision tower are in it."""
+    """To the first token, with the preparation of the picture and the vision tower."""
     per_token: float
-    """Mean of the tokens behind the first."""
+    """Mean of the tokens after the first."""
     input_tokens: int
-    """Text and visual tokens as the decoder first sees them."""
+    """Text and visual tokens that enter the decoder."""
     tokens: Sequence[int]
-    """The answer's ids: noise, but in fp32 the same noise from everybody who computes the same model."""
+    """The answer's ids: noise, but in fp32 the same noise from all engines that compute the same model."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of `ttft`, where the engine tells: `vision`, `prefill`, `select`."""
+    """Known parts of `ttft`: `vision`, `prefill`, `select`."""
+
+    @classmethod
+    def of(
+        cls, start: float, times: Sequence[float], vision_ms: float, input_tokens: int, tokens: Sequence[int]
+    ) -> Timing:
+        """Return the timing of an answer from the seconds of its start and of each token."""
+        ttft = (times[0] - start) * 1e3
+        per_token = (times[-1] - times[0]) * 1e3 / max(1, len(times) - 1)
+        return cls(ttft, per_token, input_tokens, tokens, {"vision": vision_ms, "prefill": ttft - vision_ms})
 
 
 @dataclass(frozen=True)
 class Form:
-    """One form of the model in one engine: its weights, and what it computes in."""
+    """One form of the model in one engine: its weights, and its precision of computing."""
 
     engine: str
     """One of `ENGINES`."""
     name: str
-    """As in `int8`, or `ort-cpu fp32` where the engine has several backends."""
+    """For example `int8`, or `ort-cpu fp32` if the engine has several backends."""
     bits: float
-    """Of a decoder weight, for comparing like with like."""
+    """Bits of a decoder weight."""
     ways: tuple[str, ...] = ("none",)
-    """What of pruning is asked for, within one load: budgets, or an engine's own words."""
+    """The kinds of pruning that one load runs: budgets, or an engine's own names."""
 
     @property
     def label(self) -> str:
-        """Engine and form in one."""
+        """The names of engine and form."""
         return f"{self.engine.replace('_', '-')} {self.name}"
 
 
@@ -70,41 +79,38 @@ Answer = Callable[[Question], Timing]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A form that is in memory."""
+    """A form in memory."""
 
     answer: Answer
     versions: Mapping[str, str]
     decoder_bytes: int | None
-    """Weights that a token behind the first has read; None where it cannot be told."""
+    """Bytes of weights that a token after the first reads; None if unknown."""
 
 
 class Engine(Protocol):
-    """What a module `<name>_engine` holds."""
+    """The functions of a module `<name>_engine`."""
 
     def forms(self, config: Mapping[str, Any]) -> Sequence[Form]:
-        """The forms it has of a model, by its config.json.
-
-        Raises `NotRunError` where it takes the model in none, or is not installed.
-        """
+        """Return the forms of a model, by its config.json; raises `NotRunError` if there are none or no engine."""
 
     def prepare(self, form: Form, place: Path) -> None:
-        """Convert `place / "checkpoint"` into what `load` reads, beside it, unless it is there already."""
+        """Convert `place / "checkpoint"` into the files in `place` that `load` reads, unless they exist."""
 
     def load(self, form: Form, place: Path, threads: int) -> Loaded:
-        """Load what `prepare` made, to compute with so many threads."""
+        """Load the files of `prepare`, to compute with so many threads."""
 
 
 def engine(name: str) -> Engine:
-    """The module of an engine; it imports what it is about inside its functions."""
+    """Return the module of an engine, which imports the engine's library inside its functions."""
     module: Engine = import_module(f"peer_engines.{name}_engine")
     return module
 
 
 def need(package: str, distribution: str) -> None:
-    """Raise `NotRunError` where `package`, which pip calls `distribution`, is not installed."""
+    """Raise `NotRunError` if `package`, which pip calls `distribution`, is not installed."""
     try:
         import_module(package)
     except Exception as error:
-        # Native libraries raise of many kinds.
+        # Native libraries raise many kinds of errors.
         reason = "is not installed" if isinstance(error, ModuleNotFoundError) else f"does not load ({error})"
         raise NotRunError(f"{distribution} {reason}; docs/peers.md says how to install it") from error

@@ -6,7 +6,6 @@ import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,20 +17,20 @@ from peer_engines.checkpoint import chat_text, random_picture
 from peer_engines.engine import Form, Loaded, NotRunError, Question, Timing, need
 from peer_engines.gguf import clip_tower, qwen3_tower
 from peer_engines.gguf.decoder import write_decoder
-from peer_engines.gguf.files import matrix_bytes, quantise
+from peer_engines.gguf.files import matrix_bytes
 from sinkprune.export.checkpoint.folder import read_json
 
-# Bits a weight, and the number of llama.cpp's `llama_ftype`; None is what is written first.
+# Bits a weight, and llama.cpp's `llama_ftype`; None for the form that the others are made of.
 _FORMS: dict[str, tuple[float, int | None]] = {"BF16": (16, None), "Q8_0": (8.5, 7), "Q4_0": (4.5, 2)}
 _TOWERS: dict[str, Any] = {"llava": clip_tower, "qwen3_vl": qwen3_tower}
 """The modules that write towers, by `model_type`."""
 _TOWER, _DECODER = "tower-BF16.gguf", "BF16.gguf"
 _ROWS = 256
-"""Of the cache, beyond the picture's."""
+"""Rows of the cache for the text."""
 
 
 def forms(config: Mapping[str, Any]) -> Sequence[Form]:
-    """Three roundings of the decoder; the tower is bf16 in all."""
+    """Return three roundings of the decoder; the tower is bf16 in all."""
     need("llama_cpp", "llama-cpp-python")
     need("gguf", "gguf")
     if config["model_type"] not in _TOWERS:
@@ -40,7 +39,7 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
 
 
 def prepare(form: Form, place: Path) -> None:
-    """Write the tower, and the decoder or what llama.cpp makes of it."""
+    """Write the tower, and the decoder in bf16 or as rounded by llama.cpp."""
     folder, checkpoint, kind = place / "llama-cpp", place / "checkpoint", _FORMS[form.name][1]
     folder.mkdir(exist_ok=True)
     _make(folder / _TOWER, lambda path: _tower_module(checkpoint).write_tower(checkpoint, path))
@@ -53,7 +52,7 @@ def prepare(form: Form, place: Path) -> None:
 
 
 def _make(path: Path, write: Callable[[Path], None]) -> None:
-    """Have a file written whole, unless it is there."""
+    """Write a file whole, unless it exists."""
     if not path.exists():
         partial = path.with_name(f"{path.name}.partial")
         write(partial)
@@ -61,7 +60,12 @@ def _make(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _rounded(source: Path, target: Path, kind: int) -> None:
-    if quantise(source, target, kind, threads=2):
+    """Round a decoder to a `llama_ftype`."""
+    import llama_cpp
+
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = kind, 2
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), settings):
         raise NotRunError(f"llama.cpp could not make '{target.name}'")
 
 
@@ -70,23 +74,15 @@ def _tower_module(checkpoint: Path) -> Any:
 
 
 def load(form: Form, place: Path, threads: int) -> Loaded:
-    """Decoder and tower; nothing is kept between two questions."""
+    """Load decoder and tower; nothing is kept between two questions."""
     folder = place / "llama-cpp"
     model = _Model(folder / f"{form.name}.gguf", folder / _TOWER, threads, place / "checkpoint")
-    # What it was built for tells more than its version.
+    # The instruction sets it was built for matter more than its version.
     import llama_cpp
 
     system = llama_cpp.llama_print_system_info().decode().strip()
     versions = {"llama-cpp-python": version("llama-cpp-python"), "system": system}
     return Loaded(model.answer, versions, matrix_bytes(folder / f"{form.name}.gguf"))
-
-
-@dataclass(frozen=True)
-class _Words:
-    """Token ids before the picture and behind it."""
-
-    before: list[int]
-    behind: list[int]
 
 
 class _Model:
@@ -111,7 +107,7 @@ class _Model:
         tower_settings = mtmd_cpp.mtmd_context_params_default()
         tower_settings.use_gpu, tower_settings.n_threads = False, threads
         tower_settings.print_timings = False
-        # Its own limits are of all models of a kind; these are the checkpoint's.
+        # The checkpoint's limits in place of llama.cpp's, which are for all models of a kind.
         tower_settings.image_min_tokens, tower_settings.image_max_tokens = least, most
         self._tower = _made(mtmd_cpp.mtmd_init_from_file(str(tower).encode(), self._model, tower_settings), tower)
         self._vocabulary = config["text_config"]["vocab_size"]
@@ -121,16 +117,16 @@ class _Model:
         self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
     def answer(self, question: Question) -> Timing:
-        """The answer's times; the cache is emptied first."""
+        """Answer a question with an empty cache."""
         picture = random_picture(question.seed, question.side)
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
         start = time.perf_counter()
-        words = self._words(question.text)
+        before, after = self._words(question.text)
         with ExitStack() as held:
             chunk = self._chunk(picture, held)
             self._check(self._mtmd.mtmd_encode_chunk(self._tower, chunk))
             seen = time.perf_counter()
-            place = ctypes.c_int32(self._decode(words.before, 0))
+            place = ctypes.c_int32(self._decode(before, 0))
             states = self._mtmd.mtmd_get_output_embd(self._tower)
             self._check(
                 self._mtmd.mtmd_helper_decode_image_chunk(
@@ -139,25 +135,23 @@ class _Model:
                 )
             )  # fmt: skip
             rows = self._mtmd.mtmd_input_chunk_get_n_tokens(chunk)
-        position = self._decode(words.behind, place.value)
+        position = self._decode(after, place.value)
         tokens = [self._likeliest()]
         times = [time.perf_counter()]
         while len(tokens) < question.new_tokens:
             position = self._decode(tokens[-1:], position)
             tokens.append(self._likeliest())
             times.append(time.perf_counter())
-        ttft, vision = (times[0] - start) * 1e3, (seen - start) * 1e3
-        per_token = (times[-1] - times[0]) * 1e3 / max(1, question.new_tokens - 1)
-        input_tokens = len(words.before) + rows + len(words.behind)
-        return Timing(ttft, per_token, input_tokens, tokens, {"vision": vision, "prefill": ttft - vision})
+        return Timing.of(start, times, (seen - start) * 1e3, len(before) + rows + len(after), tokens)
 
-    def _words(self, text: str) -> _Words:
+    def _words(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids before the picture and after it."""
         ids = self._tokenizer.encode(chat_text(self._checkpoint, text)).ids
         place = ids.index(self._image)
-        return _Words(ids[:place], ids[place + 1 :])
+        return ids[:place], ids[place + 1 :]
 
     def _chunk(self, picture: np.ndarray[Any, Any], held: ExitStack) -> Any:
-        """The picture, resized and normalised as llama.cpp does it."""
+        """Return the picture, resized and normalised by llama.cpp."""
         mtmd = self._mtmd
         height, width, _ = picture.shape
         pixels = picture.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
@@ -174,7 +168,7 @@ class _Model:
         return found[kinds.index(mtmd.MTMD_INPUT_CHUNK_TYPE_IMAGE)]
 
     def _decode(self, ids: list[int], position: int) -> int:
-        """Decode `ids` from a position on; returns the next. A picture may take fewer positions than rows."""
+        """Decode `ids` from a position on, and return the next position."""
         batch = self._ids
         batch.n_tokens = len(ids)
         for at, token in enumerate(ids):

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's VLMPipeline, on what optimum-intel makes of the checkpoint."""
+"""OpenVINO GenAI's VLMPipeline, on the checkpoint converted by optimum-intel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sinkprune.contract.system.child_processes import find_program
 
 @dataclass(frozen=True)
 class _Way:
-    """How a form is made, and what its activations are computed in."""
+    """The export of a form, and the precision of its activations."""
 
     bits: float
     folder: str
@@ -42,7 +42,7 @@ _PRUNED = {"none": 0, "cdpruner-50": 50, "cdpruner-75": 75, "cdpruner-90": 90}
 
 
 def forms(config: Mapping[str, Any]) -> Sequence[Form]:
-    """All precisions; with CDPruner where the model is of Qwen's."""
+    """Return all precisions, with CDPruner for Qwen's models."""
     need("openvino_genai", "openvino-genai")
     kind = config["model_type"]
     ways = tuple(_PRUNED) if kind.startswith("qwen") else ("none",)
@@ -50,7 +50,7 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
 
 
 def prepare(form: Form, place: Path) -> None:
-    """Have optimum-cli convert, which is looked for beside this Python and then in PATH: it may be another venv's."""
+    """Run optimum-cli, from this Python's environment or else from PATH, where another environment may have it."""
     way = _FORMS[form.name]
     folder, partial = place / way.folder, place / f"{way.folder}.partial"
     if folder.exists():
@@ -60,20 +60,20 @@ def prepare(form: Form, place: Path) -> None:
         raise NotRunError("optimum-cli, of optimum-intel, is not in PATH; docs/peers.md says how to install it")
     shutil.rmtree(partial, ignore_errors=True)
     options = ["--task", "image-text-to-text", "--model", str(place / "checkpoint"), *way.export]
-    # What this Python is to find is not what that one is.
+    # The converter is another environment with packages of its own.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([program, "export", "openvino", *options, str(partial)], check=False, env=environment)
     if done.returncode:
         raise NotRunError(
             f"optimum-cli export openvino {' '.join(way.export)} ended with {done.returncode}; see the log"
         )
-    # GenAI looks for the picture's settings in this file alone, and takes others in silence where it is missing.
+    # GenAI reads the picture's settings from this file only, and silently uses defaults without it.
     shutil.copy(place / "checkpoint" / "preprocessor_config.json", partial)
     partial.rename(folder)
 
 
 def load(form: Form, place: Path, threads: int) -> Loaded:
-    """A pipeline on the CPU; caches of compiled models, prompts and pictures are left off, as they are by default."""
+    """Load a pipeline on the CPU; caches of compiled models, prompts and pictures are off, the default."""
     import openvino
     import openvino_genai
 
@@ -83,7 +83,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     pipeline = openvino_genai.VLMPipeline(folder, "CPU", **settings)
 
     class Clock(openvino_genai.StreamerBase):  # type: ignore[misc]
-        """When each token came."""
+        """Records the time of each token."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -97,7 +97,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
             return openvino_genai.StreamingStatus.RUNNING
 
         def end(self) -> None:
-            """Nothing is held back."""
+            """Do nothing."""
 
     def answer(question: Question) -> Timing:
         picture = openvino.Tensor(random_picture(question.seed, question.side))
@@ -115,16 +115,9 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         result = pipeline.generate(text, images=[picture], generation_config=config, streamer=clock)
         metrics = result.perf_metrics
         if len(clock.times) != question.new_tokens:
-            raise NotRunError(f"{len(clock.times)} tokens came of {question.new_tokens} that were asked for")
-        ttft = (clock.times[0] - start) * 1e3
-        vision = metrics.get_prepare_embeddings_duration().mean
-        return Timing(
-            ttft,
-            (clock.times[-1] - clock.times[0]) * 1e3 / max(1, question.new_tokens - 1),
-            metrics.get_num_input_tokens(),
-            clock.tokens,
-            {"vision": vision, "prefill": ttft - vision},
-        )
+            raise NotRunError(f"{len(clock.times)} tokens came, expected {question.new_tokens}")
+        vision_ms = metrics.get_prepare_embeddings_duration().mean
+        return Timing.of(start, clock.times, vision_ms, metrics.get_num_input_tokens(), clock.tokens)
 
     names = ("openvino", "openvino-genai", "openvino-tokenizers")
     size = (folder / "openvino_language_model.bin").stat().st_size

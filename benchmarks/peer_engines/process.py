@@ -1,4 +1,4 @@
-"""A form's process, as the one that asks sees it."""
+"""The process of a form, from the side of the benchmark."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _BENCHMARKS = Path(__file__).parents[1]
 
 
 class Process:
-    """A form in a process of its own; `facts` is what it said when it had loaded."""
+    """A form in a process of its own; `facts` is its first message, after loading."""
 
     def __init__(self, form: Form, place: Path, threads: int, log: IO[bytes]) -> None:
-        """Starts it and waits until it has loaded; raises `NotRunError`."""
+        """Start the process, and wait until it has loaded; raises `NotRunError`."""
         self.form = form
         self._process = _start(form, place, threads, log)
         try:
-            self.facts = self._hear(LOADING_SECONDS)
+            self.facts = self._receive(LOADING_SECONDS)
         except BaseException:
             self.close()
             raise
 
     def ask(self, question: Question) -> Mapping[str, Any]:
-        """The fields of a `Timing`, and `peak_bytes`; raises `NotRunError` where it fails, dies or never answers."""
+        """Return the fields of a `Timing`, and `peak_bytes`; raises `NotRunError` after a failure or a timeout."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write((json.dumps(asdict(question)) + "\n").encode())
             self._process.stdin.flush()
         except BrokenPipeError as error:
             raise NotRunError(self._ended()) from error
-        return self._hear(ANSWERING_SECONDS)
+        return self._receive(ANSWERING_SECONDS)
 
     @property
     def resident_bytes(self) -> int:
-        """Memory it holds now, mapped files included; 0 where the system does not tell."""
+        """Resident memory, with mapped files; 0 if the system does not report it."""
         try:
             status = Path(f"/proc/{self._process.pid}/status").read_text()
         except OSError:
@@ -53,23 +53,20 @@ class Process:
         return int(sizes[0]) * 1024 if sizes else 0
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
 
-    def _hear(self, seconds: float) -> Mapping[str, Any]:
+    def _receive(self, seconds: float) -> Mapping[str, Any]:
         assert self._process.stdout is not None
         line = _line(self._process.stdout, seconds)
         if not line:
             self._process.poll()
-            raise NotRunError(self._ended() if line == b"" else f"it said nothing for {seconds:.0f} s")
-        message: dict[str, Any] = json.loads(line)
-        if "failed" in message:
-            raise NotRunError(message["failed"])
-        return message
+            raise NotRunError(self._ended() if line == b"" else f"it sent nothing for {seconds:.0f} s")
+        return _message(line)
 
     def _ended(self) -> str:
         code = self._process.wait()
@@ -77,17 +74,25 @@ class Process:
 
 
 def prepare(form: Form, place: Path, threads: int, log: IO[bytes]) -> None:
-    """Have the form converted, in a process of its own that gives its memory back; raises `NotRunError`."""
+    """Convert the form in a process of its own, which frees its memory at its end; raises `NotRunError`."""
     process = _start(form, place, threads, log, "--prepare")
     try:
-        said, _ = process.communicate(timeout=PREPARING_SECONDS)
+        output, _ = process.communicate(timeout=PREPARING_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise NotRunError(f"it was not converted within {PREPARING_SECONDS} s") from error
     finally:
         process.kill()
-    message = json.loads(said) if said else {"failed": f"converting ended with {process.returncode}"}
+    if not output:
+        raise NotRunError(f"converting ended with {process.returncode}")
+    _message(output)
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    """Parse a message of the process; raises `NotRunError` if it reports a failure."""
+    message: dict[str, Any] = json.loads(line)
     if "failed" in message:
         raise NotRunError(message["failed"])
+    return message
 
 
 def _start(form: Form, place: Path, threads: int, log: IO[bytes], *more: str) -> subprocess.Popen[bytes]:
@@ -98,7 +103,7 @@ def _start(form: Form, place: Path, threads: int, log: IO[bytes], *more: str) ->
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": str(threads),
-        # Nobody is told of what is measured, and nothing is fetched. OpenVINO's telemetry heeds CI alone.
+        # No telemetry and no downloads. OpenVINO's telemetry respects CI only.
         "CI": "true",
         "HF_HUB_OFFLINE": "1",
         "ORT_DISABLE_TELEMETRY": "1",
@@ -107,7 +112,7 @@ def _start(form: Form, place: Path, threads: int, log: IO[bytes], *more: str) ->
 
 
 def _line(stream: IO[bytes], seconds: float) -> bytes | None:
-    """The next line; empty where the stream ended, None where none came in time."""
+    """Return the next line; empty at the end of the stream, None after a timeout."""
     until = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)

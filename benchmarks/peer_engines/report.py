@@ -1,4 +1,4 @@
-"""What was measured, as a table, as JSON and as a picture."""
+"""The measurements as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sinkprune.contract.reports.report import Spread
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 from sinkprune.runtime.system.processor import processor_name
 
-# Okabe-Ito, told apart by everyone
+# Okabe-Ito, which colour-blind readers can distinguish.
 _COLOURS = {"vision": "#56B4E9", "prefill": "#009E73", "select": "#E69F00", "rest": "#999999"}
 _DECODE = "#F0E442"
 
 
 def as_json(measured: Measured, model: str, plan: Plan, reference: str) -> dict[str, Any]:
-    """Everything, every single answer included."""
+    """Return all measurements, with every single answer."""
     return {
         "model": model,
         "machine": processor_name(),
@@ -57,20 +57,20 @@ def _row(measured: Measured, row: Row, reference: str) -> dict[str, Any]:
 
 
 def _ratio(measured: Measured, row: Row, reference: str, part: str) -> float | None:
-    """To the reference of the same sitting; None where that did not run, or where nothing was timed."""
+    """Return the ratio to the reference of the same sitting; None without one, or without times."""
     other = measured.reference(row, reference)
     own, its = row.spread(part), other.spread(part) if other else None
     return own.median / its.median if own and its and its.median else None
 
 
 def read_line(measured: Measured) -> str:
-    """What plain reads of memory reached, so that nobody's GB/s need be believed."""
+    """Return the speed of plain reads of memory, which bounds the GB/s of all engines."""
     reads = sorted(measured.read_gb_per_s)
     return f"a plain read of memory: {statistics.median(reads):.1f} GB/s ({reads[0]:.1f} to {reads[-1]:.1f})"
 
 
 def table(measured: Measured, reference: str) -> Table:
-    """A row for each form and way, the fastest first; milliseconds are medians, 95th percentiles in brackets."""
+    """Return a row for each form and way, fastest first; medians in milliseconds, 95th percentiles in brackets."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     headings = ["engine", "input", "TTFT", "vision", "prefill", "select", "a token", "GB/s", "peak GB", "load s"]
     for heading in [*headings, "TTFT x", "token x", "agrees"]:
@@ -79,9 +79,9 @@ def table(measured: Measured, reference: str) -> Table:
         made.add_row(
             row.label,
             str(row.answers[0]["input_tokens"]),
-            _shown(row.spread("ttft")),
-            *(_shown(row.spread(part), brackets=False) for part in ("vision", "prefill", "select")),
-            _shown(row.spread("per_token")),
+            _milliseconds(row.spread("ttft")),
+            *(_milliseconds(row.spread(part), brackets=False) for part in ("vision", "prefill", "select")),
+            _milliseconds(row.spread("per_token")),
             _number(row.decode_gb_per_s, 1),
             _number(row.peak_bytes, 1, 1e9),
             _number(row.facts["load_seconds"], 1),
@@ -97,7 +97,7 @@ def _fastest_first(measured: Measured) -> list[Row]:
     return sorted(measured.rows, key=lambda row: medians[id(row)])
 
 
-def _shown(spread: Spread | None, *, brackets: bool = True) -> str:
+def _milliseconds(spread: Spread | None, *, brackets: bool = True) -> str:
     if spread is None:
         return "-"
     digits = 0 if spread.median >= 100 else 1
@@ -109,11 +109,11 @@ def _number(value: float | None, digits: int, unit: float = 1.0) -> str:
 
 
 def plot(measured: Measured, heading: str, suffix: str) -> bytes:
-    """Two bars for each row: what TTFT is made of, and a token; as the bytes of a picture file."""
+    """Draw the parts of TTFT and the time of a token for each row, and return the bytes of a picture file."""
     rows = _fastest_first(measured)
     figure = import_matplotlib()(figsize=(12, 1.8 + 0.32 * len(rows)), layout="constrained")
     first, second = figure.subplots(1, 2, sharey=True, width_ratios=(3, 1))
-    # By place, not by name: the reference has a row for each sitting.
+    # By place and not by name, because the reference has a row for each sitting.
     places, left = range(len(rows)), [0.0] * len(rows)
     for part, colour in _COLOURS.items():
         widths = [_parts(row)[part] for row in rows]
@@ -136,9 +136,9 @@ def plot(measured: Measured, heading: str, suffix: str) -> bytes:
 
 
 def _parts(row: Row) -> Mapping[str, float]:
-    """Medians of the parts, and what no part accounts for."""
+    """Return the medians of the parts, and the rest of TTFT."""
     known = {part: spread.median if (spread := row.spread(part)) else 0.0 for part in ("vision", "prefill", "select")}
-    # Selection is part of the prefill
+    # The prefill includes selection.
     known["prefill"] -= known["select"]
     ttft = row.spread("ttft")
     return {**known, "rest": max(0.0, (ttft.median if ttft else 0.0) - sum(known.values()))}

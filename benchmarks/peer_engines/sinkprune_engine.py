@@ -1,4 +1,4 @@
-"""This project: every backend that computes on the CPU, every form of weights, and every budget of the family."""
+"""This project: every backend for CPUs, every form of weights, and every budget of the family."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from sinkprune.runtime.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class _Way:
-    """How a form is exported, and what it runs in."""
+    """The export and the backend of a form."""
 
     bits: float
     weights: str
-    """Of decoder, projector and head, as sinkprune-export takes them."""
+    """The weights of decoder, projector and head, as `sinkprune-export --weights` names them."""
     backend: str
     load: Mapping[str, Any] = field(default_factory=dict)
-    """What else `Pipeline.load` is told."""
+    """Other options of `Pipeline.load`."""
 
 
-# Blocks of int4 are as large as they may be: one scale for 128 inputs.
+# int4 has the largest blocks: a scale for 128 inputs.
 _BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.0, "int4": 4.125}
 _FORMS = {f"ort-cpu {name}": _Way(_BITS[name], name, "ort-cpu") for name in ("fp32", "int8", "int4")}
 _FORMS["openvino fp32"] = _Way(_BITS["fp32"], "fp32", "openvino", {"compute": "fp32"})
@@ -44,7 +44,7 @@ _VISION = ("preprocess", "vision", "sanitizer", "projector")
 
 
 def forms(config: Mapping[str, Any]) -> Sequence[Form]:
-    """Those whose backend this version has."""
+    """Return the forms whose backend this version has."""
     family = next((row for row in FAMILIES.values() if row.model_type == config["model_type"]), None)
     if family is None:
         raise NotRunError(f"it takes no model of type {config['model_type']}")
@@ -66,7 +66,7 @@ def prepare(form: Form, place: Path) -> None:
 
 
 def load(form: Form, place: Path, threads: int) -> Loaded:
-    """The bundle on its backend; every budget runs on the same engines."""
+    """Load the bundle on its backend; every budget runs on the same engines."""
     way = _FORMS[form.name]
     try:
         bundle = read_bundle(_bundle(form, place))
@@ -80,7 +80,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         answer = pipeline.generate(
             picture, question.text, budget=question.way, max_new_tokens=count, min_new_tokens=count
         )
-        # The decoded picture and the words are where its own clock starts, as everybody's does.
+        # The pipeline's clock also starts at the decoded picture and the words.
         ms = {part: value or 0.0 for part, value in answer.ms.items()}
         parts = {
             "vision": sum(ms[part] for part in _VISION),

@@ -1,4 +1,4 @@
-"""transformers' own model in PyTorch, with its scaled dot product attention and its `generate`."""
+"""transformers' own model in PyTorch, with scaled dot product attention and `generate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPES = {"fp32": ("float32", 32), "bf16": ("bfloat16", 16)}
 
 
 def forms(config: Mapping[str, Any]) -> Sequence[Form]:
-    """fp32 and bf16."""
+    """Return fp32 and bf16."""
     need("torch", "torch")
     need("transformers", "transformers")
     if config["model_type"] == "llava_next":
@@ -24,11 +24,11 @@ def forms(config: Mapping[str, Any]) -> Sequence[Form]:
 
 
 def prepare(form: Form, place: Path) -> None:
-    """It reads the checkpoint as it is."""
+    """Do nothing: `load` reads the checkpoint itself."""
 
 
 def load(form: Form, place: Path, threads: int) -> Loaded:
-    """The model with random weights as they are, on the CPU."""
+    """Load the model on the CPU."""
     import torch
     from PIL import Image
     from transformers import AutoModelForImageTextToText
@@ -43,7 +43,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
     tower = _Watch(_tower(model))
 
     class Clock(BaseStreamer):  # type: ignore[misc]
-        """When each token came; the first to come is the prompt."""
+        """Records the time of the prompt, then of each token."""
 
         def __init__(self) -> None:
             self.times: list[float] = []
@@ -52,7 +52,7 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
             self.times.append(time.perf_counter())
 
         def end(self) -> None:
-            """Nothing is held back."""
+            """Do nothing."""
 
     def answer(question: Question) -> Timing:
         picture = Image.fromarray(random_picture(question.seed, question.side))
@@ -64,15 +64,8 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
         count = question.new_tokens
         answer = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, streamer=clock)
         _, *times = clock.times
-        vision = (prepared - start + tower.seconds) * 1e3
-        ttft = (times[0] - start) * 1e3
-        return Timing(
-            ttft,
-            (times[-1] - times[0]) * 1e3 / max(1, count - 1),
-            inputs["input_ids"].shape[1],
-            answer[0, -count:].tolist(),
-            {"vision": vision, "prefill": ttft - vision},
-        )
+        vision_ms = (prepared - start + tower.seconds) * 1e3
+        return Timing.of(start, times, vision_ms, inputs["input_ids"].shape[1], answer[0, -count:].tolist())
 
     parameters = [*model.get_decoder().parameters(), *model.get_output_embeddings().parameters()]
     size = sum(parameter.nbytes for parameter in parameters) - model.get_input_embeddings().weight.nbytes
@@ -80,9 +73,9 @@ def load(form: Form, place: Path, threads: int) -> Loaded:
 
 
 class Prompt:
-    """Words and a picture to what the model is given, as its processor does it.
+    """Turns words and a picture into the model's inputs, like the model's processor.
 
-    The processor itself is of no use without torchvision, which Qwen's wants for videos.
+    Qwen's own processor needs torchvision, for videos.
     """
 
     def __init__(self, checkpoint: Path, config: Any) -> None:
@@ -104,7 +97,7 @@ class Prompt:
         return {**ids, **seen}
 
     def _rows(self, seen: Mapping[str, Any]) -> int:
-        """Visual tokens of the picture."""
+        """Return the visual tokens of the picture."""
         vision = self._config.vision_config
         if "image_grid_thw" in seen:
             return int(seen["image_grid_thw"].prod()) // vision.spatial_merge_size**2
@@ -112,7 +105,7 @@ class Prompt:
 
 
 class _Watch:
-    """How long a module's calls took since `seconds` was last set."""
+    """Sums the seconds of a module's calls since `seconds` was last set."""
 
     def __init__(self, module: Any) -> None:
         self.seconds, self._start = 0.0, 0.0

@@ -1,7 +1,7 @@
-"""The process of one form: it loads once, then answers when it is told to, and sleeps on its input between.
+"""The process of one form, which loads once and then answers questions from standard input.
 
-`process.py` starts it with the words ENGINE FORM FOLDER THREADS [--prepare]. Lines of JSON come on standard input,
-one question each; lines of JSON go out. What libraries print goes to stderr.
+`process.py` starts it with the arguments ENGINE FORM FOLDER THREADS [--prepare]. Questions and answers are lines of
+JSON. Output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sinkprune.runtime.profiling.peak_memory import PeakMemory
 def main(arguments: list[str]) -> int:
     """Run the process; returns the exit code."""
     name, form_name, folder, threads, *rest = arguments
-    # Libraries write to stdout as they like.
+    # Keep stdout for messages, because libraries print to it.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -1,7 +1,7 @@
-"""SinkPruner with one number changed: where it prunes, or how the sanitizer's places are shared.
+"""SinkPruner with one number changed: its prune layers, or the sanitizer's share of salient tokens.
 
-Methods like those of `sinkprune.export.methods`, found there while `benchmarks/sensitivity.py` exports. All keep a
-budget's mean visual tokens a layer, within half a token.
+`benchmarks/sensitivity.py` adds these methods to `sinkprune.export.methods`. All keep a budget's mean visual tokens a
+layer, within half a token.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ SHIFTS = {
     "third-later": (0, 0, 1),
     "all-later": (1, 1, 1),
 }
-"""By how many layers each of the three stages is moved."""
+"""The layers by which each of the three stages moves."""
 SALIENT_PERCENT = (0, 25, 75, 100)
-"""Of the sanitizer's places beside the sink, how many go to salient tokens; SinkPruner has 50 for LLaVA."""
+"""The share of salient tokens among the sanitizer's tokens without the sink; SinkPruner has 50 for LLaVA."""
 
 
 def moved_layers(shift: str, num_layers: int) -> tuple[int, ...] | None:
-    """The prune layers (0-based) of a decoder, moved; None where two would fall together or none be in front."""
+    """Return the moved prune layers (0-based) of a decoder; None if two would coincide or one be out of range."""
     cuts = tuple(layer + by for layer, by in zip(prune_layers(num_layers), SHIFTS[shift], strict=True))
     return cuts if all(one < other for one, other in pairwise((-1, *cuts, num_layers - 1))) else None
 
 
 def _moved(shift: str, facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """The same sanitizer, and stages behind other layers, scaled alike to meet the budget's mean."""
+    """Return the same sanitizer, and stages after other layers, scaled alike to meet the budget's mean."""
     layers = facts.language_model.num_layers
     cuts = moved_layers(shift, layers)
     if cuts is None:
@@ -54,7 +54,7 @@ def _moved(shift: str, facts: PlanFacts, budget: Budget) -> PlanGraphs:
 
 
 def _shared(percent: int, facts: PlanFacts, budget: Budget) -> PlanGraphs:
-    """As many places, `percent` of them for salient tokens and the others for diverse ones."""
+    """Return a sanitizer of as many tokens, `percent` of them salient and the others diverse."""
     counts = budget.resolve(facts.nominal_tokens)
     places = counts.reserve + counts.diverse
     salient = places * percent // 100

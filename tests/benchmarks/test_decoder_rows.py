@@ -40,7 +40,7 @@ def test_every_count_is_measured_in_every_round_beside_its_bytes(
 
 
 @pytest.mark.parametrize(("cache", "size"), [("bf16", 2), ("fp16", 2), ("fp32", 4), ("the graphs' type", 4)])
-def test_a_cache_is_counted_in_the_type_that_a_backend_says(cache: str, size: int) -> None:
+def test_a_cache_is_counted_in_the_backends_type(cache: str, size: int) -> None:
     model = SimpleNamespace(num_layers=3, num_kv_heads=5, head_dim=7)
     chain = SimpleNamespace(model=model, dtype=np.dtype(np.float32))
     stand_in = SimpleNamespace(chain=chain, backend=SimpleNamespace(cache=cache))

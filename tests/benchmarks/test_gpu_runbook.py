@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 import gpu_parts
-import gpu_results
 from support.programs.commands import run
 
 SCRIPT = Path(gpu_parts.__file__).with_name("gpu.sh")
 H100 = "NVIDIA H100 80GB HBM3, 9.0, 81559, 570.86.15, 700.00"
-"""What nvidia-smi told of an H100."""
+"""The output of nvidia-smi for an H100."""
 KERNELS = {
     "device": "NVIDIA H100",
     "us": {"kernels, one launch a node": [61.0, 60.0, 75.0], "plain PyTorch": [400.0] * 3},
@@ -52,19 +51,8 @@ _COMMANDS = {
 def profile_json(bundle: Callable[..., Path], photo_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A profile of two budgets, as the command writes it."""
     path = tmp_path_factory.mktemp("report") / "profile.json"
-    ask = (
-        "--image",
-        photo_file,
-        "--prompt",
-        "What?",
-        "--budgets",
-        "none,retain-64",
-        "--repeat",
-        1,
-        "--new-tokens",
-        2,
-    )
-    assert run("sinkprune-profile", bundle("gqa-112"), *ask, "--json", path).code == 0
+    ask = ("--image", photo_file, "--prompt", "What?", "--budgets", "none,retain-64", "--repeat", 1)
+    assert run("sinkprune-profile", bundle("gqa-112"), *ask, "--new-tokens", 2, "--json", path).code == 0
     return path
 
 
@@ -113,10 +101,10 @@ def states(results: Mapping[str, Any]) -> dict[str, str]:
     return {name: part["state"] for name, part in results["parts"].items()}
 
 
-def test_all_parts_run_and_are_told(rig: Rig) -> None:
+def test_all_parts_run_and_are_reported(rig: Rig) -> None:
     rig.missing("dialect", "opset20")
     code, told, results = rig.run()
-    assert code == 0 and set(states(results).values()) == {"run"} and tuple(results["parts"]) == gpu_results.PARTS
+    assert code == 0 and set(states(results).values()) == {"run"} and [*results["parts"]] == [*gpu_parts.PARTS]
     assert results["machine"]["name"] == "NVIDIA H100 80GB HBM3"
     assert results["parts"]["kernels"]["found"]["plain PyTorch"] == [400.0, 400.0]
     table = (rig.out / "results.md").read_text()
@@ -143,7 +131,7 @@ def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:
     rig.command("sinkprune-build", "#!/bin/bash\necho 'error: out of | memory'; exit 2\n")
     code, _, results = rig.run()
     assert code == 1
-    expected = dict.fromkeys(gpu_results.PARTS, "run")
+    expected = dict.fromkeys(gpu_parts.PARTS, "run")
     assert states(results) == expected | dict.fromkeys(("gpu-tests", "tensorrt-build", "tensorrt-gate"), "failed")
     assert results["parts"]["tensorrt-build"]["reason"] == "exit code 2: error: out of | memory"
     table = (rig.out / "results.md").read_text()
@@ -151,7 +139,7 @@ def test_a_part_that_fails_stops_no_other(rig: Rig) -> None:
     assert "| `gpu-tests` | failed | 9 passed, 1 failed, 2 skipped; exit code 1: 2 skipped |" in table
 
 
-def test_what_is_not_there_is_told_with_its_reason(rig: Rig) -> None:
+def test_what_is_not_there_is_listed_with_its_reason(rig: Rig) -> None:
     rig.missing("ort-cuda-llava-1.5-7b", "the GPU's memory has 8 GB, 20 GB are needed")
     rig.tests(failed=0, tests=2)
     code, told, results = rig.run()
@@ -164,16 +152,16 @@ def test_what_is_not_there_is_told_with_its_reason(rig: Rig) -> None:
     assert skipped["state"] == "not there"
 
 
-def test_where_nothing_is_there_the_exit_code_says_so(rig: Rig) -> None:
-    for part in gpu_results.PARTS:
+def test_without_any_part_the_exit_code_is_3(rig: Rig) -> None:
+    for part in gpu_parts.PARTS:
         rig.missing(part, "no GPU")
     (rig.folder / "nvidia-smi").write_text("#!/bin/bash\necho 'No devices were found'; exit 6\n")
     code, _, results = rig.run()
     assert code == 3 and set(states(results).values()) == {"not there"} and results["machine"] is None
-    assert "### a machine of whose GPU nvidia-smi tells nothing" in (rig.out / "results.md").read_text()
+    assert "### a machine without a GPU that nvidia-smi reports" in (rig.out / "results.md").read_text()
 
 
-def test_outputs_of_an_earlier_run_are_not_told_again(rig: Rig) -> None:
+def test_outputs_of_an_earlier_run_are_not_reported_again(rig: Rig) -> None:
     assert rig.run()[0] == 0
     rig.command("sinkprune-profile", "#!/bin/bash\nexit 0\n")
     code, _, results = rig.run()
@@ -182,12 +170,13 @@ def test_outputs_of_an_earlier_run_are_not_told_again(rig: Rig) -> None:
     assert failed["state"] == "failed" and "it ran, and what it wrote cannot be read" in failed["reason"]
 
 
-def test_an_interpreter_that_cannot_say_is_told(rig: Rig) -> None:
+def test_an_interpreter_that_fails_is_a_reason(rig: Rig) -> None:
     rig.command(
         "python", f'#!/bin/bash\ncase $1 in */gpu_results.py) exec "{sys.executable}" "$@" ;; esac\necho no; exit 1\n'
     )
     code, _, results = rig.run()
-    assert code == 3 and "cannot be asked: no" in results["parts"]["kernels"]["reason"]
+    reason = results["parts"]["kernels"]["reason"]
+    assert code == 3 and reason.startswith("gpu_parts.py fails with") and reason.endswith(": no")
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b", "c"], ["OUT", "no-such-python"]])
@@ -217,13 +206,13 @@ def test_the_memory_of_a_gpu_and_of_a_board(monkeypatch: pytest.MonkeyPatch, tmp
     assert gpu_parts.gpu_memory() is None
 
 
-def test_every_part_of_the_script_can_be_asked_about(
+def test_every_part_of_the_script_has_a_check(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(monkeypatch, tmp_path, "81559")
     text = SCRIPT.read_text()
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("part ")] == list(gpu_results.PARTS)
-    for part in gpu_results.PARTS:
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("part ")] == list(gpu_parts.PARTS)
+    for part in gpu_parts.PARTS:
         assert part in text.split("for name in ")[1].split(";")[0].split()
         assert gpu_parts.main([part, "--folder", str(tmp_path)]) == 0
         assert capsys.readouterr().out.count("\n") <= 1

@@ -34,7 +34,7 @@ def test_the_interval_holds_the_exponent_of_noisy_times() -> None:
     assert 0.90 <= held / 300 <= 0.99
 
 
-def test_what_costs_time_is_told_apart() -> None:
+def test_costs_are_split_into_parts() -> None:
     ms = {"vision": 5.0, "sanitizer": 0.0, "prefill": 7.0, "per_token": 2.0}
     answer = SimpleNamespace(ms=ms, token_ids=[1, 2, 3, 4])
     assert growth.costs(answer) == {"vision": 5.0, "prefill": 7.0, "decode": 6.0}  # type: ignore[arg-type]

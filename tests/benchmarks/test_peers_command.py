@@ -17,7 +17,7 @@ OURS = "sinkprune ort-cpu fp32"
 
 
 @pytest.mark.slow
-def test_it_measures_what_is_here_and_tells_of_what_is_not(
+def test_it_measures_what_is_here_and_lists_what_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
@@ -88,7 +88,7 @@ def test_a_process_that_cannot_load_gives_its_reason(tmp_path: Path) -> None:
         (["--json", "missing/peers.json"], "there is no folder"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_are_reported_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], said: str
 ) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(LLAVA))

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from peer_engines.bandwidth import PlainRead
-from peer_engines.engine import Form, NotRunError, Question
+from peer_engines.engine import Form, NotRunError, Question, Timing
 from peer_engines.report import as_json, plot, read_line, table
-from peer_engines.rounds import Measured, Plan, measure, needed_bytes, sittings
+from peer_engines.rounds import Measured, PlainRead, Plan, measure, needed_bytes, sittings
 
 PLAN = Plan("Why?", side=28, new_tokens=4, threads=2, repeat=4, warmup=1)
 FAST, SLOW = Form("llama_cpp", "Q4_0", 4.5), Form("transformers", "fp32", 32)
@@ -23,7 +22,7 @@ OURS = Form("sinkprune", "ort-cpu int4", 4.125, ("none", "retain-64"))
 
 
 class FakeProcess:
-    """Answers as it is told, and notes what it was asked."""
+    """Answers with fixed times, and records its questions."""
 
     def __init__(self, form: Form, asked: list[tuple[str, Question]], ttft: Callable[[int], float]) -> None:
         self.form, self.closed = form, False
@@ -77,7 +76,7 @@ def test_in_a_round_everybody_is_shown_one_picture_and_no_round_shows_another_ro
     assert len(measured.read_gb_per_s) == len(rounds)
 
 
-def test_who_does_not_load_or_fails_is_told_of_and_the_others_go_on() -> None:
+def test_a_form_that_fails_is_reported_and_the_others_go_on() -> None:
     asked: list[tuple[str, Question]] = []
 
     def third(count: int) -> float:
@@ -176,6 +175,12 @@ def test_without_a_reference_the_others_sit_alone() -> None:
     assert groups == [[SLOW, FAST]] and refused == {}
     assert sittings([SLOW], SLOW.label, 1_000_000, 30_000_000_000) == ([[SLOW]], {})
     assert sittings([], "nobody", 1, 1) == ([], {})
+
+
+def test_a_timing_is_computed_from_the_moments_of_tokens() -> None:
+    found = Timing.of(1.0, [1.5, 1.6, 1.9], 200.0, 9, [4, 5, 6])
+    assert (found.ttft, found.per_token) == (pytest.approx(500), pytest.approx(200))
+    assert found.parts == {"vision": 200.0, "prefill": pytest.approx(300)}
 
 
 def test_a_plain_read_takes_its_time() -> None:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from PIL import Image
-from skimage import data
 
 import sensitivity
 from sensitivity_methods.variants import SHIFTS, moved_layers
 from sinkprune.export import methods
+from support.models.tasks import write_task
 from support.programs.commands import Outcome, assert_refused
 
 
@@ -27,12 +26,7 @@ def methods_of_the_package_alone() -> Iterator[None]:
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     """Three questions about two photos."""
-    photo = Image.fromarray(data.coffee()).resize((200, 150))
-    photo.save(tmp_path / "a.png")
-    photo.rotate(90).save(tmp_path / "b.png")
-    lines = [{"image": name, "question": "What is this?", "answer": "cup"} for name in ("a.png", "a.png", "b.png")]
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path / "task.jsonl"
+    return write_task(tmp_path, [(name, "What is this?") for name in ("a.png", "a.png", "b.png")])
 
 
 def test_layers_move_by_one_where_there_is_room() -> None:
@@ -90,6 +84,6 @@ def test_every_variant_keeps_the_mean_and_is_compared_with_the_method(
     assert len([line for line in printed.splitlines() if line.startswith("| ")]) == 2 + 7 + 5
 
 
-def test_what_cannot_be_measured_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code = sensitivity.main(["--checkpoint", str(tmp_path)])
     assert_refused(Outcome(code, *capsys.readouterr()), "config.json")

@@ -1,4 +1,4 @@
-"""The evaluation's bookkeeping, on a stand-in that replies what it is told to."""
+"""The bookkeeping of the evaluation, on a stand-in with fixed replies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
+from sinkprune.calibration.evaluation.replies import choose_combinations, collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, Reply, summarise
-from sinkprune.calibration.tasks import Item, blinded
+from sinkprune.calibration.tasks import Item
 from sinkprune.contract.errors import BudgetError, PromptError, UsageError
 from sinkprune.contract.precision import WeightForms
 from sinkprune.contract.reports.report import Spread
@@ -23,7 +23,6 @@ PLANS = {
     "random": {"retain-32": None},
 }
 SINK, FASTV = Combination("sinkpruner", "retain-64"), Combination("fastv", "retain-64")
-GREY = (128, 128, 128)
 
 FP32 = WeightForms("fp32", "fp32", None)
 
@@ -39,12 +38,11 @@ class FakeManifest(SimpleNamespace):
 
 
 class FakePipeline:
-    """Replies "yes" wherever `right(prompt, budget)` says so, and remembers what it was asked."""
+    """Replies "yes" where `right(prompt, budget)` is true, and records its requests."""
 
     def __init__(self, right: Callable[[str, str], bool], seen_shares: Mapping[str, float] | None = None) -> None:
         self.right, self.seen_shares = right, seen_shares or {}
         self.asked: list[tuple[str, str, str]] = []
-        self.images: list[Image.Image] = []
         checkpoint = SimpleNamespace(source="/models/pocket")
         self.bundle = SimpleNamespace(manifest=FakeManifest(precision="fp32", weights=FP32, checkpoint=checkpoint))
         self.backend = SimpleNamespace(name="fake", threads=1, compute="fp32", versions={"fake": "1"})
@@ -53,7 +51,6 @@ class FakePipeline:
         if prompt == "too long":
             raise PromptError("the prompt is too long.")
         self.asked.append((prompt, method, budget))
-        self.images.append(image)
         layers = [576, 576, 576] if budget == "none" else [int(prompt), 20, 10]
         # Warm-up comes first and is slow.
         ms = 1e6 if len(self.asked) <= 3 else float(prompt)
@@ -78,13 +75,15 @@ def items(count: int) -> list[Item]:
 
 
 def run(pipeline: FakePipeline, questions: list[Item], combinations: list[Combination]) -> Any:
-    replies = ask(pipeline, questions, combinations)
-    return report(pipeline, replies, [], task="own.jsonl", blind=False, planted_outliers=False, max_new_tokens=8)
+    replies = collect_replies(pipeline, questions, combinations)
+    return evaluation_report(
+        pipeline, replies, [], task="own.jsonl", blind=False, planted_outliers=False, max_new_tokens=8
+    )
 
 
 def test_combinations_take_turns_question_by_question() -> None:
     pipeline, told = FakePipeline(lambda prompt, budget: True), []
-    ask(pipeline, items(4), [SINK, FASTV], on_run=told.append)
+    collect_replies(pipeline, items(4), [SINK, FASTV], on_run=told.append)
     assert [prompt for prompt, _, _ in pipeline.asked] == ["0"] * 3 + ["0"] * 3 + ["1"] * 3 + ["2"] * 3 + ["3"] * 3
     rounds = [told[start : start + 3] for start in range(0, len(told), 3)]
     assert all(set(turn) == {BASELINE, SINK, FASTV} for turn in rounds)
@@ -145,21 +144,15 @@ def test_answers_are_paired_with_the_baselines_to_the_same_question() -> None:
     assert run(pipeline, items(30), [SINK]).methods["sinkpruner"]["retain-64"].relative_ci95 == (1.0, 1.0)
 
 
-def test_a_question_that_cannot_be_asked_is_named() -> None:
+def test_a_question_that_fails_is_named() -> None:
     question = Item(Question("q9", "all", "too long", ("yes",)), "grey", lambda: Image.new("RGB", (8, 6)))
     with pytest.raises(PromptError, match="question 'q9': the prompt is too long"):
-        ask(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
-
-
-def test_blind_feeds_grey() -> None:
-    pipeline = FakePipeline(lambda prompt, budget: True)
-    ask(pipeline, [blinded(item) for item in items(2)], [SINK])
-    assert all(image.getcolors() == [(48, GREY)] for image in pipeline.images)
+        collect_replies(FakePipeline(lambda prompt, budget: True), [*items(1), question], [SINK])
 
 
 def test_no_new_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="at least 1"):
-        ask(FakePipeline(lambda prompt, budget: True), items(1), [SINK], max_new_tokens=0)
+        collect_replies(FakePipeline(lambda prompt, budget: True), items(1), [SINK], max_new_tokens=0)
 
 
 def test_all_of_the_bundle_is_the_default_and_gaps_are_unreachable() -> None:

@@ -112,7 +112,7 @@ def test_names_of_any_characters_can_be_drawn(bundle: Bundles, photos: Path, tmp
     assert len(list(maps.iterdir())) == 5
 
 
-def test_what_cannot_be_drawn_is_told_before_the_run(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_drawn_is_refused_before_the_run(bundle: Bundles, photos: Path, tmp_path: Path) -> None:
     def refused(*words: object, said: str) -> None:
         assert_refused(run("sinkprune-calibrate", "norms", bundle("gqa-112"), *words), said)
 

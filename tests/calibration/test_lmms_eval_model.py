@@ -136,7 +136,7 @@ def test_the_harness_finds_the_model_by_its_entry_point() -> None:
 def test_a_local_task_in_the_harness(
     bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], tmp_path: Path
 ) -> None:
-    """Four photos; for two of them the right answer is what the bundle says at that budget."""
+    """Four photos; for two of them the right answer is the bundle's own at that budget."""
     lines = []
     for number, name in enumerate(("coffee", "astronaut", "chelsea", "rocket")):
         photo = Image.fromarray(getattr(data, name)()).resize((200, 150))

@@ -61,7 +61,7 @@ def test_more_than_a_twentieth_are_no_outliers() -> None:
     assert find_gap(np.array([1.0] * 95 + [5.0] * 5)) == (5, 1.0, 5.0)
 
 
-def test_a_gap_is_as_wide_and_as_high_as_is_said() -> None:
+def test_a_gap_has_its_least_width_and_height() -> None:
     bulk = np.ones(99)
     assert find_gap(np.append(bulk, OUTLIER)) == (1, 1.0, OUTLIER)
     assert find_gap(np.append(bulk, OUTLIER - 0.01)) is None

@@ -67,7 +67,7 @@ def slow(weights: Array, visual: list[int], text: list[int]) -> tuple[float, Arr
 
 
 def sinks_of(steps: Watched, source: list[int]) -> list[bool]:
-    """Which rows, told by the token each stands for (-1: none), are among the 1 % of their group's largest norms."""
+    """Return which rows, by the token of each (-1: none), are among the 1 % of their group's largest norms."""
     norms = steps.answer.kept.norms
     count, sinks = norms.shape[1], set()
     for group, own in enumerate(norms):
@@ -83,10 +83,10 @@ def observed(bundle: Path, image: Image.Image, combination: Combination) -> Any:
 
 def assert_layers(found: Any, expected: dict[int, tuple[Array, list[int], list[int], list[bool]]]) -> None:
     """Each prune layer's weights [H,S,S], visual rows, text rows, and which visual rows are sink tokens."""
-    assert list(found.layers) == list(expected)
+    assert list(found.layers) == [str(layer) for layer in expected]
     for layer, (weights, visual, text, sinks) in expected.items():
         entropy, mean = slow(weights, visual, text)
-        seen = found.layers[layer]
+        seen = found.layers[str(layer)]
         assert seen.rows == len(visual)
         assert seen.sink_share == pytest.approx(sum(sinks) / len(sinks))
         assert seen.entropy == pytest.approx(entropy, abs=2e-3)

@@ -131,7 +131,7 @@ def test_what_is_no_tower_is_refused(tower: Towers, photos: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("missing", ["preprocessor_config.json", "model.safetensors"])
-def test_a_file_that_is_missing_is_told(missing: str, tower: Towers, photos: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_named(missing: str, tower: Towers, photos: Path, tmp_path: Path) -> None:
     for path in tower("clip_vision_model").iterdir():
         if path.name != missing:
             (tmp_path / path.name).write_bytes(path.read_bytes())

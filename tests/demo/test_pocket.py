@@ -11,7 +11,7 @@ from statistics import fmean
 import pytest
 
 from sinkprune import Pipeline
-from sinkprune.calibration.evaluation.asking import ask, report
+from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import BASELINE, Combination, CombinationReport, Reply
 from sinkprune.calibration.tasks import blinded, load_task
 from sinkprune.demo.write_scenes import write_scenes
@@ -42,10 +42,12 @@ def pocket(tmp_path_factory: pytest.TempPathFactory) -> Pocket:
 
 
 def evaluated(pipeline: Pipeline, replies: list[Reply]) -> CombinationReport:
-    return report(pipeline, replies, [], task="scenes", blind=False, planted_outliers=False, max_new_tokens=8).none
+    return evaluation_report(
+        pipeline, replies, [], task="scenes", blind=False, planted_outliers=False, max_new_tokens=8
+    ).none
 
 
-def test_it_is_small_and_says_what_it_is() -> None:
+def test_it_is_small_and_has_a_card() -> None:
     assert sum(file.stat().st_size for file in POCKET.iterdir()) < 16e6
     card = (POCKET / "README.md").read_text(encoding="utf-8")
     assert "license: apache-2.0" in card
@@ -54,7 +56,7 @@ def test_it_is_small_and_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_unpruned_it_is_right_overall_and_in_every_kind(every: int, pocket: Pocket) -> None:
-    result = evaluated(pocket("fp32"), ask(pocket("fp32"), QUESTIONS[::every], []))
+    result = evaluated(pocket("fp32"), collect_replies(pocket("fp32"), QUESTIONS[::every], []))
     assert result.accuracy >= 0.90
     assert {kind: part.accuracy for kind, part in result.by_kind.items() if part.accuracy < 0.75} == {}
 
@@ -63,7 +65,7 @@ def test_unpruned_it_is_right_overall_and_in_every_kind(every: int, pocket: Pock
 def test_blind_it_is_near_chance(pocket: Pocket) -> None:
     """Chance: a half for yes, no, small and large, a quarter for choices, less elsewhere."""
     blind = [blinded(item) for item in QUESTIONS[::11]]
-    result = evaluated(pocket("fp32"), ask(pocket("fp32"), blind, []))
+    result = evaluated(pocket("fp32"), collect_replies(pocket("fp32"), blind, []))
     assert result.accuracy < 0.5
     assert result.by_kind["reading"].accuracy < 0.2
     assert result.by_kind["existence-adversarial"].accuracy < 0.75
@@ -71,7 +73,7 @@ def test_blind_it_is_near_chance(pocket: Pocket) -> None:
 
 @pytest.mark.slow
 def test_precisions_agree(pocket: Pocket) -> None:
-    whole, half = (ask(pocket(precision), QUESTIONS[:200], []) for precision in ("fp32", "fp16"))
+    whole, half = (collect_replies(pocket(precision), QUESTIONS[:200], []) for precision in ("fp32", "fp16"))
     agree = [a.text == b.text for a, b in zip(whole, half, strict=True)]
     assert sum(agree) >= 0.99 * len(agree)
 
@@ -81,7 +83,7 @@ def test_dropping_tokens_at_random_costs_answers(pocket: Pocket) -> None:
     """At few tokens a method must know what it drops, or the test would say nothing about methods."""
     own, drawn = Combination("sinkpruner", "retain-32"), Combination("random", "retain-32")
     right: dict[Combination, list[bool]] = {own: [], drawn: []}
-    for reply in ask(pocket("fp32"), QUESTIONS[::4], [own, drawn]):
+    for reply in collect_replies(pocket("fp32"), QUESTIONS[::4], [own, drawn]):
         right.setdefault(reply.combination, []).append(reply.right)
     assert fmean(right[own]) > fmean(right[drawn]) + 0.15
     assert fmean(right[BASELINE]) > fmean(right[drawn]) + 0.3

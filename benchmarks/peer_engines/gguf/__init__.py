@@ -1,1 +1,1 @@
-"""A checkpoint as llama.cpp's files: its decoder and its tower."""
+"""Writes a checkpoint's decoder and tower as llama.cpp's files."""

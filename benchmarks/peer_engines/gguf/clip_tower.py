@@ -1,12 +1,11 @@
-"""LLaVA's CLIP tower and projector as llama.cpp's file; its tensors are named as its legacy converter does."""
+"""LLaVA's CLIP tower and projector as llama.cpp's file, with the tensor names of its legacy converter."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 from peer_engines.gguf.files import MOSTLY_BF16, GgufFile
-from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
+from sinkprune.export.checkpoint.folder import read_json
 
 _BLOCK = {
     "self_attn.q_proj": "attn_q",
@@ -21,13 +20,13 @@ _BLOCK = {
 
 
 def write_tower(checkpoint: Path, path: Path) -> None:
-    """The CLIP tower up to the layer whose states are taken, and the projector; matrices in bf16."""
+    """Write the CLIP tower up to its feature layer, and the projector; matrices in bf16."""
     config = read_json(checkpoint, "config.json")
     processor = read_json(checkpoint, "preprocessor_config.json")
     vision, width = config["vision_config"], config["text_config"]["hidden_size"]
     layers, own, inner = vision["num_hidden_layers"], vision["hidden_size"], vision["intermediate_size"]
     taken = layers + 1 + config["vision_feature_layer"]
-    file = GgufFile(path, "clip")
+    file = GgufFile(path, "clip", checkpoint)
     writer = file.writer
     writer.add_file_type(MOSTLY_BF16)
     for name, flag in {"has_vision_encoder": True, "has_llava_projector": True, "use_gelu": False}.items():
@@ -43,34 +42,28 @@ def write_tower(checkpoint: Path, path: Path) -> None:
     writer.add_array("clip.vision.image_mean", processor["image_mean"])
     writer.add_array("clip.vision.image_std", processor["image_std"])
     side, patch = vision["image_size"], vision["patch_size"]
-    with closing(SafetensorsWeights(checkpoint)) as weights:
-
-        def add(name: str, source: str, *shape: int) -> None:
-            file.add(name, shape, lambda: weights.tensor(source, shape))
-
-        tower = "vision_tower."
-        add("v.class_embd", f"{tower}embeddings.class_embedding", own)
-        add("v.patch_embd.weight", f"{tower}embeddings.patch_embedding.weight", own, 3, patch, patch)
-        rows = (side // patch) ** 2 + 1
-        add("v.position_embd.weight", f"{tower}embeddings.position_embedding.weight", rows, own)
-        for kind in ("weight", "bias"):
-            add(f"v.pre_ln.{kind}", f"{tower}pre_layrnorm.{kind}", own)
-            for number, name in ((0, "linear_1"), (2, "linear_2")):
-                matrix = (width, width if number else own) if kind == "weight" else (width,)
-                add(f"mm.{number}.{kind}", f"multi_modal_projector.{name}.{kind}", *matrix)
-        for layer in range(taken):
-            for source, name in _BLOCK.items():
-                outputs = inner if name == "ffn_up" else own
-                inputs = inner if name == "ffn_down" else own
-                place = f"{tower}encoder.layers.{layer}.{source}"
-                matrix = (own,) if name.startswith("ln") else (outputs, inputs)
-                add(f"v.blk.{layer}.{name}.weight", f"{place}.weight", *matrix)
-                add(f"v.blk.{layer}.{name}.bias", f"{place}.bias", outputs)
-        file.write()
+    tower, rows = "vision_tower.", (side // patch) ** 2 + 1
+    file.add("v.class_embd", f"{tower}embeddings.class_embedding", (own,))
+    file.add("v.patch_embd.weight", f"{tower}embeddings.patch_embedding.weight", (own, 3, patch, patch))
+    file.add("v.position_embd.weight", f"{tower}embeddings.position_embedding.weight", (rows, own))
+    for kind in ("weight", "bias"):
+        file.add(f"v.pre_ln.{kind}", f"{tower}pre_layrnorm.{kind}", (own,))
+        for number, name in ((0, "linear_1"), (2, "linear_2")):
+            matrix = (width, width if number else own) if kind == "weight" else (width,)
+            file.add(f"mm.{number}.{kind}", f"multi_modal_projector.{name}.{kind}", matrix)
+    for layer in range(taken):
+        for source, name in _BLOCK.items():
+            outputs = inner if name == "ffn_up" else own
+            inputs = inner if name == "ffn_down" else own
+            place = f"{tower}encoder.layers.{layer}.{source}"
+            matrix = (own,) if name.startswith("ln") else (outputs, inputs)
+            file.add(f"v.blk.{layer}.{name}.weight", f"{place}.weight", matrix)
+            file.add(f"v.blk.{layer}.{name}.bias", f"{place}.bias", (outputs,))
+    file.write()
 
 
 def visual_tokens(checkpoint: Path) -> tuple[int, int]:
-    """The fewest and the most that a picture has: every picture is resized to one size."""
+    """Return the fewest and the most visual tokens of a picture: all pictures are resized to one size."""
     vision = read_json(checkpoint, "config.json")["vision_config"]
     count = (vision["image_size"] // vision["patch_size"]) ** 2
     return count, count

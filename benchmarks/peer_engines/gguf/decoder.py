@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from peer_engines.gguf.files import MOSTLY_BF16, GgufFile, add_vocabulary
 from sinkprune.contract.precision import Array
-from sinkprune.export.checkpoint.folder import SafetensorsWeights, read_json
+from sinkprune.export.checkpoint.folder import read_json
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What llama.cpp calls a decoder, and what it wants of it."""
+    """llama.cpp's name of a decoder, and its format."""
 
     architecture: str
     neighbours: bool
-    """Rotary embedding turns neighbouring rows of queries and keys together, where transformers turns halves."""
+    """Whether rotary embeddings rotate pairs of neighbouring rows; transformers rotates pairs of halves."""
     head_norms: bool
 
 
@@ -41,13 +41,13 @@ _HEAD_NORMS = {"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_no
 
 
 def write_decoder(checkpoint: Path, path: Path) -> None:
-    """The decoder of a LLaVA or Qwen3-VL checkpoint, in bf16."""
+    """Write the decoder of a LLaVA or Qwen3-VL checkpoint, in bf16."""
     config = read_json(checkpoint, "config.json")
     text, kind = config["text_config"], _KINDS[config["model_type"]]
     width, inner, vocabulary = text["hidden_size"], text["intermediate_size"], text["vocab_size"]
     heads, kv_heads = text["num_attention_heads"], text["num_key_value_heads"]
     head = text.get("head_dim") or width // heads
-    file = GgufFile(path, kind.architecture)
+    file = GgufFile(path, kind.architecture, checkpoint)
     _add_settings(file.writer, config, head)
     shapes = {
         "attn_q": (heads * head, width),
@@ -62,25 +62,17 @@ def write_decoder(checkpoint: Path, path: Path) -> None:
         "attn_q_norm": (head,),
         "attn_k_norm": (head,),
     }
-    turned = {"attn_q": heads, "attn_k": kv_heads} if kind.neighbours else {}
-    with closing(SafetensorsWeights(checkpoint)) as weights:
-
-        def add(name: str, source: str, shape: tuple[int, ...], groups: int | None = None) -> None:
-            def read() -> Array:
-                array = weights.tensor(source, shape)
-                return array if groups is None else _interleaved(array, groups)
-
-            file.add(name, shape, read)
-
-        add("token_embd.weight", "language_model.embed_tokens.weight", (vocabulary, width))
-        for layer in range(text["num_hidden_layers"]):
-            for source, name in {**_LAYER, **(_HEAD_NORMS if kind.head_norms else {})}.items():
-                place = f"language_model.layers.{layer}.{source}.weight"
-                add(f"blk.{layer}.{name}.weight", place, shapes[name], turned.get(name))
-        add("output_norm.weight", "language_model.norm.weight", (width,))
-        if not config["tie_word_embeddings"]:
-            add("output.weight", "lm_head.weight", (vocabulary, width))
-        file.write()
+    rotated = {"attn_q": heads, "attn_k": kv_heads} if kind.neighbours else {}
+    file.add("token_embd.weight", "language_model.embed_tokens.weight", (vocabulary, width))
+    for layer in range(text["num_hidden_layers"]):
+        for source, name in {**_LAYER, **(_HEAD_NORMS if kind.head_norms else {})}.items():
+            place, target = f"language_model.layers.{layer}.{source}.weight", f"blk.{layer}.{name}.weight"
+            change = {"change": partial(_interleaved, heads=rotated[name])} if name in rotated else {}
+            file.add(target, place, shapes[name], **change)
+    file.add("output_norm.weight", "language_model.norm.weight", (width,))
+    if not config["tie_word_embeddings"]:
+        file.add("output.weight", "lm_head.weight", (vocabulary, width))
+    file.write()
 
 
 def _add_settings(writer: Any, config: dict[str, Any], head: int) -> None:
@@ -98,7 +90,7 @@ def _add_settings(writer: Any, config: dict[str, Any], head: int) -> None:
     writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(rope.get("rope_theta", 1e4))
     if "mrope_section" in rope:
-        # Of four axes; pictures have three.
+        # The format has four axes, pictures have three.
         writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
     if "deepstack_visual_indexes" in config["vision_config"]:
         writer.add_num_deepstack_layers(len(config["vision_config"]["deepstack_visual_indexes"]))
@@ -108,6 +100,6 @@ def _add_settings(writer: Any, config: dict[str, Any], head: int) -> None:
 
 
 def _interleaved(array: Array, heads: int) -> Array:
-    """Rows of queries or keys as llama.cpp rotates them: neighbours, not halves."""
+    """Return the rows of queries or keys in llama.cpp's order: pairs as neighbours, not as halves."""
     halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
     return halves.swapaxes(1, 2).reshape(array.shape)

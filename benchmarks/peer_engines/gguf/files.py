@@ -1,13 +1,14 @@
-"""llama.cpp's file format: one written tensor by tensor, and what is read of one and made of it.
+"""llama.cpp's file format: files of a checkpoint's tensors, and the bytes that a token reads of one.
 
-llama.cpp's own converter knows neither the small tokenizer nor LLaVA's tower in Hugging Face format, so the files of
-decoders and towers are written here. Tokens are bare numbers: the ids are made outside.
+llama.cpp's own converter supports neither the small tokenizer nor LLaVA's tower in Hugging Face format. So this
+package writes the files of decoders and towers. Tokens are bare numbers, because the ids are made outside.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +16,44 @@ import ml_dtypes
 import numpy as np
 
 from sinkprune.contract.precision import Array
+from sinkprune.export.checkpoint.folder import SafetensorsWeights
 
 MOSTLY_BF16 = 32
-"""As llama.cpp numbers what most of a file's tensors are."""
+"""llama.cpp's number for files whose tensors are mostly bf16."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class GgufFile:
-    """A file whose tensors are read, turned and written one at a time."""
+    """A file of a checkpoint's tensors, which are read, changed and written one at a time."""
 
-    def __init__(self, path: Path, architecture: str) -> None:
+    def __init__(self, path: Path, architecture: str, checkpoint: Path) -> None:
         import gguf
 
         self.writer = gguf.GGUFWriter(path, architecture)
-        self._types = gguf.GGMLQuantizationType
-        self._tensors: list[tuple[str, tuple[int, ...], Any, Callable[[], Array]]] = []
+        self._checkpoint, self._types = checkpoint, gguf.GGMLQuantizationType
+        self._tensors: list[tuple[str, tuple[int, ...], Any, Callable[[SafetensorsWeights], Array]]] = []
 
-    def add(self, name: str, shape: tuple[int, ...], read: Callable[[], Array]) -> None:
-        """A tensor; matrices are kept in bf16, all else in fp32."""
-        kind = self._types.BF16 if len(shape) == 2 else self._types.F32
-        self._tensors.append((name, shape, kind, read))
+    def add(
+        self,
+        name: str,
+        source: str,
+        shape: tuple[int, ...],
+        *,
+        source_shape: tuple[int, ...] | None = None,
+        change: Callable[[Array], Array] = lambda array: array,
+        fp32: bool = False,
+    ) -> None:
+        """Add the tensor `source` of the checkpoint; matrices in bf16 unless `fp32`, all else in fp32.
 
-    def add_table(self, name: str, shape: tuple[int, ...], read: Callable[[], Array]) -> None:
-        """A matrix that nothing is multiplied with, in fp32: llama.cpp interpolates in no other type."""
-        self._tensors.append((name, shape, self._types.F32, read))
+        `change` turns the tensor of `source_shape` (default: `shape`) into the one of `shape`.
+        """
+        kind = self._types.BF16 if len(shape) == 2 and not fp32 else self._types.F32
+        self._tensors.append(
+            (name, shape, kind, lambda weights: change(weights.tensor(source, source_shape or shape)))
+        )
 
     def write(self) -> None:
-        """Write it all."""
+        """Write the header and all tensors."""
         dtypes = {self._types.BF16: np.dtype(ml_dtypes.bfloat16), self._types.F32: np.dtype(np.float32)}
         for name, shape, kind, _ in self._tensors:
             size = int(np.prod(shape)) * dtypes[kind].itemsize
@@ -49,13 +61,14 @@ class GgufFile:
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()
         self.writer.write_ti_data_to_file()
-        for _, shape, kind, read in self._tensors:
-            self.writer.write_tensor_data(read().reshape(shape).astype(dtypes[kind]).view(np.uint8))
+        with closing(SafetensorsWeights(self._checkpoint)) as weights:
+            for _, shape, kind, read in self._tensors:
+                self.writer.write_tensor_data(read(weights).reshape(shape).astype(dtypes[kind]).view(np.uint8))
         self.writer.close()
 
 
 def add_vocabulary(writer: Any, size: int) -> None:
-    """Control tokens, bytes, and numbers: what is fed are ids, and answers are never read."""
+    """Add control tokens, bytes, and numbers. Prompts are ids and answers are never decoded."""
     import gguf
 
     kinds = gguf.TokenType
@@ -74,19 +87,9 @@ def add_vocabulary(writer: Any, size: int) -> None:
 
 
 def matrix_bytes(path: Path) -> int:
-    """Bytes of a decoder's file that a token behind the first reads: all but an embedding table that is no head."""
+    """Return the bytes that a token after the first reads: all but an embedding table that is no head."""
     import gguf
 
     tensors = gguf.GGUFReader(path).tensors
     tied = not any(tensor.name == "output.weight" for tensor in tensors)
     return sum(tensor.n_bytes for tensor in tensors if tied or not re.match(r"token_embd\.", tensor.name))
-
-
-def quantise(source: Path, target: Path, kind: int, threads: int) -> int:
-    """llama.cpp's own rounding of a file, to a number of its `llama_ftype`; returns 0 if all went well."""
-    import llama_cpp
-
-    settings = llama_cpp.llama_model_quantize_default_params()
-    settings.ftype, settings.nthread = kind, threads
-    code: int = llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), settings)
-    return code

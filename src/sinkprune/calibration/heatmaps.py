@@ -1,4 +1,4 @@
-"""Heat maps of a picture's tokens: norms, and the attention they receive in the tower, beside the picture."""
+"""Heat maps of the norms and the received attention of a picture's tokens, next to the picture."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ _NARROWEST = 2.4
 _OPAQUE = 0.75
 _SINK_COLOUR = "#D55E00"
 _TICKS = 5
-"""On each scale."""
 _DECADES = 1e3
-"""Few tokens draw most of the attention: the scale goes from the most to a thousandth of it."""
+"""The range of the attention's scale: few tokens receive most of the attention."""
 
 
 def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
-    """The bytes of a PNG: the picture, norms in medians of their group, and salience in means of its group.
+    """Return the bytes of a PNG: the picture, norms in medians of their group, and salience in means of its group.
 
-    One line of three for each view. The scale of salience is logarithmic. Sink tokens are outlined in both maps.
-    Raises `UsageError` without matplotlib.
+    Each view has a line of three panels. The scale of salience is logarithmic. Outlines mark sink tokens in both
+    maps. Raises `UsageError` without matplotlib.
     """
     figure_of = import_matplotlib()
     from matplotlib.colors import LogNorm, Normalize
@@ -58,18 +57,18 @@ def draw_heatmaps(features: TokenFeatures, title: str) -> bytes:
             figure.colorbar(shades, ax=axes, shrink=0.85, ticks=ticks, format="%.3g").minorticks_off()
             if view == views[0]:
                 axes.set_title(name, fontsize=9)
-    told = f"{_drawable(title)}; outlined: the {int(sinks.sum())} of largest norm"
-    figure.suptitle(told, fontsize=9, parse_math=False)
+    heading = f"{_drawable(title)}; outlined: the {int(sinks.sum())} of largest norm"
+    figure.suptitle(heading, fontsize=9, parse_math=False)
     return figure_bytes(figure, ".png")
 
 
 def _drawable(text: str) -> str:
-    """Text in characters that matplotlib's own font has: names of files may be in any."""
+    """Escape the characters of a file's name that matplotlib's own font lacks."""
     return escaped(text).encode("latin-1", "backslashreplace").decode("latin-1")
 
 
 def _draw(axes: Any, boxes: Array, values: Array, sinks: Array, scale: Any) -> Any:
-    """Shade each box [V,4] by its value [V], and outline those of sink tokens."""
+    """Shade each box [V,4] by its value [V], and outline sink tokens."""
     from matplotlib.collections import PolyCollection
 
     left, top, right, bottom = boxes.T

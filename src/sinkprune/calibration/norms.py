@@ -1,4 +1,4 @@
-"""Do the outliers that the visual sanitizer removes exist in a vision tower? A report of its norms and salience."""
+"""A report of a vision tower's norms and salience: does it have the outliers that the visual sanitizer removes?"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from sinkprune.calibration.evaluation.sample_size import mean_warnings
 from sinkprune.calibration.outlier_gap import OUTLIER, suggest_rho
-from sinkprune.calibration.sink_tokens import OUTLIER_PER_MILLE
+from sinkprune.calibration.sink_tokens import sink_tokens
 from sinkprune.contract.errors import NumericsError
 
 _BINS = 60
@@ -24,11 +24,11 @@ class NormReport:
     model: str
     """The checkpoint's name."""
     pictures: int
-    """How many pictures were looked at."""
+    """Measured pictures."""
     tokens: int
-    """How many visual tokens the pictures have together."""
+    """Visual tokens of all pictures."""
     histogram: tuple[int, ...]
-    """How many tokens have a norm between each two `edges`."""
+    """Tokens with a norm between each two `edges`."""
     edges: tuple[float, ...]
     """The bounds of the histogram's bins, ascending, one more than bins; in median norms."""
     largest: float
@@ -40,13 +40,13 @@ class NormReport:
     chance_overlap: float
     """What `top_overlap` would be if norm and salience had nothing to do with each other."""
     top_salience_share: float
-    """Share of the patches' salience that falls on the 1 % with the largest norms."""
+    """The share of the salience on the 1 % of tokens with the largest norms."""
     norm_salience_correlation: float
     """Spearman's rank correlation of a group's norms and salience, mean over groups."""
     verdict: str
-    """In words: whether the tower has the outliers the paper describes."""
+    """Whether the tower has the outliers that the paper describes, in words."""
     suggested_per_mille: int
-    """rho for the tower's budgets, from a gap in its norms (`outlier_gap.suggest_rho`); 0: take out none."""
+    """rho for the tower's budgets, from a gap in its norms (`outlier_gap.suggest_rho`); 0 removes none."""
     suggestion: str
     """The same in words, with the reason."""
     warnings: tuple[str, ...]
@@ -56,21 +56,18 @@ class NormReport:
 def summarise(
     model: str, pictures: int, norms: Sequence[NDArray[np.float32]], salience: Sequence[NDArray[np.float32]]
 ) -> NormReport:
-    """The report of `norms` and `salience` [N] of all groups of some pictures; groups may differ in N.
+    """Return the report of `norms` and `salience` [N] of all groups of some pictures; groups may differ in N.
 
-    Raises `NumericsError` where they cannot be compared: not finite, or a group without norm or salience.
+    Raises `NumericsError` for values that are not finite, and for a group whose norms or salience are zero.
     """
     _check_comparable(norms, salience)
     scaled = np.concatenate([group / np.median(group) for group in norms])
-    counts = [max(1, -(-len(group) * OUTLIER_PER_MILLE // 1000)) for group in norms]
-    largest, salient = (
-        [np.argsort(-group, kind="stable")[:count] for group, count in zip(groups, counts, strict=True)]
-        for groups in (norms, salience)
-    )
-    overlap = float(np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(largest, salient, strict=True)]))
-    chance = float(np.mean([count / len(group) for group, count in zip(norms, counts, strict=True)]))
+    # As many of the most salient tokens as there are sink tokens.
+    sinks, salient = ([sink_tokens(group[None])[0] for group in groups] for groups in (norms, salience))
+    overlap = float(np.mean([(a & b).sum() / a.sum() for a, b in zip(sinks, salient, strict=True)]))
+    chance = float(np.mean([marked.mean() for marked in sinks]))
     share, top = float((scaled >= OUTLIER).mean()), float(scaled.max())
-    received = [group[first].sum() / group.sum() for group, first in zip(salience, largest, strict=True)]
+    received = [group[marked].sum() / group.sum() for group, marked in zip(salience, sinks, strict=True)]
     suggestion = suggest_rho(norms)
     histogram, edges = np.histogram(scaled, bins=_BINS, range=(0.0, max(3.0, top)))
     return NormReport(
@@ -115,12 +112,12 @@ def _verdict(share: float, largest: float, *, attended: bool) -> str:
 
 
 def _mean_spearman(norms: Sequence[NDArray[np.float32]], salience: Sequence[NDArray[np.float32]]) -> float:
-    """The mean over groups of two tokens or more; 0 where there is none, as nothing can be said."""
+    """Return the mean over groups of two tokens or more; 0 without such groups."""
     pairs = [pair for pair in zip(norms, salience, strict=True) if len(pair[0]) > 1]
     return float(np.mean([_spearman(*pair) for pair in pairs])) if pairs else 0.0
 
 
 def _spearman(a: NDArray[np.float32], b: NDArray[np.float32]) -> float:
-    """Rank correlation; ties are broken by position, which is nothing among floats."""
+    """Return the rank correlation. Ties, which are rare among floats, are broken by position."""
     ranks = [np.argsort(np.argsort(x, kind="stable"), kind="stable") for x in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

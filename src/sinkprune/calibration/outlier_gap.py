@@ -1,4 +1,4 @@
-"""How many tokens to take out as outliers: where a gap parts them from all others."""
+"""The number of outliers to remove, from a gap between their norms and all others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sinkprune.contract.precision import Array
 OUTLIER = 2.0
 """Norm, in median norms of its group, from which a token counts as an outlier."""
 GAP = 1.25
-"""How many times the next smaller norm the smallest outlier has at least."""
+"""The least ratio of the smallest outlier's norm to the next smaller norm."""
 MOST = 0.05
-"""The most of a group's tokens that can be outliers: five times the paper's share."""
+"""The largest share of outliers in a group: five times the paper's share."""
 
 
 class Gap(NamedTuple):
-    """What parts the outliers of one group from its other tokens; norms in medians of the group."""
+    """The gap between one group's outliers and its other tokens; norms in medians of the group."""
 
     outliers: int
     below: float
@@ -31,16 +31,16 @@ class Suggestion(NamedTuple):
     """rho for a tower's budgets."""
 
     per_mille: int
-    """So many tokens of 1000, rounded up; 0 where none should be taken out."""
+    """Outliers in 1000 tokens, rounded up; 0 to remove none."""
     reason: str
-    """In words."""
+    """The reason in words."""
 
 
 def find_gap(norms: Array) -> Gap | None:
-    """The lowest gap among the largest norms of one group [N]; None where there is none.
+    """Return the lowest gap among the largest norms of one group [N], or None.
 
-    A gap lies below a token that has `OUTLIER` medians or more, `GAP` times the next smaller norm or more, and no
-    more than `MOST` of the tokens, one at least, from it upwards.
+    A gap is below a token with a norm of at least `OUTLIER` medians and at least `GAP` times the next smaller norm.
+    At most a share of `MOST` of the tokens, or one token, is above the gap.
     """
     ordered = np.sort(norms) / np.median(norms)
     most = min(max(1, int(MOST * ordered.size)), ordered.size - 1)
@@ -52,11 +52,11 @@ def find_gap(norms: Array) -> Gap | None:
 
 
 def suggest_rho(norms: Sequence[Array]) -> Suggestion:
-    """rho from the `norms` [N] of all groups, each with a median above 0.
+    """Suggest rho from the `norms` [N] of all groups, each with a median above 0.
 
-    Where half of the groups or more have a gap it is the share of all tokens that lie above one, rounded down to a
-    whole per mille, as a budget rounds its count up: on groups of up to 1000 tokens with as many outliers each,
-    exactly those are taken out.
+    If half of the groups or more have a gap, rho is the share of all tokens above one. It is rounded down to a whole
+    per mille, because a budget rounds its count up. Groups of up to 1000 tokens with as many outliers each lose
+    exactly those.
     """
     found = [find_gap(group) for group in norms]
     gaps = [gap for gap in found if gap is not None]

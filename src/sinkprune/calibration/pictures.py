@@ -1,42 +1,40 @@
-"""Pictures to measure a tower on: those of a task, or image files and folders of them."""
+"""Pictures to measure a tower on: the pictures of a task, image files, and folders of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from PIL import Image
 
-from sinkprune.calibration.tasks import load_task
+from sinkprune.calibration.tasks import items_by_picture, load_task
 from sinkprune.contract.errors import ImageError
 from sinkprune.runtime.media.images import read_image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
-"""The endings of the files that are taken from a folder."""
+"""The suffixes of a folder's picture files."""
 
 
 class NamedPicture(NamedTuple):
-    """A picture that is loaded when it is needed."""
+    """A picture that is loaded on demand."""
 
     name: str
-    """A file's path, or what its task calls it."""
+    """A file's path, or the picture's name in its task."""
     load: Callable[[], Image.Image]
     """Loads it, RGB."""
 
 
 def task_pictures(task: str) -> list[NamedPicture]:
-    """The pictures of a task, each once; raises `TaskError`."""
-    by_picture = groupby(load_task(task), key=lambda item: item.picture)
-    return [NamedPicture(name, next(items).load_image) for name, items in by_picture]
+    """Return the pictures of a task, each once; raises `TaskError`."""
+    return [NamedPicture(items[0].picture, items[0].load_image) for items in items_by_picture(load_task(task))]
 
 
 def file_pictures(paths: Sequence[Path]) -> list[NamedPicture]:
-    """Image files, and of folders the files in them that have one of `SUFFIXES`, by name; all are read once.
+    """Return the image files in `paths`, and the files in its folders that end in one of `SUFFIXES`, by name.
 
-    Raises `ImageError` for what is no picture, and for a folder without one.
+    All are decoded once. Raises `ImageError` for a file that is no picture, and for a folder without pictures.
     """
     files = [file for path in paths for file in ([path] if not path.is_dir() else _in_folder(path))]
     for file in files:

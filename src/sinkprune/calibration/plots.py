@@ -1,5 +1,8 @@
-"""The reports as pictures: accuracy against visual tokens, how many tokens have which norm, layers' errors, and how
-text attends."""
+"""Plots of the reports: accuracy against visual tokens, a histogram of norms, layers' errors, and text attention.
+
+Each function returns the bytes of a picture file with the given suffix, e.g. ".png". All raise `UsageError` if
+matplotlib is missing.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,29 @@ if TYPE_CHECKING:
     from sinkprune.calibration.quantising.report import QuantisationReport
 
 OWN = "sinkpruner"
-"""The method that is drawn boldly: the project's own."""
+"""The project's own method, which is drawn boldly."""
 
-# Okabe-Ito without vermilion, which is ours, and without yellow, which is too pale for lines.
+# Okabe-Ito without vermilion, the colour of SinkPruner, and without yellow, which is too pale for lines.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#777777")
 _OWN_COLOUR = "#D55E00"
-# With as many colours as above, 36 methods before two look alike.
+# With the colours above, 36 methods look different.
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("--", "x"), (":", "v"))
-# Points of one budget have the same number of tokens: drawn side by side, their intervals can be told apart.
+# Methods have the same number of tokens at a budget, so their points are drawn side by side.
 _SIDE_STEP = 0.012
 
 
-def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
-    """Accuracy against visual tokens: a line a method with its 95 % intervals, the unpruned engines' as a band.
+def _new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Any]:
+    """Return a figure, in inches, and the axes of its columns."""
+    figure = import_matplotlib()(figsize=(width, height), layout="constrained")
+    panels = figure.subplots(1, columns, squeeze=False)[0]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, panels
 
-    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
-    """
-    figure = import_matplotlib()(figsize=(11, 6.4), layout="constrained")
-    axes = figure.add_subplot()
+
+def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
+    """Draw accuracy against visual tokens: a line for each method, a band for the unpruned engines."""
+    figure, (axes,) = _new_figure(11, 6.4)
     low, high = report.none.ci95
     axes.axhspan(100 * low, 100 * high, color="#000000", alpha=0.07, linewidth=0)
     axes.axhline(100 * report.none.accuracy, color="#000000", linewidth=1, label="none (unpruned)")
@@ -56,12 +64,8 @@ def plot_evaluation(report: EvaluationReport, suffix: str) -> bytes:
 
 
 def plot_norms(report: NormReport, suffix: str) -> bytes:
-    """A histogram of the norms with a logarithmic count, so that one token in a thousand can be seen.
-
-    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
-    """
-    figure = import_matplotlib()(figsize=(8, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    """Draw a histogram of the norms with a logarithmic count, which shows one token in a thousand."""
+    figure, (axes,) = _new_figure(8, 4.2)
     axes.stairs(report.histogram, report.edges, fill=True, color="#0072B2")
     axes.set_yscale("log")
     axes.axvline(OUTLIER, color="#D55E00", linestyle="--", label=f"outlier: {OUTLIER:g} medians")
@@ -69,17 +73,12 @@ def plot_norms(report: NormReport, suffix: str) -> bytes:
     axes.set_ylabel(f"tokens, of {report.tokens}")
     axes.set_title("\n".join(textwrap.wrap(f"{report.model}: {report.verdict}", 95)), fontsize=9, loc="left")
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure_bytes(figure, suffix)
 
 
 def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
-    """The error of every layer in the order in which they run, beside that of rounding to the nearest.
-
-    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
-    """
-    figure = import_matplotlib()(figsize=(11, 4.6), layout="constrained")
-    axes = figure.add_subplot()
+    """Draw the error of every layer in running order, next to that of rounding to the nearest."""
+    figure, (axes,) = _new_figure(11, 4.6)
     places = range(len(report.layers))
     nearest = [100 * layer.to_nearest.relative_l2 for layer in report.layers]
     axes.plot(places, nearest, "o", color="#777777", markersize=3, label="to the nearest")
@@ -88,31 +87,26 @@ def plot_quantisation(report: QuantisationReport, suffix: str) -> bytes:
     first = {layer.graph: place for place, layer in reversed(list(enumerate(report.layers)))}
     for number, (graph, place) in enumerate(first.items()):
         axes.axvline(place - 0.5, color="#000000", linewidth=0.5, alpha=0.3)
-        # In two lines: a projector has few layers, and a long name.
+        # Names alternate between two lines, because a projector has few layers and a long name.
         axes.text(place - 0.3, 1.01 + 0.05 * (number % 2), graph, transform=axes.get_xaxis_transform(), fontsize=8)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("linear layers, in the order in which they run")
     axes.set_ylabel("error of the output, % of its length")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     off, off_nearest = (f"{100 * error.relative_l2:.1f} %" for error in (report.logits, report.to_nearest))
-    told = f"logits {off} off, {off_nearest} to the nearest"
-    axes.set_title(f"{report.model}, weights {report.weights.name}: {told}", fontsize=10, pad=34)
+    errors = f"logits {off} off, {off_nearest} to the nearest"
+    axes.set_title(f"{report.model}, weights {report.weights.name}: {errors}", fontsize=10, pad=34)
     axes.legend(frameon=False)
     return figure_bytes(figure, suffix)
 
 
 def plot_attention(report: AttentionReport, suffix: str) -> bytes:
-    """Sink tokens among the kept ones, and the entropy of the text's attention at each prune layer.
-
-    The bytes of a picture file of this suffix, e.g. ".png". Raises `UsageError` where matplotlib is missing.
-    """
+    """Draw the sink tokens among the kept ones, and the entropy of the text's attention at each prune layer."""
     runs = {"none": report.none}
     runs |= {
         f"{method} {budget}": run for method, budgets in report.methods.items() for budget, run in budgets.items()
     }
-    figure = import_matplotlib()(figsize=(13, 2.2 + 0.32 * len(runs)), layout="constrained")
-    shares, entropies = figure.subplots(1, 2)
+    figure, (shares, entropies) = _new_figure(13, 2.2 + 0.32 * len(runs), 2)
     _draw_shares(shares, runs)
     _draw_entropies(entropies, runs)
     figure.suptitle(
@@ -125,7 +119,7 @@ def plot_attention(report: AttentionReport, suffix: str) -> bytes:
 
 
 def _draw_shares(axes: Any, runs: dict[str, RunReport]) -> None:
-    """A bar a run, and a mark where choosing by salience alone would be."""
+    """Draw a bar for each run, and a mark for choosing by salience alone."""
     for place, run in enumerate(runs.values()):
         axes.barh(place, 100 * run.sink_share.mean, color=_OWN_COLOUR if place else "#777777", height=0.6)
         axes.errorbar(100 * run.sink_share.mean, place, xerr=_reach(run.sink_share, 100), color="#000000")
@@ -135,38 +129,36 @@ def _draw_shares(axes: Any, runs: dict[str, RunReport]) -> None:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("% of the tokens into the LLM that are sink tokens")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_entropies(axes: Any, runs: dict[str, RunReport]) -> None:
-    """The entropies of a run beside each other, layer by layer, with a mark where a uniform attention would be."""
+    """Draw the entropies of each run layer by layer, with a mark for a uniform attention."""
     layers = list(next(iter(runs.values())).layers)
     for number, layer in enumerate(layers):
         colour, shift = _COLOURS[number % len(_COLOURS)], 0.12 * (number - (len(layers) - 1) / 2)
         for place, run in enumerate(runs.values()):
-            told = run.layers[layer]
+            own = run.layers[layer]
             label = f"layer {layer}" if place == 0 else None
-            reach = _reach(told.entropy, 1)
-            axes.errorbar(told.entropy.mean, place + shift, xerr=reach, fmt="o", color=colour, label=label)
-            axes.plot(told.uniform, place + shift, "|", color=colour, markersize=9)
+            reach = _reach(own.entropy, 1)
+            axes.errorbar(own.entropy.mean, place + shift, xerr=reach, fmt="o", color=colour, label=label)
+            axes.plot(own.uniform, place + shift, "|", color=colour, markersize=9)
     axes.set_yticks(range(len(runs)), labels=[""] * len(runs))
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel("entropy of the text's attention on visual tokens, nats (|: of a uniform one)")
     axes.grid(axis="x", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
 
 
 def _reach(value: Mean, scale: float) -> list[list[float]]:
-    """How far its interval goes to either side of a mean."""
+    """Return the distances from a mean to the ends of its interval."""
     low, high = value.ci95 or (value.mean, value.mean)
     return [[scale * (value.mean - low)], [scale * (high - value.mean)]]
 
 
 def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """How each method is drawn: ours boldly, our variants in our colour, the others in colours of their own."""
+    """Return the style of each method: SinkPruner bold, its variants in its colour, others in other colours."""
     variants = [method for method in methods if method.startswith(f"{OWN}-")]
     others = [method for method in methods if method != OWN and method not in variants]
     thin = {"linewidth": 1.2, "markersize": 4, "alpha": 0.85}
@@ -187,7 +179,7 @@ def _label(axes: Any, report: EvaluationReport) -> None:
     tokens = {round(point.mean_visual_tokens) for budgets in report.methods.values() for point in budgets.values()}
     ticks: list[int] = []
     for count in sorted(tokens):
-        # On a logarithmic axis the labels of others would run into each other.
+        # Closer labels would overlap on a logarithmic axis.
         if not ticks or count > 1.12 * ticks[-1]:
             ticks.append(count)
     axes.set_xticks(ticks, labels=[str(count) for count in ticks])
@@ -197,7 +189,6 @@ def _label(axes: Any, report: EvaluationReport) -> None:
         "points of one budget stand side by side"
     )
     axes.set_ylabel("accuracy, %, with 95 % interval")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.25)
     blind = ", pictures greyed out" if report.blind else ""
     few = " (small sample)" if report.questions < FEW_QUESTIONS else ""
@@ -209,7 +200,7 @@ def _label(axes: Any, report: EvaluationReport) -> None:
 
 
 def _legend(figure: Any, axes: Any, report: EvaluationReport) -> None:
-    """The unpruned engines, then the methods from the most accurate to the least, where each has most tokens."""
+    """List the unpruned engines, then the methods by their accuracy at most tokens."""
     most = {
         method: max(own.values(), key=lambda point: point.mean_visual_tokens)
         for method, own in report.methods.items()

@@ -1,14 +1,14 @@
-"""Tasks: questions about pictures to evaluate a bundle on, the project's own or from a file.
+"""Tasks: questions about pictures to evaluate a bundle on, from the project's own test sets or from a file.
 
-A file has one JSON object a line. `question` is what is asked, and `image` the path of the picture, relative to the
-file. `answer` is a string, or a list of strings that are all right; with `options`, a list of strings, it is the
-letter of the right one, its text, or its 0-based number. Unless given, `id` is the line's number, `kind` "unnamed".
+A file has one JSON object a line, with a `question` and an `image`, the path of the picture relative to the file.
+`answer` is a string, or a list of strings that are all right. With `options`, a list of strings, it is the letter of
+the right one, its text, or its 0-based number. The default of `id` is the line's number, that of `kind` "unnamed".
 """
 
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -23,18 +23,14 @@ from sinkprune.contract.text.questions import Question
 from sinkprune.runtime.media.images import read_image
 
 SCENES = "scenes"
-"""The name of the task that comes along: the project's own test set."""
-
+"""The project's own test set, which comes with the package."""
 WIDE_SCENES = "wide-scenes"
-"""The name of the same questions about pictures of 16:9, whose things lie further apart."""
-
+"""The same questions about pictures of 16:9, whose things are further apart."""
 TEST_SETS = (SCENES, WIDE_SCENES)
-
 UNNAMED = "unnamed"
-"""The kind of questions of a file that names none."""
-
+"""The default kind of a file's questions."""
 TASK_BYTES = 256 << 20
-"""The most a task's file may have: a million questions."""
+"""The largest size of a task's file: about a million questions."""
 
 _GREY = (128, 128, 128)
 _REQUIRED = ("image", "question", "answer")
@@ -44,19 +40,19 @@ _FIELDS = ", ".join([*_REQUIRED, *(f"{name} (optional)" for name in _OPTIONAL)])
 
 @dataclass(frozen=True)
 class Item:
-    """A question of a task and the picture it is about."""
+    """A question of a task and its picture."""
 
     question: Question
     picture: str
-    """Names the picture: items that share it ask about the same one."""
+    """The picture's name; items with the same name have the same picture."""
     load_image: Callable[[], Image.Image]
-    """Loads the picture, RGB, when it is needed: a task may have thousands."""
+    """Loads the picture, RGB. Tasks have thousands, so they are loaded one at a time."""
 
 
 def load_task(name: str, limit: int | None = None) -> list[Item]:
-    """The first `limit` items of a task: `scenes` or `wide-scenes`, the project's own test sets, or a JSONL file.
+    """Return the first `limit` items of a test set, `scenes` or `wide-scenes`, or of a JSONL file.
 
-    Every item is checked, its picture too; a file's lines behind the limit are not read. Raises `TaskError`.
+    Every item and its picture are checked. Lines of a file after the limit are not read. Raises `TaskError`.
     """
     if name in TEST_SETS:
         return list(islice(_read_scenes(name), limit))
@@ -68,35 +64,41 @@ def load_task(name: str, limit: int | None = None) -> list[Item]:
     )
 
 
-def check_questions_file(data: Path) -> None:
-    """Refuse `--data` that is no file of a user's own questions; raises `TaskError`."""
+def items_by_picture(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield the items of each run of items with the same picture."""
+    for _, group in groupby(items, key=lambda item: item.picture):
+        yield list(group)
+
+
+def check_own_questions(data: Path | None) -> None:
+    """Raise `TaskError` if data to fit a bundle to is no JSONL file, or a test set, which flatters accuracies."""
     if str(data) in TEST_SETS:
         raise TaskError(
             f"--data is '{data}', the test set: accuracy measured on it later would be too good. Give a file of "
             "other questions that ends in .jsonl."
         )
-    if data.suffix.lower() != ".jsonl":
+    if data and data.suffix.lower() != ".jsonl":
         raise TaskError(f"--data is '{data}', expected a file of questions that ends in .jsonl.")
 
 
 def blinded(item: Item) -> Item:
-    """The same question about a uniformly grey picture of the same size: what is still right was not seen."""
+    """Return the question with a uniformly grey picture of the same size: right replies to it are guesses."""
     return Item(item.question, item.picture, lambda: Image.new("RGB", item.load_image().size, _GREY))
 
 
 def _read_scenes(name: str) -> Iterator[Item]:
-    """The questions of a test set with their pictures, drawn here and always the same."""
+    """Yield the questions of a test set with their pictures, which are drawn from fixed seeds."""
     from sinkprune.demo.scene_questions import test_set
     from sinkprune.demo.scenes import SIDE, WIDE
 
     pairs = test_set(WIDE if name == WIDE_SCENES else SIDE)
-    for number, (_, asked) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):
-        for picture, question in asked:
+    for number, (_, group) in enumerate(groupby(pairs, key=lambda pair: id(pair[0])), start=1):
+        for picture, question in group:
             yield Item(question, f"{name} {number}", picture.copy)
 
 
 def _read_jsonl(path: Path) -> Iterator[Item]:
-    """The items of a JSONL file, blank lines skipped; raises `TaskError` at the first bad line, naming it."""
+    """Yield the items of a JSONL file; raises `TaskError` with the number of the first bad line."""
     try:
         data = read_bytes(path, TASK_BYTES)
     except UnreadableError as error:
@@ -163,7 +165,7 @@ def _answers(value: Any) -> tuple[str, ...]:
 
 
 def _options(data: dict[str, Any]) -> tuple[str, ...]:
-    """The options of multiple choice, empty for other questions."""
+    """Return the options of multiple choice, empty for other questions."""
     if "options" not in data:
         return ()
     value, most = data["options"], len(string.ascii_uppercase)
@@ -176,7 +178,7 @@ def _options(data: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _letter(answer: Any, options: tuple[str, ...]) -> str:
-    """The letter of the right option, from its letter, text or 0-based number."""
+    """Return the letter of the right option, from its letter, text or 0-based number."""
     letters = string.ascii_uppercase[: len(options)]
     names = enumerate(zip(letters, options, strict=True))
     # JSON's true and 1.0 are equal to 1, but are no numbers of options.

@@ -1,4 +1,4 @@
-"""What a vision tower says of a picture's tokens, be it a bundle's or one that transformers loads."""
+"""The norms and the salience of a picture's tokens in a vision tower."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sinkprune.runtime.steps.pictures import see
 
 @dataclass(frozen=True)
 class TokenFeatures:
-    """Norms and salience of G groups of N tokens, and where each lies on the picture."""
+    """Norms and salience of G groups of N tokens, and the place of each on the picture."""
 
     picture: Image.Image
-    """RGB, as boxes count its pixels."""
+    """The RGB picture; boxes are in its pixels."""
     boxes: Array
     """[G*N,4] float: left, top, right, bottom of each token."""
     views: tuple[range, ...]
-    """The tokens that can be drawn on the picture at once, because they show each part of it once."""
+    """Sets of tokens that cover the picture once, for drawing."""
     norms: Array
     """[G,N] fp32: the norm of each token."""
     salience: Array
@@ -30,7 +30,7 @@ class TokenFeatures:
 
 
 def bundle_features(pipeline: Pipeline, image: Image.Image) -> TokenFeatures:
-    """What the tower of a bundle gives of an RGB image; raises `ImageError` and `NumericsError`."""
+    """Return the features of an RGB image in a bundle's tower; raises `ImageError` and `NumericsError`."""
     inputs, layout = see(image, image, pipeline.family, pipeline.bundle.manifest)
     tower = run_tower(pipeline.chain, inputs, Stopwatch(pipeline.backend))
     return TokenFeatures(image, layout.boxes, layout.views, tower.norms, tower.salience)

@@ -1,4 +1,4 @@
-"""Vision towers without an LLM behind them, as transformers loads them: CLIP, SigLIP and DINOv2."""
+"""Vision towers without an LLM, loaded by transformers: CLIP, SigLIP and DINOv2."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from sinkprune.contract.files.untrusted import UnreadableError, read_json
 from sinkprune.runtime.processors.grid_boxes import grid_boxes
 
 CONFIG = "config.json"
-"""The file that makes a folder a checkpoint."""
+"""A checkpoint's configuration file."""
 
 
 class _Kind(NamedTuple):
-    """Classes of transformers by name, and whether the first token is a CLS token."""
+    """The names of classes of transformers, and whether the first token is a CLS token."""
 
     model: str
     processor: str
@@ -46,26 +46,26 @@ class VisionTower:
     """A tower in torch, in fp32 on the CPU."""
 
     def __init__(self, folder: Path, layer: int, threads: int | None = None) -> None:
-        """Loads the checkpoint in `folder` (Hugging Face format, safetensors), and its image processor.
+        """Load the checkpoint in `folder` (Hugging Face format, safetensors), and its image processor.
 
         Tokens are the hidden states `layer`, counted from the last block's, -1. `threads` are torch's (default: its
-        own choice). Raises `CheckpointError`, `UsageError` for a layer that is not there, and
-        `SinkpruneError` without torch or transformers.
+        own choice). Raises `CheckpointError`, `UsageError` for a layer out of range, and `SinkpruneError` without
+        torch or transformers.
         """
         kind = _kind(folder)
         torch, transformers = _libraries()
         if threads is not None:
             torch.set_num_threads(threads)
-        with _told_of(folder):
+        with _as_checkpoint_error(folder):
             transformers.utils.logging.set_verbosity_error()
             transformers.utils.logging.disable_progress_bar()
-            # No pickles, no code of a stranger, no hub
+            # No pickles, no code from the checkpoint, no hub.
             options = {"local_files_only": True, "use_safetensors": True, "attn_implementation": "eager"}
-            self._model, told = getattr(transformers, kind.model).from_pretrained(
+            self._model, info = getattr(transformers, kind.model).from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **options
             )
             self._processor = getattr(transformers, kind.processor).from_pretrained(folder, local_files_only=True)
-        missing = sorted([*told["missing_keys"], *(key for key, *_ in told["mismatched_keys"])])
+        missing = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
         if missing:
             raise CheckpointError(
                 f"'{folder}': {len(missing)} weights of the tower are missing or of another shape, {missing[0]} "
@@ -82,28 +82,28 @@ class VisionTower:
         self._in_front = int(kind.has_cls) + getattr(config, "num_register_tokens", 0)
 
     def features(self, image: Image.Image) -> TokenFeatures:
-        """Norms and salience of one RGB image's patches, on the picture as the tower is shown it.
+        """Return the norms and the salience of one RGB image's patches, and the picture that they are on.
 
-        Salience is the head mean of the attention that the block of the chosen layer pays from its CLS token; without
-        one, the mean over heads and all queries. Raises `CheckpointError` where processor and tower do not fit, and
+        Salience is the attention from the CLS token in the chosen layer's block, mean over heads. Without a CLS token
+        it is the mean over heads and all queries. Raises `CheckpointError` if processor and tower do not fit, and
         `NumericsError`.
         """
-        with _told_of(self._folder), self._torch.no_grad():
+        with _as_checkpoint_error(self._folder), self._torch.no_grad():
             pixels = self._processor(image, return_tensors="pt")["pixel_values"]
-            given = self._model(pixels, output_hidden_states=True, output_attentions=True)
-        tokens = given.hidden_states[self._layer][0, self._in_front :].numpy()
-        received = given.attentions[self._layer][0, :, :, self._in_front :].mean(dim=0).numpy()
+            outputs = self._model(pixels, output_hidden_states=True, output_attentions=True)
+        tokens = outputs.hidden_states[self._layer][0, self._in_front :].numpy()
+        received = outputs.attentions[self._layer][0, :, :, self._in_front :].mean(dim=0).numpy()
         salience = received[0] if self._has_cls else received.mean(axis=0)
         if not (np.isfinite(tokens).all() and np.isfinite(salience).all()):
             raise NumericsError(f"'{self._folder}': the tower gives values that are not finite. Check its weights.")
-        picture = self._shown(pixels[0].numpy())
+        picture = self._picture(pixels[0].numpy())
         columns, rows = (size // self._model.config.patch_size for size in picture.size)
         norms = np.linalg.norm(tokens, axis=1)
         boxes = grid_boxes((0, 0, *picture.size), rows, columns)
         return TokenFeatures(picture, boxes, (range(len(tokens)),), norms[None], salience[None])
 
-    def _shown(self, pixels: Any) -> Image.Image:
-        """The RGB picture that was normalised to `pixels` [3,height,width]."""
+    def _picture(self, pixels: Any) -> Image.Image:
+        """Return the RGB picture of which `pixels` [3,height,width] are the normalised values."""
         processor = self._processor
         if processor.do_normalize:
             mean, deviation = (np.reshape(v, (3, 1, 1)) for v in (processor.image_mean, processor.image_std))
@@ -132,7 +132,7 @@ def _kind(folder: Path) -> _Kind:
 
 
 def _libraries() -> tuple[Any, Any]:
-    """torch and transformers; raises `SinkpruneError` where one is not installed."""
+    """Import torch and transformers; raises `SinkpruneError` if one is not installed."""
     try:
         import torch
         import transformers
@@ -145,12 +145,12 @@ def _libraries() -> tuple[Any, Any]:
 
 
 @contextmanager
-def _told_of(folder: Path) -> Iterator[None]:
-    """Whatever transformers and torch raise over a stranger's checkpoint, as a `CheckpointError`."""
+def _as_checkpoint_error(folder: Path) -> Iterator[None]:
+    """Turn all errors of transformers and torch over an untrusted checkpoint into a `CheckpointError`."""
     try:
         yield
     except Exception as error:
-        # Each of its configurations, processors and models has kinds of its own.
+        # Configurations, processors and models raise errors without a common base class.
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise CheckpointError(
             f"'{folder}' cannot be loaded or run as a vision tower: {reason}. Give a checkpoint folder with "

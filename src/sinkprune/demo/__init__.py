@@ -1,1 +1,1 @@
-"""The demonstration: a small model, a real photo, and what pruning does to it."""
+"""The demonstration: a small model, drawn scenes and photos, on which to try pruning."""

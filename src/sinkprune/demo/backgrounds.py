@@ -1,4 +1,4 @@
-"""What stands behind the objects of a scene: flat, gradient, noise, texture, or a crop of a real photo."""
+"""Backgrounds of scenes: flat, gradient, noise, texture, or a crop of a photo."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from PIL import Image
 
 TRAINING_PHOTOS = ("astronaut", "brick", "chelsea", "grass", "gravel", "rocket")
 TEST_PHOTOS = ("coffee", "hubble")
-"""Photos no training scene shows."""
+"""Photos that no training scene shows."""
 
 
 def background(rng: Random, side: int, photos: tuple[str, ...]) -> Image.Image:
-    """A `side` x `side` picture of a random kind, low enough in contrast for objects to stand out."""
+    """Draw a `side` x `side` picture of a random kind, with less contrast than objects have."""
     paint = rng.choice([_flat, _gradient, _noise, _texture])
     if rng.random() < 0.4:
         return _photo_crop(rng, side, rng.choice(photos))
@@ -24,7 +24,7 @@ def background(rng: Random, side: int, photos: tuple[str, ...]) -> Image.Image:
 
 
 def _colour(rng: Random) -> np.ndarray[Any, Any]:
-    """A greyish tone, unlike the objects' colours."""
+    """Return a greyish tone, unlike the objects' colours."""
     grey = rng.uniform(40, 220)
     return np.array([grey + rng.uniform(-25, 25) for _ in range(3)])
 
@@ -48,7 +48,7 @@ def _noise(rng: Random, side: int) -> np.ndarray[Any, Any]:
 
 
 def _texture(rng: Random, side: int) -> np.ndarray[Any, Any]:
-    """Stripes or a checkerboard, of any width and direction."""
+    """Draw stripes or a checkerboard of any width and direction."""
     y, x = np.mgrid[0:side, 0:side]
     width, angle = rng.uniform(6, 30), rng.uniform(0, np.pi)
     along = (x * np.cos(angle) + y * np.sin(angle)) // width % 2

@@ -32,7 +32,7 @@ step sinkprune-evaluate "$out/bundle" --data "$out/scenes.jsonl" \
 cat <<END
 
 Look at
-  $out/scene-0.png to scene-11.png   what was asked about
+  $out/scene-0.png to scene-11.png   the pictures of the questions
   $out/kept.png                      which visual tokens were kept, and which stage dropped the others
   $out/profile.png                   where the time of each budget goes
   $out/accuracy.png                  how many answers are still right

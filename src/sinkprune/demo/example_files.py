@@ -1,7 +1,7 @@
 """Write the files that the README and docs name: `python -m sinkprune.demo.example_files FOLDER`.
 
-They are `kitchen.jpg`, a photo of a cup; `kitchen.jsonl`, questions about it; `clip.mp4`, in which the camera moves
-over it; `frames/`, all frames of the clip; `a.jpg` and `b.jpg`, the first and the last one; `photos/`, three photos.
+The files are `kitchen.jpg`, a photo of a cup; `kitchen.jsonl`, questions about it; `clip.mp4`, a camera move over it;
+`frames/`, all frames of the clip; `a.jpg` and `b.jpg`, its first and last frame; `photos/`, three photos.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from PIL import Image
 _PHOTOS = Path(__file__).parent / "photos"
 _FRAMES, _FPS = 20, 10
 _STEP = 8
-"""Pixels that the camera moves to the right from one frame to the next."""
+"""Pixels by which the camera moves to the right between frames."""
 _QUESTIONS: tuple[dict[str, Any], ...] = (
     {"question": "Is there a cup on the table?", "answer": "yes", "kind": "existence"},
     {"question": "Is there a fork on the table?", "answer": "no", "kind": "existence"},
@@ -29,7 +29,7 @@ _QUESTIONS: tuple[dict[str, Any], ...] = (
 
 
 def write_example_files(folder: Path) -> None:
-    """Write the files into `folder`, which exists. Replaces files of the same names."""
+    """Write the files into `folder`, which must exist, and replace files of the same names."""
     kitchen = _PHOTOS / "coffee.jpg"
     shutil.copyfile(kitchen, folder / "kitchen.jpg")
     lines = [json.dumps({"image": "kitchen.jpg", **question}) + "\n" for question in _QUESTIONS]
@@ -49,7 +49,7 @@ def write_example_files(folder: Path) -> None:
 
 
 def _write_clip(path: Path, frames: Sequence[Image.Image]) -> None:
-    # Its annotations leave functions untyped.
+    # PyAV's annotations leave functions untyped.
     av: Any = import_module("av")
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=_FPS)

@@ -1,8 +1,8 @@
-"""Questions about a scene, of the kinds multimodal LLMs are measured by, each with the one right answer.
+"""Questions about a scene, of the kinds of common benchmarks, each with its only right answer.
 
-Existence as POPE asks it, with absent pairs that are random, popular, or adversarial (colour and shape are both
-there, on different objects); colour, shape, size and relation as GQA; counting; reading as TextVQA; multiple choice
-as MMBench.
+Existence is like POPE, with absent pairs that are random, popular, or adversarial (colour and shape are both present,
+on different objects). Colour, shape, size and relation are like GQA, reading like TextVQA, and multiple choice like
+MMBench.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sinkprune.demo.scenes import (
 )
 
 _APART = 30
-"""Pixels between the centres of objects that are asked about as left, right, above or below."""
+"""The least distance in pixels of objects in questions about left, right, above or below."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,19 @@ class _Asked:
 Pair = tuple[str, str]
 """Colour and shape of an object."""
 Kind = Callable[[Scene, Random], _Asked | None]
-"""Asks about a scene, if it can be asked about in this way."""
+"""Returns a question about a scene, or None if the scene allows none of this kind."""
 
 
 def test_set(width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
-    """The fixed test: questions of every kind about each of its pictures, picture by picture.
+    """Yield the fixed test set: questions of every kind about each of its pictures, picture by picture.
 
-    The same questions are asked about pictures of any `width` in pixels (`make_scene`).
+    The questions are the same for pictures of any `width` in pixels (`make_scene`).
     """
     return asked_about("test", TEST_PICTURES, width)
 
 
 def asked_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Image.Image, Question]]:
-    """Questions of every kind about each of the first `count` pictures of `split` (training, validation, test)."""
+    """Yield questions of every kind about the first `count` pictures of `split` (training, validation, test)."""
     for index in range(count):
         scene, (_, picture) = compose_scene(split, index), make_scene(split, index, width)
         for question in one_of_each_kind(scene, Random(f"{split} questions {index}"), f"scene-{index:03d}"):
@@ -65,25 +65,26 @@ def asked_about(split: str, count: int, width: int = SIDE) -> Iterator[tuple[Ima
 
 
 def one_of_each_kind(scene: Scene, rng: Random, name: str) -> Iterator[Question]:
-    """One question of every kind the scene has an answer to; their ids start with `name`."""
+    """Yield a question of every kind that the scene allows; their ids start with `name`."""
     for kind in KINDS:
         yield from _ask(scene, rng, kind, f"{name}-{kind}")
 
 
 def some(scene: Scene, rng: Random, count: int, kinds: Sequence[str]) -> list[Question]:
-    """Up to `count` questions of kinds drawn from `kinds`."""
+    """Return up to `count` questions of kinds drawn from `kinds`."""
     drawn = rng.choices(kinds, k=count)
     return [question for i, kind in enumerate(drawn) for question in _ask(scene, rng, kind, str(i))]
 
 
 def description(scene: Scene) -> Question:
-    """All there is, from the top down: no kind of the test, but the most that can be learnt from one picture."""
+    """Return a question whose answer lists all things from the top down, for training only."""
     things = sorted((*scene.objects, *scene.plates), key=lambda thing: (thing.y, thing.x))
     said = [f"{t.colour} plate {t.text}" if t.text else f"{t.size} {_named(t.pair)}" for t in things]
     return Question("description", "description", "What is in the picture?", (", ".join(said),))
 
 
 def plural(thing: str) -> str:
+    """Return the plural of a shape."""
     return f"{thing}es" if thing == "cross" else f"{thing}s"
 
 
@@ -94,7 +95,7 @@ def _ask(scene: Scene, rng: Random, kind: str, name: str) -> Iterator[Question]:
 
 
 def _existence(absent: Callable[[Scene], Sequence[Pair]]) -> Kind:
-    """Asks for a pair that is there, or as often for one of `absent`."""
+    """Ask for a pair that is present, or as often for one of `absent`."""
 
     def ask(scene: Scene, rng: Random) -> _Asked | None:
         present = sorted({thing.pair for thing in scene.objects})
@@ -112,7 +113,7 @@ def _mixed_pairs(scene: Scene) -> list[Pair]:
 
 
 def _about_one(key: Callable[[Thing], object], ask: Callable[[Thing], _Asked]) -> Kind:
-    """Asks about an object that shares its `key` with no other."""
+    """Ask about an object that shares its `key` with no other."""
 
     def ask_about_one(scene: Scene, rng: Random) -> _Asked | None:
         unique = _all_by(scene.objects, key)
@@ -126,7 +127,7 @@ def _size(thing: Thing) -> _Asked:
 
 
 def _place(thing: Thing) -> _Asked:
-    """Where a thing is, which a relation needs to know of two."""
+    """Ask for a thing's place, as a lesson for relations."""
     row, column = ("top", "middle", "bottom")[3 * thing.y // SIDE], ("left", "centre", "right")[3 * thing.x // SIDE]
     return _Asked(f"Where is the {_named(thing.pair)}?", f"{row} {column}")
 
@@ -152,7 +153,7 @@ def _relation(scene: Scene, rng: Random) -> _Asked | None:
 def _counting(scene: Scene, rng: Random) -> _Asked | None:
     counts = Counter(f"{thing.colour} object" for thing in scene.objects)
     counts.update(thing.shape for thing in scene.objects)
-    # Large numbers are rare in scenes; asked about as they stand, nearly all answers would be 1.
+    # Prefer large numbers, which are rare in scenes; otherwise nearly all answers would be 1.
     numbers = sorted(set(counts.values()))
     number = rng.choices(numbers, weights=numbers)[0]
     what = rng.choice(sorted(what for what in counts if counts[what] == number))
@@ -165,7 +166,7 @@ def _reading(scene: Scene, rng: Random) -> _Asked | None:
 
 
 def _choice(scene: Scene, rng: Random) -> _Asked | None:
-    """A colour, a shape, a written text or an object, to be picked among four."""
+    """Ask for a colour, a shape, a text or an object, with four options."""
     asked = rng.choice([_colour, _shape, _reading, _present])(scene, rng)
     if asked is None:
         return None
@@ -195,7 +196,7 @@ def _a(pair: Pair) -> str:
 
 
 def _all_by(things: Sequence[Thing], key: Callable[[Thing], object]) -> list[Thing]:
-    """The things no other shares its `key` with."""
+    """Return the things that share their `key` with no other."""
     counts = Counter(map(key, things))
     return [thing for thing in things if counts[key(thing)] == 1]
 
@@ -218,4 +219,4 @@ KINDS: dict[str, Kind] = {
 """The kinds of questions by name."""
 
 LESSONS: dict[str, Kind] = {"place": _about_one(lambda thing: thing.pair, _place)}
-"""Kinds that are asked in training only, as a step towards the others."""
+"""Kinds for training only, which prepare for the others."""

@@ -1,7 +1,7 @@
-"""Seeded scenes: coloured shapes and written plates before a background, drawn as pictures.
+"""Seeded scenes: coloured shapes and plates with text on a background, drawn as pictures.
 
-A scene is known completely, so that questions about it have one answer each (`scene_questions`). Training,
-validation and test scenes come from disjoint seeds, and test scenes stand before photos of their own.
+All things of a scene are known, so questions about it have one answer each (`scene_questions`). Training, validation
+and test scenes have different seeds, and test scenes have photos of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLOURS = {
     "purple": (135, 45, 165),
 }
 POPULAR = tuple(zip(COLOURS, SHAPES, strict=True))
-"""Pairs of colour and shape that most scenes hold one of, so that guessing them pays."""
+"""Frequent pairs of colour and shape: most scenes hold one, which rewards guessing."""
 DIGITS = tuple("0123456789")
 WORDS = tuple("STOP EXIT CAFE TAXI OPEN PARK BANK HOTEL GATE NORTH SALE BUS ZOO KEY".split())  # noqa: SIM905
 RADII = {"small": 14, "large": 26}
@@ -35,7 +35,7 @@ RADII = {"small": 14, "large": 26}
 
 TEST_PICTURES = 80
 _LATTICE = 7
-"""Pixels between possible centres: half a patch, or hours on two cores would not be enough to learn the shapes."""
+"""Pixels between possible centres: half a patch, so that hours on two cores are enough to learn the shapes."""
 _OUTLINE = (20, 20, 20)
 _LINE = 2
 """Width of outlines in pixels."""
@@ -45,11 +45,11 @@ _SPLITS = {"training": TRAINING_PHOTOS, "validation": TRAINING_PHOTOS, "test": T
 
 @dataclass(frozen=True)
 class Thing:
-    """Something in a scene, its box in pixels: an object (`text` empty), or a plate (`shape` is ``plate``)."""
+    """An object (`text` is empty) or a plate (`shape` is ``plate``) in a scene, with its box in pixels."""
 
     shape: str
     colour: str
-    """Of an object; of a plate's frame."""
+    """The colour of an object, or of a plate's frame."""
     size: str
     text: str
     x: int
@@ -59,7 +59,7 @@ class Thing:
 
     @property
     def pair(self) -> tuple[str, str]:
-        """Colour and shape, which a question names an object by."""
+        """Colour and shape, by which a question names an object."""
         return self.colour, self.shape
 
 
@@ -72,14 +72,14 @@ class Scene:
 
 
 def compose_scene(split: str, index: int) -> Scene:
-    """Scene `index` of `split` (training, validation, test), not drawn."""
+    """Return scene `index` of `split` (training, validation, test) without drawing it."""
     return _compose(Random(f"{split} {index}"))
 
 
 def make_scene(split: str, index: int, width: int = SIDE) -> tuple[Scene, Image.Image]:
-    """Scene `index` of `split` (training, validation, test) and its picture, RGB of `width` x 224 pixels.
+    """Return scene `index` of `split` (training, validation, test) and its picture, RGB of `width` x 224 pixels.
 
-    In a picture wider than 224 pixels the things have the same size, and are as many times further apart.
+    In a picture wider than 224 pixels things have the same size, and their distances grow with the width.
     """
     rng = Random(f"{split} {index}")
     scene = _compose(rng)
@@ -114,7 +114,7 @@ def _compose(rng: Random) -> Scene:
     for colour, shape in _pairs(rng, rng.randint(3, 6) if crowded else rng.randint(1, 3)):
         size = rng.choice(list(RADII))
         place(shape, colour, size, "", RADII[size], RADII[size])
-    # Seldom is there no room left for an object.
+    # Compose again in the rare case that no object found room.
     return Scene(tuple(placed[len(plates) :]), plates) if len(placed) > len(plates) else _compose(rng)
 
 
@@ -123,7 +123,7 @@ def _on_lattice(rng: Random, first: int, last: int) -> int:
 
 
 def _pairs(rng: Random, count: int) -> list[tuple[str, str]]:
-    """Colours and shapes of a scene's objects; in most scenes some share one of them, to be counted."""
+    """Return colours and shapes of a scene's objects. In most scenes some share one, for questions of counting."""
     pairs = [
         rng.choice(POPULAR) if rng.random() < 0.25 else (rng.choice(list(COLOURS)), rng.choice(SHAPES))
         for _ in range(count)
@@ -144,7 +144,7 @@ def _touch(a: Thing, b: Thing) -> bool:
 
 
 def _spread(things: tuple[Thing, ...], width: int) -> tuple[Thing, ...]:
-    """The things as far apart as `width` allows, on the lattice of the square in the picture's middle."""
+    """Return the things with distances that fill `width`, on the lattice of the square in the picture's middle."""
     start = (width - SIDE) // 2
     return tuple(
         replace(thing, x=start + round((thing.x * width / SIDE - start) / _LATTICE) * _LATTICE) for thing in things
@@ -179,7 +179,7 @@ def _draw_object(draw: ImageDraw.ImageDraw, thing: Thing) -> None:
 
 
 def _corners(shape: str) -> list[tuple[float, float]]:
-    """Of a polygon within the box from -1 to 1."""
+    """Return the corners of a polygon in the box from -1 to 1."""
     if shape == "square":
         return [(-0.9, -0.9), (0.9, -0.9), (0.9, 0.9), (-0.9, 0.9)]
     if shape == "triangle":
@@ -188,7 +188,7 @@ def _corners(shape: str) -> list[tuple[float, float]]:
         radii = (1.0, 0.42)
         turns = [math.pi * i / 5 for i in range(10)]
         return [(radii[i % 2] * math.sin(turn), -radii[i % 2] * math.cos(turn)) for i, turn in enumerate(turns)]
-    # A cross: each of its arms is the one before, turned.
+    # A cross: rotate one arm three times.
     corners = [(-0.34, -1.0), (0.34, -1.0), (0.34, -0.34)]
     for _ in range(3):
         corners += [(-y, x) for x, y in corners[-3:]]

@@ -1,7 +1,7 @@
 """Write scenes as pictures: `python -m sinkprune.demo.write_scenes FOLDER COUNT [SPLIT]`.
 
-They are the first of the split, "test" unless it is given: "validation" has others, to calibrate on. Their questions
-are in `FOLDER/scenes.jsonl`, as `--data` of `sinkprune-evaluate` and `sinkprune-calibrate quantize` reads them.
+The scenes are the first COUNT of the split. The default is "test"; use "validation" to calibrate. Their questions are
+in `FOLDER/scenes.jsonl`, for `--data` of `sinkprune-evaluate` and `sinkprune-calibrate quantize`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sinkprune.demo.scene_questions import asked_about
 
 
 def write_scenes(folder: Path, count: int, split: str = "test") -> None:
-    """`count` pictures `scene-0.png`, ... of `split` and `scenes.jsonl` into `folder`."""
+    """Write `count` pictures `scene-0.png`, ... of `split`, and `scenes.jsonl`, into `folder`."""
     lines = []
     by_picture = groupby(asked_about(split, count), key=lambda pair: id(pair[0]))
     for number, (_, group) in enumerate(by_picture):

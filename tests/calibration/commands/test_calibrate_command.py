@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from skimage import data
 
 from sinkprune import Pipeline
 from sinkprune.export.bundle_writer import export_bundle
 from sinkprune.export.source import ExportRequest
-from support.programs.commands import assert_refused, run
+from support.models.tasks import PHOTOS, write_task
+from support.programs.commands import run
 
 Bundles = Callable[..., Path]
 
@@ -22,15 +22,7 @@ Bundles = Callable[..., Path]
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
     """Three questions about two photos."""
-    photo = Image.fromarray(data.coffee()).resize((200, 150))
-    photo.save(tmp_path / "a.png")
-    photo.rotate(90).save(tmp_path / "b.png")
-    lines = [
-        {"image": image, "question": "What is this?", "answer": "a cup"} for image in ("a.png", "a.png", "b.png")
-    ]
-    path = tmp_path / "task.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_task(tmp_path, [(image, "What is this?") for image in ("a.png", "a.png", "b.png")])
 
 
 def test_each_picture_is_measured_once(
@@ -44,15 +36,10 @@ def test_each_picture_is_measured_once(
     assert report["verdict"] in outcome.stdout
     (warning,) = report["warnings"]
     assert "2 pictures" in warning and warning in outcome.stdout
-    norms = np.concatenate([pipeline("gqa-112").encode(task.parent / name).norms for name in ("a.png", "b.png")])
+    norms = np.concatenate([pipeline("gqa-112").encode(task.parent / name).norms for name in PHOTOS])
     assert report["largest"] == pytest.approx((norms / np.median(norms, axis=1, keepdims=True)).max())
     with Image.open(files[1]) as plot:
         assert plot.width > 500
-
-
-def test_what_cannot_be_written_is_told_before_the_run(bundle: Bundles, task: Path, tmp_path: Path) -> None:
-    outcome = run("sinkprune-calibrate", bundle("gqa-112"), "--task", task, "--json", tmp_path / "no" / "norms.json")
-    assert_refused(outcome, "norms.json")
 
 
 def test_a_suggested_rho_can_be_exported(checkpoint: Callable[[str], Path], task: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ BUDGETS = ("--budgets", "retain-64,retain-32")
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory, pipeline: Callable[..., Pipeline]) -> Path:
-    """Four questions about two photos; the model's weights are random, so two answers are what it says unpruned."""
+    """Four questions about two photos; the model's weights are random, so two answers are its own, unpruned."""
     folder = tmp_path_factory.mktemp("task")
     lines = []
     for name in ("coffee", "astronaut"):
@@ -130,6 +130,7 @@ def test_outputs_are_checked_before_anything_runs(bundle: Bundles, task: Path, t
     assert_refused(run("sinkprune-evaluate", *arguments, "--answers", around / task.name), "itself, which is read")
     assert_refused(run("sinkprune-evaluate", *arguments, "--plot", around / "coffee.png"), "itself, which is read")
     assert_refused(run("sinkprune-calibrate", *arguments, "--plot", around / "coffee.png"), "itself, which is read")
+    assert_refused(run("sinkprune-calibrate", *arguments, "--json", tmp_path / "no" / "x.json"), "folder must exist")
     assert_refused(run("sinkprune-evaluate", *arguments, "--json", bundle("gqa-112") / "x.json"), "lies in")
     assert list(tmp_path.iterdir()) == []
 
@@ -168,11 +169,6 @@ def test_what_goes_wrong_on_the_way_leaves_nothing(bundle: Bundles, task: Path, 
     outcome = run("sinkprune-evaluate", bundle("gqa-112"), "--task", long, "--budgets", "retain-64", *outputs)
     assert_refused(outcome, "question 'long'", "too long")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        run("sinkprune-evaluate", "--help")
 
 
 def test_kinds_are_shown_as_they_are_called(bundle: Bundles, task: Path, tmp_path: Path) -> None:

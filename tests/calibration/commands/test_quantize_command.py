@@ -1,10 +1,10 @@
-"""`sinkprune-calibrate quantize` from end to end on small bundles: what it writes, tells and refuses."""
+"""`sinkprune-calibrate quantize` from end to end on small bundles: what it writes, prints and refuses."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,6 @@ import onnx
 import pytest
 from onnx import numpy_helper
 from PIL import Image
-from skimage import data
 
 from sinkprune import Pipeline
 from sinkprune.calibration.quantising.products import joined_layers
@@ -23,10 +22,11 @@ from sinkprune.contract.precision import Array
 from sinkprune.export.rewriting import read_graph
 from sinkprune.export.weights.calibrated_rounding import Inputs, calibrated
 from sinkprune.export.weights.rounding import rounded
-from sinkprune.runtime.steps.observer import Observer
+from support.models.tasks import PHOTOS, write_task
 from support.programs.commands import assert_refused, run
 from support.programs.killed_commands import kill_when, left
 from support.programs.slow_cases import slow_except
+from support.references.steps import watched
 
 Bundles = Callable[..., Path]
 QUESTIONS = ["What is this?", "Is there a cup on the table?"]
@@ -35,15 +35,7 @@ QUESTIONS = ["What is this?", "Is there a cup on the table?"]
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two questions about each of two photos."""
-    folder = tmp_path_factory.mktemp("task")
-    photo = Image.fromarray(data.coffee()).resize((200, 150))
-    photo.save(folder / "a.png")
-    photo.rotate(90).save(folder / "b.png")
-    asked = [(name, question) for name in ("a.png", "b.png") for question in QUESTIONS]
-    lines = [{"image": name, "question": question, "answer": "a cup"} for name, question in asked]
-    path = folder / "task.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+    return write_task(tmp_path_factory.mktemp("task"), [(name, text) for name in PHOTOS for text in QUESTIONS])
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +100,7 @@ def test_a_layers_error_is_that_of_its_output(
 ) -> None:
     floats, chain = read_bundle(bundle("gqa-112")), pipeline("gqa-112").chain
     seen = []
-    for name in ("a.png", "b.png"):
+    for name in PHOTOS:
         pixels = pipeline("gqa-112").family.inputs(Image.open(task.parent / name).convert("RGB"))
         tower = chain.vision({key: chain.backend.tensor(array) for key, array in pixels.items()})
         seen.append(chain.backend.numpy(tower["tokens"]))
@@ -166,7 +158,7 @@ def test_they_are_found_behind_a_bias_too_and_cut_matrices_are_none(bundle: Bund
 def test_each_of_them_has_the_error_of_its_own_outputs() -> None:
     random = np.random.default_rng(0)
     seen, weight = random.standard_normal((50, 32), np.float32), random.standard_normal((12, 32), np.float32)
-    # What is small in one hides behind another.
+    # A layer with small weights, whose error is small in the sum.
     weight[8:10] *= 1e-3
     found = calibrated(weight, Inputs(seen.T @ seen), 7, 32, np.dtype(np.float32))
     parts = {"q": 8, "k": 2, "v": 2}
@@ -184,21 +176,11 @@ def test_each_of_them_has_the_error_of_its_own_outputs() -> None:
             assert told.cosine == pytest.approx(cosine, abs=1e-5)
 
 
-class Logits(Observer):
-    """Keeps the logits that the first token is chosen by."""
-
-    def __init__(self) -> None:
-        self.kept: list[Array] = []
-
-    def chose(self, token: int, logits: Array) -> None:
-        self.kept.append(logits)
-
-
-def logits(pipeline: Pipeline, asked: Iterator[tuple[Image.Image, str]]) -> Array:
-    found = Logits()
-    for picture, question in asked:
-        pipeline.generate(picture, question, budget="none", max_new_tokens=1, observer=found)
-    return np.array(found.kept)
+def logits(pipeline: Pipeline, folder: Path) -> Array:
+    """The first tokens' logits for the first picture with its first question, and the second with its second."""
+    asked = zip(PHOTOS, QUESTIONS, strict=True)
+    steps = [watched(pipeline, folder / name, text, budget="none", max_new_tokens=1) for name, text in asked]
+    return np.array([step.logits[0] for step in steps])
 
 
 @pytest.mark.parametrize("name", slow_except({"gqa-112"}, ["gqa-112", "next", "qwen"]))
@@ -211,13 +193,8 @@ def test_the_logits_error_is_that_of_the_two_bundles(
         *("--max-error", "9", "--max-layer-error", "9"),
     )
     assert outcome.code == 0, outcome.stderr
-    # The first picture with its first question, the second with its second.
-    asked = [
-        (Image.open(task.parent / file), question)
-        for file, question in zip(("a.png", "b.png"), QUESTIONS, strict=True)
-    ]
-    exact = logits(pipeline(name), iter(asked))
-    found = logits(Pipeline.load(tmp_path / "out"), iter(asked))
+    exact = logits(pipeline(name), task.parent)
+    found = logits(Pipeline.load(tmp_path / "out"), task.parent)
     printed = json.loads(outcome.stdout)
     assert printed["sha256"] == read_bundle(tmp_path / "out").sha256
     report = printed["logits"]

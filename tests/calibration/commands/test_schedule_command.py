@@ -1,4 +1,4 @@
-"""`sinkprune-calibrate schedule` from end to end: a budget is found, tried, told and added, or it is said why not."""
+"""`sinkprune-calibrate schedule` from end to end: budgets are found, tried, reported and added, or refused."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Im
 
 
 @pytest.mark.parametrize(("worth", "told"), [slow((-1.0, True)), (1.0, False)])
-def test_other_cuts_are_told_where_they_save_enough(
+def test_other_cuts_are_printed_if_they_save_enough(
     worth: float, told: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schedule_command, "_WORTH_A_CUT", worth)
@@ -232,8 +232,8 @@ def test_what_cannot_be_is_refused(own: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("")
     for arguments, said in [
-        ((), ("nothing was asked for", "--target-ms")),
-        (("--json", tmp_path / "r.json", "--costs", tmp_path / "c.json"), ("--json tells of a budget",)),
+        ((), ("neither a budget nor costs were requested", "--target-ms")),
+        (("--json", tmp_path / "r.json", "--costs", tmp_path / "c.json"), ("--json reports a budget",)),
         (("--budget-tokens", 10, "--data", "scenes"), ("the test set",)),
         (("--budget-tokens", 10, "--data", data, "--prompt", "What?"), ("--data", "--prompt")),
         (("--budget-tokens", 10, "--data", data), ("is empty",)),

@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 
 from sinkprune import Pipeline
-from sinkprune.calibration.scheduling.attention import Attended, attend, lost
+from sinkprune.calibration.scheduling.attention import Attended, Measurements, attend, lost, space_of
 from sinkprune.calibration.scheduling.grid import sanitizers, sizes
-from sinkprune.calibration.scheduling.spaces import Measurements, space_of
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.contract.budgets import Budget, Share
 from sinkprune.contract.bundle import read_bundle
@@ -49,14 +48,14 @@ def test_what_is_lost_beside_plain_loops() -> None:
         for tokens in (20, 30)
     ]
     stages, selects, seen = [Share(1, 10), Share(1, 3)], [0, 1], [0, 1, 1]
-    found = lost(attended, stages, selects, seen)
-    assert found.before.shape == (2, 3) and found.after.shape == (2, 2, 3, 2)
+    before, after = lost(attended, stages, selects, seen)
+    assert before.shape == (2, 3) and after.shape == (2, 2, 3, 2)
     for sanitizer, segment in np.ndindex(2, 3):
         gone = []
         for one in attended:
             own = one.received[seen[segment]]
             gone.append(1 - sum(own[token] for token in one.kept[sanitizer]) / sum(own))
-        assert found.before[sanitizer, segment] == pytest.approx(np.mean(gone))
+        assert before[sanitizer, segment] == pytest.approx(np.mean(gone))
         for select, size in np.ndindex(2, 2):
             gone = []
             for one in attended:
@@ -64,7 +63,7 @@ def test_what_is_lost_beside_plain_loops() -> None:
                 best = sorted(one.kept[sanitizer], key=lambda token: -ranks[token])
                 count = stages[size].numerator * len(own) // stages[size].denominator
                 gone.append(1 - sum(own[token] for token in best[:count]) / sum(own))
-            assert found.after[sanitizer, select, segment, size] == pytest.approx(np.mean(gone))
+            assert after[sanitizer, select, segment, size] == pytest.approx(np.mean(gone))
 
 
 def test_cuts_that_were_not_measured_go_by_those_that_were() -> None:
@@ -73,7 +72,7 @@ def test_cuts_that_were_not_measured_go_by_those_that_were() -> None:
     own, more = space_of(looked, (2, 6), 10), space_of(looked, (1, 2, 4, 6, 8), 10)
     assert own.layers == (3, 4, 3) and more.layers == (2, 1, 2, 2, 2, 1)
     assert (own.sizes.tolist(), own.kept.tolist()) == ([1, 2], [4])
-    # Behind layer 1 nothing was measured: as behind 2. Behind 4 as behind 2, behind 8 as behind 6.
+    # Layer 1 was not measured and takes the values of 2, layer 4 those of 2, layer 8 those of 6.
     for cut, same in ((0, 0), (1, 0), (2, 0), (3, 1), (4, 1)):
         for segment, alike in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (5, 2)):
             assert more.lost_after[0, cut, segment].tolist() == own.lost_after[0, same, alike].tolist()

@@ -7,8 +7,14 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 
-from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
-from sinkprune.calibration.scheduling.search import Found, Space, best_of_each_sanitizer, cheapest
+from sinkprune.calibration.scheduling.search import (
+    Found,
+    MeanTokens,
+    Milliseconds,
+    Space,
+    best_of_each_sanitizer,
+    cheapest,
+)
 from sinkprune.contract.costs.model import Costs, Curve, Place
 
 TEXT = 9

@@ -16,13 +16,11 @@ from skimage import data
 from sinkprune import Pipeline
 from sinkprune.calibration.quantising.graphs import Graphs
 from sinkprune.calibration.quantising.products import Products, linear_layers
-from sinkprune.calibration.quantising.prompts import show
-from sinkprune.calibration.quantising.walk import Walk, order
+from sinkprune.calibration.quantising.walk import Walk, encode_prompts, order
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.precision import Array
 from sinkprune.contract.text.questions import Question
-from sinkprune.runtime.steps.observer import Observer
+from support.references.steps import watched
 
 Bundles = Callable[..., Path]
 
@@ -35,16 +33,6 @@ def items() -> list[Item]:
         Item(Question(str(number), "all", text, ("a cup",)), str(number), picture.copy)
         for number, (picture, text) in enumerate(asked)
     ]
-
-
-class Logits(Observer):
-    """Keeps the logits that tokens are chosen by."""
-
-    def __init__(self) -> None:
-        self.kept: list[Array] = []
-
-    def chose(self, token: int, logits: Array) -> None:
-        self.kept.append(logits)
 
 
 @pytest.mark.parametrize(
@@ -60,16 +48,15 @@ class Logits(Observer):
 def test_the_logits_are_those_of_a_request(
     name: str, dialect: str, bundle: Bundles, pipeline: Callable[..., Pipeline]
 ) -> None:
-    read, expected = read_bundle(bundle(name, dialect=dialect)), Logits()
-    graphs, walk = Graphs(read, read.manifest.weights, 1), Walk(read, show(read, items()))
+    read, pipe = read_bundle(bundle(name, dialect=dialect)), pipeline(name, dialect=dialect)
+    graphs, walk = Graphs(read, read.manifest.weights, 1), Walk(read, encode_prompts(read, items()))
     for graph in order(read.manifest):
         walk.advance(graphs.passage(graph, walk.feeds).outputs())
-    for item in items():
-        pipeline(name, dialect=dialect).generate(
-            item.load_image(), item.question.prompt, max_new_tokens=1, observer=expected
-        )
+    expected = [
+        watched(pipe, item.load_image(), item.question.prompt, max_new_tokens=1).logits[0] for item in items()
+    ]
     assert len(walk.logits) == 2
-    np.testing.assert_allclose(walk.logits, expected.kept, rtol=1e-3, atol=1e-3 * np.abs(expected.kept).max())
+    np.testing.assert_allclose(walk.logits, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
 
 
 def test_products_are_those_of_each_layers_inputs(bundle: Bundles) -> None:

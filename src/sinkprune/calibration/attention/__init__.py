@@ -1,1 +1,1 @@
-"""Do sink tokens survive, and how sharply does the text look at what is left? Measured where layers prune."""
+"""Where text looks: the sink tokens that survive pruning, and the entropy of the text's attention at prune layers."""

@@ -1,79 +1,60 @@
-"""The attention report, field by field, and how it is summed up from what was observed of each question."""
+"""The attention report, field by field, and the means it has of the questions' figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar
 
 from sinkprune.calibration.evaluation.intervals import Mean, PictureBootstrap
 
-
-@dataclass(frozen=True)
-class LayerObservation:
-    """What one prune layer ran on for one question, before anything is dropped behind it."""
-
-    rows: int
-    """V: its visual rows."""
-    sink_share: float
-    """The fraction of the V rows that are sink tokens."""
-    entropy: float
-    entropy_of_mean: float
-    uniform: float
-    sink_attention: float
-    """The fraction of the text's attention on visual rows that falls on sink tokens."""
+Figure = TypeVar("Figure")
+"""`float` in the figures of one question, `Mean` in those over questions."""
 
 
 @dataclass(frozen=True)
-class Observation:
-    """What one run kept of one question's picture, and how its text attended."""
-
-    picture: str
-    """Names the picture: questions that share it are resampled together."""
-    rows: int
-    """Visual rows in front of the LLM."""
-    sink_share: float
-    salience_alone: float
-    last_rows: int
-    """Visual rows that the last decoder layer ran on."""
-    last_sink_share: float
-    layers: dict[int, LayerObservation]
-    """By prune layer (0-based)."""
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """One prune layer: means over the questions."""
+class LayerFigures(Generic[Figure]):
+    """One prune layer, before it drops rows."""
 
     rows: float
     """V: visual rows that the layer ran on."""
-    sink_share: Mean
+    sink_share: Figure
     """The fraction of those rows that are sink tokens."""
-    entropy: Mean
+    entropy: Figure
     """Nats: entropy of the text's attention over the V rows, mean over heads and text rows (`TextAttention`)."""
-    entropy_of_mean: Mean
+    entropy_of_mean: Figure
     """Nats: entropy of the attention's mean over heads and text rows."""
     uniform: float
     """Nats: ln V, which neither entropy can exceed: fewer rows alone lower it."""
-    sink_attention: Mean
+    sink_attention: Figure
     """The fraction of the text's attention on visual rows that falls on sink tokens."""
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """One method at one budget, or the unpruned engines: means over the questions."""
+class RunFigures(Generic[Figure]):
+    """One method at one budget, or the unpruned engines."""
 
     rows: float
     """Visual rows in front of the LLM."""
-    sink_share: Mean
+    sink_share: Figure
     """The fraction of them that are sink tokens; the average of the sink tokens counts as one."""
-    salience_alone: Mean
+    salience_alone: Figure
     """What `sink_share` would be if as many tokens of each group were chosen by their salience alone."""
     last_rows: float
     """Visual rows that the last decoder layer ran on."""
-    last_sink_share: Mean
+    last_sink_share: Figure
     """The fraction of those that are sink tokens."""
-    layers: dict[str, LayerReport]
+    layers: dict[str, LayerFigures[Figure]]
     """By prune layer (0-based): each after which the bundle's decoder is cut."""
+
+
+Observation = RunFigures[float]
+"""The figures of one question."""
+RunReport = RunFigures[Mean]
+"""The means over questions."""
+LayerReport = LayerFigures[Mean]
+"""The means over questions at one prune layer."""
+_WITHOUT_INTERVAL = ("rows", "last_rows", "uniform")
 
 
 @dataclass(frozen=True)
@@ -100,31 +81,16 @@ class AttentionReport:
     """Sentences: why the figures say little, for example too few pictures."""
 
 
-def summarise(observations: Sequence[Observation]) -> RunReport:
-    """The report of one run from what was observed of each question."""
-    averaged = PictureBootstrap([seen.picture for seen in observations])
+def summarise(pictures: Sequence[str], observations: Sequence[Observation]) -> RunReport:
+    """Return the means over questions. `pictures` names the picture of each, for its share of the bootstrap."""
+    averaged = PictureBootstrap(pictures)
 
-    def mean(value: Callable[[Observation], float]) -> Mean:
-        return averaged([value(seen) for seen in observations])
+    def means(figures: Sequence[Any]) -> dict[str, Any]:
+        names = [field.name for field in fields(figures[0]) if field.name != "layers"]
+        found = {name: averaged([getattr(one, name) for one in figures]) for name in names}
+        return {name: value.mean if name in _WITHOUT_INTERVAL else value for name, value in found.items()}
 
-    def layer_report(layer: int) -> LayerReport:
-        def of_layer(value: Callable[[LayerObservation], float]) -> Mean:
-            return mean(lambda seen: value(seen.layers[layer]))
-
-        return LayerReport(
-            rows=of_layer(lambda seen: seen.rows).mean,
-            sink_share=of_layer(lambda seen: seen.sink_share),
-            entropy=of_layer(lambda seen: seen.entropy),
-            entropy_of_mean=of_layer(lambda seen: seen.entropy_of_mean),
-            uniform=of_layer(lambda seen: seen.uniform).mean,
-            sink_attention=of_layer(lambda seen: seen.sink_attention),
-        )
-
-    return RunReport(
-        rows=mean(lambda seen: seen.rows).mean,
-        sink_share=mean(lambda seen: seen.sink_share),
-        salience_alone=mean(lambda seen: seen.salience_alone),
-        last_rows=mean(lambda seen: seen.last_rows).mean,
-        last_sink_share=mean(lambda seen: seen.last_sink_share),
-        layers={str(layer): layer_report(layer) for layer in observations[0].layers},
-    )
+    layers = {
+        layer: LayerReport(**means([seen.layers[layer] for seen in observations])) for layer in observations[0].layers
+    }
+    return RunReport(layers=layers, **means(observations))

@@ -1,4 +1,4 @@
-"""The attention that text pays to visual tokens at one layer, and what is told of it."""
+"""The attention that text pays to visual tokens at one layer, and its entropy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from sinkprune.contract.precision import Array
 
 @dataclass(frozen=True)
 class TextAttention:
-    """Of every head h and text row i the distribution a_hi over the visual rows, which adds up to 1.
+    """The distributions a_hi over the visual rows, one of every head h and text row i; each adds up to 1.
 
-    It is the softmax of the layer's scaled logits over visual keys only, which is the causal softmax over all keys
-    with its visual part divided by that part's sum: text rows stand behind the last visual row and see all of them.
+    a_hi is the softmax of the layer's scaled logits over visual keys only. This equals the visual part of the causal
+    softmax divided by its sum, because text rows come after the last visual row and attend to all visual rows.
     """
 
     entropy: float
@@ -24,7 +24,7 @@ class TextAttention:
 
     @property
     def entropy_of_mean(self) -> float:
-        """In nats: the entropy of `mean`, which is `entropy` at least: heads and rows look at different places."""
+        """In nats: the entropy of `mean`, at least `entropy`, because heads and rows look at different places."""
         return _entropy(self.mean)
 
     @property
@@ -34,20 +34,20 @@ class TextAttention:
 
 
 def text_attention(query: Array, key: Array, visual: Array, text: Array) -> TextAttention:
-    """Of one layer's queries [1,H,S,h] and keys [1,Hkv,S,h], both behind RoPE, in fp64.
+    """Compute in fp64 from one layer's queries [1,H,S,h] and keys [1,Hkv,S,h], both after RoPE.
 
-    `visual` [V] and `text` [L] are rows of them, V at least 1. Where L is 0 the last row asks, as in the text-guided
-    stages (method.md section 2).
+    `visual` [V] and `text` [L] are rows of them, V at least 1. If L is 0, the last row stands for the text, as in the
+    text-guided stages (method.md section 2).
     """
     heads, rows, width = query.shape[1:]
-    asking = text if len(text) else np.array([rows - 1])
+    text = text if len(text) else np.array([rows - 1])
     repeats = heads // key.shape[1]
     entropy, mean = 0.0, np.zeros(len(visual))
     # Head by head: no more than [L,V] is in memory.
     for head in range(heads):
-        asked = query[0, head, asking].astype(np.float64)
+        queries = query[0, head, text].astype(np.float64)
         keys = key[0, head // repeats, visual].astype(np.float64)
-        logits = asked @ keys.T * width**-0.5
+        logits = queries @ keys.T * width**-0.5
         logits -= logits.max(axis=1, keepdims=True)
         weights = np.exp(logits)
         totals = weights.sum(axis=1, keepdims=True)

@@ -1,5 +1,4 @@
-"""Watches requests for what the attention report tells: which tokens are kept, and the queries and keys of prune
-layers."""
+"""Records the figures of the attention report from a request: kept tokens, and queries and keys of prune layers."""
 
 from __future__ import annotations
 
@@ -7,13 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from sinkprune.calibration.attention.report import LayerObservation, Observation
+from sinkprune.calibration.attention.report import LayerFigures, Observation
 from sinkprune.calibration.attention.text_attention import text_attention
+from sinkprune.calibration.evaluation.replies import generate_answer
 from sinkprune.calibration.evaluation.report import Combination
 from sinkprune.calibration.sink_tokens import largest, sink_tokens
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.errors import SinkpruneError
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 from sinkprune.runtime.pipeline import Pipeline
@@ -24,65 +23,53 @@ from sinkprune.runtime.steps.prompt_rows import PromptRows
 
 
 class Watch(Observer):
-    """Keeps of a request what `observe` needs; `wrap` is for that of `Pipeline.load`."""
+    """Keeps the tensors of the last request that `observe` needs. Pass `wrap` to `Pipeline.load`."""
 
     rows: PromptRows
     prefill: Prefill
 
     def __init__(self) -> None:
-        self.asked: dict[str, tuple[Array, Array]] = {}
-        """Queries [1,H,S,h] and keys [1,Hkv,S,h] of the last request, by the decoder's graph that gave them."""
+        self.queries_and_keys: dict[str, tuple[Array, Array]] = {}
+        """Queries [1,H,S,h] and keys [1,Hkv,S,h] by the decoder's graph."""
 
     def wrap(self, graph: str, engine: Engine, backend: Backend) -> Engine:
-        """The engine of a decoder segment, whose queries and keys are kept; any other as it is."""
+        """Return a decoder segment that keeps its queries and keys, and any other engine unchanged."""
 
         def watched(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             outputs = engine(inputs)
             if "query" in outputs:
                 # Buffers may serve the next request.
-                self.asked[graph] = (backend.numpy(outputs["query"]).copy(), backend.numpy(outputs["key"]).copy())
+                arrays = [backend.numpy(outputs[name]).copy() for name in ("query", "key")]
+                self.queries_and_keys[graph] = (arrays[0], arrays[1])
             return outputs
 
         return watched if graph.startswith("decoder_") else engine
 
     def laid_out(self, rows: PromptRows) -> None:
-        """Keeps which rows are visual and which ask."""
+        """Keep the places of visual rows and of text rows."""
         self.rows = rows
 
     def prefilled(self, result: Prefill) -> None:
-        """Keeps the rows that survived each stage."""
+        """Keep the rows that survived each stage."""
         self.prefill = result
 
 
 def observe(pipeline: Pipeline, watch: Watch, item: Item, combination: Combination) -> Observation:
-    """Ask one question with one method and budget, on a pipeline that was loaded with `watch.wrap`.
+    """Answer one question with one method and budget, on a pipeline that was loaded with `watch.wrap`.
 
-    Raises what `Pipeline.stream` raises, naming the question.
+    Raises what `Pipeline.generate` raises, with the question's id.
     """
-    # The unpruned engines are the same whatever the method.
-    unpruned = combination.budget == UNPRUNED
-    method = next(iter(pipeline.bundle.manifest.plans)) if unpruned else combination.method
-    try:
-        answer = pipeline.generate(
-            item.load_image(),
-            item.question.prompt,
-            method=method,
-            budget=combination.budget,
-            max_new_tokens=1,
-            observer=watch,
-        )
-    except SinkpruneError as error:
-        raise type(error)(f"question '{item.question.id}': {error}") from error
-    kept = answer.kept
-    is_sink = _sink_rows(kept, unpruned=unpruned)
+    image = item.load_image()
+    kept = generate_answer(pipeline, image, item.question, combination, max_new_tokens=1, observer=watch).kept
+    is_sink = _sink_rows(kept, unpruned=combination.budget == UNPRUNED)
     layers, alive = {}, np.arange(watch.rows.length)
     for number, segment in enumerate(pipeline.chain.segments):
         visual = np.flatnonzero(np.isin(alive, watch.rows.visual))
         sinks = is_sink[np.searchsorted(watch.rows.visual, alive[visual])]
-        layer, asked = segment[-1], watch.asked.get(f"decoder_{number}")
-        if asked is not None:
-            seen = text_attention(*asked, visual, np.flatnonzero(np.isin(alive, watch.rows.text)))
-            layers[layer] = LayerObservation(
+        layer, tensors = segment[-1], watch.queries_and_keys.get(f"decoder_{number}")
+        if tensors is not None:
+            seen = text_attention(*tensors, visual, np.flatnonzero(np.isin(alive, watch.rows.text)))
+            layers[str(layer)] = LayerFigures(
                 rows=len(visual),
                 sink_share=float(sinks.mean()),
                 entropy=seen.entropy,
@@ -93,7 +80,6 @@ def observe(pipeline: Pipeline, watch: Watch, item: Item, combination: Combinati
         if layer in watch.prefill.keep_index:
             alive = alive[pipeline.backend.numpy(watch.prefill.keep_index[layer])]
     return Observation(
-        picture=item.picture,
         rows=len(is_sink),
         sink_share=float(is_sink.mean()),
         salience_alone=_salience_alone(kept),
@@ -104,7 +90,7 @@ def observe(pipeline: Pipeline, watch: Watch, item: Item, combination: Combinati
 
 
 def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
-    """[V] bool: which of the rows in front of the LLM are sink tokens. Their average is told as one of them."""
+    """Return [V] bool: the rows in front of the LLM that are sink tokens. Their average counts as one."""
     groups, tokens = kept.norms.shape
     source = kept.layout.unpruned_rows if unpruned else (kept.index + tokens * np.arange(groups)[:, None]).ravel()
     # Rows at the end of a line stand for no token.
@@ -113,5 +99,5 @@ def _sink_rows(kept: Kept, *, unpruned: bool) -> Array:
 
 
 def _salience_alone(kept: Kept) -> float:
-    """The share of sink tokens among as many tokens of each group, those of largest salience."""
+    """Return the share of sink tokens among the most salient tokens, as many of each group as were kept."""
     return float(sink_tokens(kept.norms)[largest(kept.salience, kept.index.shape[1])].mean())

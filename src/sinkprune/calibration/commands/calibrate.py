@@ -1,4 +1,4 @@
-"""`sinkprune-calibrate`: what pictures and prompts of a user's own tell about a bundle, and what is made of it."""
+"""`sinkprune-calibrate`: measures a bundle on a user's pictures and prompts, and fits it to them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""`sinkprune-evaluate`: how much accuracy each method keeps at each budget."""
+"""`sinkprune-evaluate`: the accuracy of every method at every budget."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,32 +11,25 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from sinkprune.calibration.evaluation.asking import ask, choose_combinations, report
+from sinkprune.calibration.commands.measuring import (
+    TaskOptions,
+    add_former_name,
+    open_task,
+    report_table,
+    task_parser,
+)
 from sinkprune.calibration.evaluation.outliers import plant_in_vision
+from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.calibration.tasks import SCENES, Item, blinded, load_task
-from sinkprune.contract.budgets import UNPRUNED
-from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.calibration.tasks import Item, blinded
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
 from sinkprune.contract.command_line.progress_lines import ProgressLines
-from sinkprune.contract.files.output_files import Output, check_apart, write_whole
-from sinkprune.runtime.commands import (
-    BundleOptions,
-    ReportOptions,
-    add_report_options,
-    bundle_parser,
-    check_report_options,
-    load_pipeline,
-    plain,
-    status,
-    write_report,
-)
-from sinkprune.runtime.commands.memory import Planned, check_memory
+from sinkprune.contract.files.output_files import Output, write_whole
+from sinkprune.runtime.commands import load_pipeline, plain, write_report
 from sinkprune.runtime.commands.table_console import TableConsole
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
@@ -58,11 +50,7 @@ a line of FILE.jsonl, `image` relative to the file; `kind` and `id` may be left 
 
 
 @dataclass(kw_only=True)
-class _Options(BundleOptions, ReportOptions):
-    methods: str
-    budgets: str
-    data: str
-    limit: int | None
+class _Options(TaskOptions):
     blind: bool
     plant_outliers: bool
     max_new_tokens: int
@@ -77,24 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _evaluate(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     answers: list[Output] = [(options.answers, (".jsonl",))] if options.answers else []
-    check_report_options(options, options, [Path(options.data)], *answers)
-    bundle = read_runnable(options.bundle, options.trust)
-    combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
-    with status("checking the task"):
-        items = load_task(options.data, options.limit)
-    outputs = [path for path, _ in (*options.outputs, *answers)]
-    check_apart(outputs, (Path(item.picture) for item in items))
-    if options.blind:
-        items = [blinded(item) for item in items]
-    first, method = items[0], next(iter(bundle.manifest.plans))
-    asked = Planned([first.load_image()], method, [UNPRUNED], first.question.text, options.max_new_tokens)
-    check_memory(options, bundle, asked)
-    pipeline = load_pipeline(options, bundle, plant_in_vision if options.plant_outliers else None)
-    replies = _ask(pipeline, items, combinations, options.max_new_tokens)
-    result = report(
+    task = open_task(options, options.max_new_tokens, *answers)
+    items = [blinded(item) for item in task.items] if options.blind else task.items
+    pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
+    replies = _collect(pipeline, items, task.combinations, options.max_new_tokens)
+    result = evaluation_report(
         pipeline,
         replies,
-        unreachable,
+        task.unreachable,
         task=Path(options.data).name,
         blind=options.blind,
         planted_outliers=options.plant_outliers,
@@ -110,42 +88,30 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
 
 
 def _parser() -> CommandParser:
-    parser = bundle_parser(
+    parser = task_parser(
         "sinkprune evaluate",
         "Ask the questions of a task with every method and budget, in turn, and count the right answers.",
         _EXAMPLES,
+        limit="the first N questions only",
+        drawn="accuracy against visual tokens",
     )
+    add_former_name(parser, "--task", "data")
     add = parser.add_argument
-    add("--methods", default="", help="comma-separated (default: all of the bundle)")
-    add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
-    add(
-        "--data",
-        default=SCENES,
-        help="questions about pictures: FILE.jsonl, or a test set that comes along: scenes, wide-scenes (default: "
-        "scenes)",
-    )
-    # The name before `--data` had one meaning in all commands.
-    add("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N questions only")
     add("--blind", action="store_true", help="show grey pictures: what is still right was guessed")
     add(
         "--plant-outliers",
         action="store_true",
-        help="turn 1 %% of each picture's background tokens into high-norm, salient outliers behind the vision tower",
+        help="turn 1 %% of each picture's background tokens into high-norm, salient outliers after the vision tower",
     )
     add("--max-new-tokens", type=MAX_NEW_TOKENS, default=8, help="longest answer (default: 8)")
-    add_report_options(parser, "accuracy against visual tokens")
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _ask(
+def _collect(
     pipeline: Pipeline, items: Sequence[Item], combinations: Sequence[Combination], max_new_tokens: int
 ) -> list[Reply]:
+    """Collect all replies, with a progress bar on a terminal and lines elsewhere."""
     console = Console(stderr=True)
     columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
     times = [TimeElapsedColumn(), TimeRemainingColumn()]
@@ -161,7 +127,7 @@ def _ask(
             progress.update(task, advance=1, description=escaped(name))
             lines.update(f"asking with {name}", advance=1)
 
-        return ask(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
+        return collect_replies(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 
 
 def _answer_line(reply: Reply) -> str:
@@ -193,30 +159,22 @@ def _print_tables(result: EvaluationReport) -> None:
     none = result.none
     accuracy = _accuracy(none.accuracy, none.ci95)
     console.print(f"\nnone: {accuracy}, TTFT and visual tokens {_ttft_and_tokens(none)}; by kind")
-    kinds = _table("kind", "questions", "accuracy")
+    kinds = report_table(["kind"], ["questions", "accuracy"])
     for kind, part in none.by_kind.items():
         kinds.add_row(plain(kind), str(part.count), _accuracy(part.accuracy, part.ci95))
     console.print(kinds)
 
 
 def _grid(result: EvaluationReport, cell: Callable[[CombinationReport], str]) -> Table:
-    """One row a method, one column a budget."""
+    """Return a table with a row for each method and a column for each budget."""
     held = [Combination(method, budget) for method, budgets in result.methods.items() for budget in budgets]
     budgets = dict.fromkeys(pair.budget for pair in (*held, *result.unreachable))
-    table = _table("method", *budgets)
+    table = report_table(["method"], list(budgets))
     for method in dict.fromkeys(pair.method for pair in (*held, *result.unreachable)):
         points = result.methods.get(method, {})
         table.add_row(
             plain(method), *(cell(points[budget]) if budget in points else "not reachable" for budget in budgets)
         )
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column(first, no_wrap=True)
-    for heading in others:
-        table.add_column(plain(heading), justify="right", no_wrap=True)
     return table
 
 

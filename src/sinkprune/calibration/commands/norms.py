@@ -1,17 +1,22 @@
-"""`sinkprune-calibrate norms`: what a vision tower's tokens are like, and whether the outliers are among them."""
+"""`sinkprune-calibrate norms`: the norms and the salience of a vision tower's tokens, and their outliers."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
-from rich.console import Console
-from rich.progress import track
 
+from sinkprune.calibration.commands.measuring import (
+    LIMIT,
+    OWN_TEST_SETS,
+    add_former_name,
+    check_unpruned_memory,
+    tracked,
+)
 from sinkprune.calibration.evaluation.sample_size import counted
 from sinkprune.calibration.heatmaps import draw_heatmaps
 from sinkprune.calibration.norms import NormReport, summarise
@@ -20,14 +25,11 @@ from sinkprune.calibration.plots import plot_norms
 from sinkprune.calibration.tasks import SCENES
 from sinkprune.calibration.token_features import TokenFeatures, bundle_features
 from sinkprune.calibration.towers import CONFIG, VisionTower
-from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_runnable
-from sinkprune.contract.checks.ranges import WholeNumber
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.errors import OutputError, UsageError
 from sinkprune.contract.files.output_files import Output, check_outputs, write_whole
 from sinkprune.contract.manifest import MANIFEST
@@ -41,7 +43,6 @@ from sinkprune.runtime.commands import (
     status,
     write_report,
 )
-from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.profiling.plot import import_matplotlib
 from sinkprune.runtime.profiling.profile import model_name
 
@@ -53,13 +54,13 @@ examples:
   sinkprune-calibrate norms ./clip-vit-large-patch14-336 --data photos/    # pip install 'sinkprune[towers]'
 """
 _FOR_BUNDLES = ("backend", "compute", "fit", "engines", "sha256", "signed_by", "engines_sha256", "skip_sums")
-"""Options that a tower without an LLM has no use for."""
+"""Options of bundles, which a tower without an LLM does not have."""
 
 _LAYER = -2
-"""The hidden states that LLaVA takes of its tower, counted from the last block's."""
+"""The hidden states that LLaVA takes from its tower, counted from the last block's."""
 
-Look = Callable[[Image.Image], TokenFeatures]
-"""What a tower makes of an RGB image."""
+Tower = Callable[[Image.Image], TokenFeatures]
+"""Returns the features of an RGB image's tokens."""
 
 
 @dataclass(kw_only=True)
@@ -87,15 +88,16 @@ def _measure(arguments: Sequence[str] | None) -> None:
         pictures = (file_pictures(files) if files else task_pictures(options.data))[: options.limit]
     read = [Path(picture.name) for picture in pictures]
     check_outputs([*options.outputs, *_heatmap_outputs(options, pictures)], read, options.folders)
-    model, look = _tower(options) if is_tower else _bundle(options, pictures)
+    model, tower = _lone_tower(options) if is_tower else _bundle_tower(options, pictures)
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     norms, salience = [], []
-    for number, features in enumerate(_features(look, pictures)):
+    for number, picture in enumerate(tracked(pictures, "looking", "pictures")):
+        features = tower(picture.load())
         norms += [*features.norms]
         salience += [*features.salience]
         if options.heatmaps:
-            title = f"{model}: {Path(pictures[number].name).name}"
+            title = f"{model}: {Path(picture.name).name}"
             write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
     report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
@@ -114,20 +116,17 @@ def _parser() -> CommandParser:
     shown.add_argument(
         "--data",
         default=SCENES,
-        help="pictures: a folder, those that FILE.jsonl asks about, or a test set that comes along: scenes, "
-        "wide-scenes (default: scenes)",
+        help=f"pictures: a folder, those that FILE.jsonl asks about, {OWN_TEST_SETS}",
     )
-    # Names from before `--data` had one meaning in all commands.
-    shown.add_argument("--task", dest="data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_former_name(shown, "--task", "data")
+    # Its own field, because it takes several files.
     shown.add_argument("--images", type=Path, nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--limit", type=WholeNumber("--limit", 1, 10**9), metavar="N", help="the first N pictures only (default: all)"
-    )
+    parser.add_argument("--limit", type=LIMIT, metavar="N", help="the first N pictures only (default: all)")
     parser.add_argument(
         "--heatmaps",
         type=Path,
         metavar="FOLDER",
-        help="draw each picture's norms and the attention its tokens receive, beside it, as a PNG in this folder",
+        help="draw each picture with its norms and the attention its tokens receive, as a PNG in this folder",
     )
     parser.add_argument(
         "--layer",
@@ -139,7 +138,7 @@ def _parser() -> CommandParser:
 
 
 def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: bool) -> None:
-    """Refuse options that what is measured has no use for; raises `UsageError`."""
+    """Reject options of bundles for a tower, and of towers for a bundle; raises `UsageError`."""
     foreign = _FOR_BUNDLES if is_tower else ("layer",)
     given = [name for name in foreign if getattr(options, name) != parser.get_default(name)]
     if given:
@@ -149,33 +148,24 @@ def _check_fit(parser: argparse.ArgumentParser, options: _Options, *, is_tower: 
         )
 
 
-def _tower(options: _Options) -> tuple[str, Look]:
-    """The name of a tower without an LLM, and itself."""
+def _lone_tower(options: _Options) -> tuple[str, Tower]:
+    """Return the name and the features of a tower without an LLM."""
     layer = _LAYER if options.layer is None else options.layer
     return options.bundle.resolve().name, VisionTower(options.bundle, layer, options.threads).features
 
 
-def _bundle(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, Look]:
-    """A bundle's name, and its tower."""
+def _bundle_tower(options: _Options, pictures: Sequence[NamedPicture]) -> tuple[str, Tower]:
+    """Return the model's name and the features of a bundle's tower."""
     bundle = read_runnable(options.bundle, options.trust)
-    method = next(iter(bundle.manifest.plans))
-    check_memory(options, bundle, Planned([pictures[0].load()], method, [UNPRUNED], "", 0))
+    check_unpruned_memory(options, bundle, pictures[0].load())
     pipeline = load_pipeline(options, bundle)
     return model_name(bundle.manifest.checkpoint.source), lambda image: bundle_features(pipeline, image)
 
 
-def _features(look: Look, pictures: Sequence[NamedPicture]) -> Iterator[TokenFeatures]:
-    console = Console(stderr=True)
-    with ProgressLines("looking", len(pictures), "pictures") as lines:
-        for picture in track(pictures, "looking", console=console, transient=True, disable=not console.is_terminal):
-            yield look(picture.load())
-            lines.update(advance=1)
-
-
 def _heatmap_outputs(options: _Options, pictures: Sequence[NamedPicture]) -> list[Output]:
-    """The heat maps that will be written, or the folder they will lie in where it is not there yet.
+    """Return the heat maps that will be written, or their folder if it does not exist yet.
 
-    Raises `OutputError` for what is no folder, and `UsageError` without matplotlib.
+    Raises `OutputError` for a file in the folder's place, and `UsageError` without matplotlib.
     """
     folder = options.heatmaps
     if folder is None:

@@ -1,21 +1,18 @@
-"""`sinkprune-calibrate quantize`: a bundle of floats in, one with quantised weights out, rounded for pictures and
-prompts of a user's own."""
+"""`sinkprune-calibrate quantize`: quantises a bundle's weights, rounded for pictures and prompts of a user."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from sinkprune.calibration.commands.measuring import add_former_name, report_table
 from sinkprune.calibration.plots import plot_quantisation
-from sinkprune.calibration.tasks import Item, check_questions_file, load_task
+from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.ranges import RealNumber, WholeNumber
 from sinkprune.contract.checks.terminal import escaped
@@ -87,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _quantize(arguments: Sequence[str] | None) -> None:
     options = _parser().parse(arguments, _Options)
     with report_missing_package("quantising"), ProgressLines("loading packages"):
-        from sinkprune.calibration.quantising.prompts import show
         from sinkprune.calibration.quantising.quantise import Limits, quantise_bundle, quantised_forms
+        from sinkprune.calibration.quantising.walk import encode_prompts
         from sinkprune.export.progress import shown_progress
     check_outputs(options.outputs, [options.data, *options.key_files], [options.bundle, options.output])
     if options.plot:
@@ -101,21 +98,21 @@ def _quantize(arguments: Sequence[str] | None) -> None:
     with status("checking the pictures"):
         items = _chosen(options.data, options.limit)
         check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
-        shown = show(bundle, items)
+        prompts = encode_prompts(bundle, items)
     with status("checking sums"):
         bundle.verify()
     with shown_progress() as progress:
         manifest, report = quantise_bundle(
             bundle,
             options.output,
-            shown,
+            prompts,
             forms,
             Limits(options.max_error, options.max_layer_error),
             threads=load_backend("ort-cpu", options.threads).threads,
             force=options.force,
             sign=sign,
             progress=progress,
-            told=partial(_tell, progress),
+            on_cost=partial(_print_cost, progress),
         )
     write_report(options, report, plot_quantisation, {"sha256": BUNDLE.sha256(manifest)})
     if prints_json(options.json):
@@ -129,39 +126,35 @@ def _quantize(arguments: Sequence[str] | None) -> None:
 
 
 def _chosen(data: Path, limit: int) -> list[Item]:
-    """One question about each of the first `limit` pictures; raises `TaskError`."""
-    check_questions_file(data)
-    by_picture = groupby(load_task(str(data)), key=lambda item: item.picture)
-    groups = (list(items) for _, items in islice(by_picture, limit))
-    return [items[number % len(items)] for number, items in enumerate(groups)]
+    """Return one question about each of the first `limit` pictures; raises `TaskError`."""
+    check_own_questions(data)
+    by_picture = islice(items_by_picture(load_task(str(data))), limit)
+    return [items[number % len(items)] for number, items in enumerate(by_picture)]
 
 
-def _tell(progress: WeightProgress, cost: Cost) -> None:
-    """Print what the work takes, before it begins."""
+def _print_cost(progress: WeightProgress, cost: Cost) -> None:
+    """Report memory and time before the work begins."""
     progress.expect(cost.weights)
     minutes, free = cost.seconds / 60, available_bytes()
-    # What is computed is estimated; reading and writing files counts where that is little.
+    # The estimate leaves out reading and writing files, which dominates in small bundles.
     duration = f"about {minutes:.0f} minutes" if minutes >= 2 else "up to two minutes"
-    told = f" ({free / 1e9:.1f} GB are free)" if free else ""
+    available = f" ({free / 1e9:.1f} GB are free)" if free else ""
     sys.stderr.write(
-        f"needs about {cost.bytes / 1e9:.1f} GB of memory{told}, and {duration} on this machine while it is idle\n"
+        f"needs about {cost.bytes / 1e9:.1f} GB of memory{available}, and {duration} on this machine, if it is idle\n"
     )
     sys.stderr.flush()
 
 
 def _print(report: QuantisationReport) -> None:
-    """The layers furthest off and the logits, each beside what rounding to the nearest gives."""
+    """Print the errors of the worst layers and of the logits, next to those of rounding to the nearest."""
     console = TableConsole()
     console.print(
         f"{escaped(report.model)}, weights {report.weights.name}: {report.prompts} prompts of {report.rows} rows; "
         "errors as shares of the length, (rounded to the nearest)",
         markup=False,
     )
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in (f"worst {min(_SHOWN, len(report.layers))} of {len(report.layers)} layers", "graph"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("bits", "relative L2", "cosine"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    worst = f"worst {min(_SHOWN, len(report.layers))} of {len(report.layers)} layers"
+    table = report_table((worst, "graph"), ("bits", "relative L2", "cosine"))
     for layer in report.worst[:_SHOWN]:
         error, nearest = layer.error, layer.to_nearest
         table.add_row(
@@ -201,8 +194,7 @@ def _parser() -> CommandParser:
         help=f"the most inputs that share a scale in int4 (default: {max(BLOCK_SIZES)})",
     )
     add("--limit", type=_LIMIT, default=32, metavar="N", help="the first N pictures of --data only (default: 32)")
-    # The name before `--limit` had one meaning in all commands.
-    add("--pictures", type=_LIMIT, dest="limit", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    add_former_name(parser, "--pictures", "limit", type=_LIMIT)
     add(
         "--max-error",
         type=_MAX_ERROR,

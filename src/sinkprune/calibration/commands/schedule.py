@@ -1,17 +1,17 @@
-"""`sinkprune-calibrate schedule`: finds a budget that answers in time on this machine, and adds it to a bundle."""
+"""`sinkprune-calibrate schedule`: finds a budget that meets a deadline on this machine, and adds it to a bundle."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from sinkprune.calibration.tasks import Item, check_questions_file, load_task
+from sinkprune.calibration.commands.measuring import add_former_name
+from sinkprune.calibration.tasks import Item, check_own_questions, items_by_picture, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import read_bundle
 from sinkprune.contract.checks.fields import to_json
@@ -38,7 +38,7 @@ from sinkprune.runtime.media.images import read_image
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, new_request
 
 if TYPE_CHECKING:
-    from sinkprune.calibration.scheduling.propose import Asking, Target
+    from sinkprune.calibration.scheduling.propose import Prompt, Target
     from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
 
 _EXAMPLES = """\
@@ -61,9 +61,9 @@ _SECONDS = RealNumber("--seconds", 0, 86_400, "seconds, from 0 to 86400")
 _LIMIT = WholeNumber("--limit", 1, 10**6)
 _PROMPT = "What is in the picture?"
 _WORTH_A_CUT = 0.005
-"""The share of attention that other cuts must save before they are printed."""
+"""The share of attention that other cuts must save to be printed."""
 _PICTURES = 8
-"""Pictures whose attention is looked at: a plan's share of it differs little from one to the next."""
+"""Pictures whose attention is measured; a plan's share of it differs little between pictures."""
 
 
 @dataclass(kw_only=True)
@@ -83,6 +83,16 @@ class _Options(BundleOptions):
     seconds: float
     sign: Path | None
 
+    @property
+    def wants_budget(self) -> bool:
+        """Whether to find a budget, not costs alone."""
+        return self.target_ms is not None or self.budget_tokens is not None
+
+    @property
+    def outputs(self) -> list[Output]:
+        """The files that are written, each with the suffixes it may have."""
+        return [*json_outputs(self.json), *([(self.costs, (".json",))] if self.costs else [])]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `sinkprune-calibrate schedule` with `arguments`, or the process's own if None; returns the exit code."""
@@ -96,34 +106,33 @@ def _schedule(arguments: Sequence[str] | None) -> None:
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
         from sinkprune.calibration.scheduling.propose import Proposer, Target, nearest_target
         from sinkprune.calibration.scheduling.trials import Trials
-    sought = options.target_ms is not None or options.budget_tokens is not None
     target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
     name, sign = options.name or _name(target), read_private_key(options.sign) if options.sign else None
     check_name(bundle.manifest, name)
-    if sought and not options.dry_run:
+    if options.wants_budget and not options.dry_run:
         check_addable(bundle, name, force=options.force, signed=sign is not None)
     with status("checking the pictures"):
         items = load_task(str(options.data), options.limit) if options.data else []
-        check_apart([path for path, _ in _outputs(options)], (Path(item.picture) for item in items))
-        asked = _asked(options, items)
-    first = asked[0]
+        check_apart([path for path, _ in options.outputs], (Path(item.picture) for item in items))
+        prompts = _prompts(options, items)
+    first = prompts[0]
     check_memory(options, bundle, Planned([first.image], METHOD, [UNPRUNED], first.question, options.new_tokens))
     with TemporaryDirectory(prefix="sinkprune-") as folder:
         trials = Trials(bundle, Path(folder))
         pipeline = load_pipeline(options, trials.bundle)
         with status("measuring, which takes some hundred requests"):
-            if options.costs and not sought:
+            if options.costs and not options.wants_budget:
                 write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.seconds))
                 return
-            proposer = Proposer(trials, pipeline, asked, options.seconds)
-            # Costs are worth keeping where no budget is found, too.
+            proposer = Proposer(trials, pipeline, prompts, options.seconds)
+            # Written now, because costs are useful even if no budget is found.
             if options.costs:
                 write_costs(options.costs, proposer.costs)
             report = proposer.propose(name, target, items)
     if options.costs:
         write_costs(options.costs, report.costs)
-    # A name that was given promises no time.
+    # Only a default name promises a time.
     kept = not options.dry_run and (report.meets(target.ms) or bool(options.name))
     sha256, chosen = None, report.chosen
     if kept:
@@ -142,8 +151,8 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     if report.meets(target.ms):
         return
     missed = (
-        f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the {target.ms:g} ms that were "
-        "asked for. Measure again when the machine does nothing else, or give --target-ms "
+        f"95 of 100 requests took up to {_ms(report.measured_ms.p95)}, more than the target of {target.ms:g} "
+        "ms. Measure again when the machine does nothing else, or give --target-ms "
         f"{nearest_target(report.measured_ms.p95)}."
     )
     if not (kept or options.dry_run):
@@ -152,50 +161,42 @@ def _schedule(arguments: Sequence[str] | None) -> None:
 
 
 def _check_options(options: _Options) -> None:
-    """Refuse what does not go together, and files that could not be written later."""
-    sought = options.target_ms is not None or options.budget_tokens is not None
-    if not sought and not options.costs:
+    """Reject options that exclude each other, and outputs that cannot be written."""
+    if not options.wants_budget and not options.costs:
         raise UsageError(
-            "nothing was asked for. Give --target-ms or --budget-tokens for a budget, or --costs for what requests "
-            "cost here."
+            "neither a budget nor costs were requested. Give --target-ms or --budget-tokens for a budget, or --costs "
+            "for what requests cost here."
         )
-    if not sought and options.json:
-        raise UsageError("--json tells of a budget. Give --target-ms or --budget-tokens too, or leave it out.")
+    if not options.wants_budget and options.json:
+        raise UsageError("--json reports a budget. Give --target-ms or --budget-tokens too, or leave it out.")
     if options.data and (options.image or options.prompt):
         raise UsageError("--data holds pictures and questions. Leave out --image and --prompt, or --data.")
-    if options.data:
-        check_questions_file(options.data)
+    check_own_questions(options.data)
     read = [*(options.image or []), *([options.data] if options.data else []), *options.key_files]
-    check_outputs(_outputs(options), read, [options.bundle])
-
-
-def _outputs(options: _Options) -> list[Output]:
-    return [*json_outputs(options.json), *([(options.costs, (".json",))] if options.costs else [])]
+    check_outputs(options.outputs, read, [options.bundle])
 
 
 def _name(target: Target) -> str:
-    """What a budget is called unless it is given a name."""
+    """Return the default name of a budget for a target."""
     return f"in-{target.ms:g}ms" if target.ms is not None else f"mean-{target.tokens or 0:g}"
 
 
-def _asked(options: _Options, items: Sequence[Item]) -> list[Asking]:
-    """One question about each of some pictures: the data's, those that were given, or drawn scenes. The first has a
-    prompt of the usual length."""
-    from sinkprune.calibration.scheduling.propose import Asking
+def _prompts(options: _Options, items: Sequence[Item]) -> list[Prompt]:
+    """Return one question about each picture of --data, each --image, or drawn scenes; first one of median length."""
+    from sinkprune.calibration.scheduling.propose import Prompt
 
     if items:
-        by_picture = groupby(items, key=lambda item: item.picture)
-        chosen = [next(own) for _, own in islice(by_picture, _PICTURES)]
-        asked = [Asking(item.load_image(), item.question.prompt) for item in chosen]
+        chosen = [group[0] for group in islice(items_by_picture(items), _PICTURES)]
+        prompts = [Prompt(item.load_image(), item.question.prompt) for item in chosen]
     elif options.image:
-        asked = [Asking(read_image(path), options.prompt or _PROMPT) for path in options.image]
+        prompts = [Prompt(read_image(path), options.prompt or _PROMPT) for path in options.image]
     else:
         from sinkprune.demo.scenes import make_scene
 
         scenes = [make_scene("validation", number)[1] for number in range(_PICTURES)]
-        asked = [Asking(scene, options.prompt or _PROMPT) for scene in scenes]
-    usual = sorted(range(len(asked)), key=lambda number: len(asked[number].question))[len(asked) // 2]
-    return [asked[usual], *asked[:usual], *asked[usual + 1 :]]
+        prompts = [Prompt(scene, options.prompt or _PROMPT) for scene in scenes]
+    median = sorted(range(len(prompts)), key=lambda number: len(prompts[number].question))[len(prompts) // 2]
+    return [prompts[median], *prompts[:median], *prompts[median + 1 :]]
 
 
 def _print(report: ScheduleReport) -> None:
@@ -204,10 +205,10 @@ def _print(report: ScheduleReport) -> None:
         f"{report.visual_tokens} visual tokens and {report.prompt_tokens} of text, to the {what}\n"
         f"none: predicted {_ms(report.unpruned_ms)}, measured {_spread(report.unpruned_measured_ms)}"
         f"{_rated(report.unpruned_accuracy)}\n{report.name}: predicted {_ms(report.chosen.predicted_ms)}, measured "
-        f"{_spread(report.measured_ms)}: {100 * report.off:+.1f} %\n{_told(report.chosen)}\n"
+        f"{_spread(report.measured_ms)}: {100 * report.off:+.1f} %\n{_described(report.chosen)}\n"
     )
     for other in report.others:
-        sys.stdout.write(f"also looked at: {_told(other)}, predicted {_ms(other.predicted_ms)}\n")
+        sys.stdout.write(f"also looked at: {_described(other)}, predicted {_ms(other.predicted_ms)}\n")
     for cuts in report.other_cuts:
         if cuts.lost > report.chosen.lost - _WORTH_A_CUT:
             continue
@@ -217,7 +218,7 @@ def _print(report: ScheduleReport) -> None:
         )
 
 
-def _told(candidate: Candidate) -> str:
+def _described(candidate: Candidate) -> str:
     first, *left = candidate.rows
     stages = f", {', '.join(map(str, left))} after layers {_listed(candidate.stages_after)}" if left else ""
     return (
@@ -260,13 +261,12 @@ def _parser() -> CommandParser:
     add("--name", help="the budget's name in the bundle (default: as in in-250ms, mean-64)")
     add("--data", type=Path, metavar="FILE.jsonl", help="questions about pictures, as sinkprune evaluate reads them")
     add("--limit", type=_LIMIT, default=64, metavar="N", help="the first N questions of --data only (default: 64)")
-    # The name before `--limit` had one meaning in all commands.
-    add("--questions", type=_LIMIT, dest="limit", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    add("--image", type=Path, action="append", help="an image file to look at; may be repeated (default: scenes)")
-    add("--prompt", help=f"what is asked about it (default: {_PROMPT})")
+    add_former_name(parser, "--questions", "limit", type=_LIMIT)
+    add("--image", type=Path, action="append", help="an image file to measure; may be repeated (default: scenes)")
+    add("--prompt", help=f"the question about it (default: {_PROMPT})")
     add("--costs", type=Path, metavar="FILE.json", help="write what requests cost on this machine")
     parser.add_json("the report")
-    add("--dry-run", action="store_true", help="tell what was found, and leave the bundle as it is")
+    add("--dry-run", action="store_true", help="report the budget, and leave the bundle unchanged")
     add("--force", action="store_true", help="replace a budget of that name that was added before")
     add("--seconds", type=_SECONDS, default=5.0, help="how long to measure each part, about (default: 5)")
     add("--backend", choices=_BACKENDS, default="ort-cpu", help="engine library (default: ort-cpu)")

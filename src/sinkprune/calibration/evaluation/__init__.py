@@ -1,1 +1,1 @@
-"""How much accuracy a bundle keeps: its answers to a task's questions, with every method and budget."""
+"""The accuracy that a bundle keeps: its answers to a task's questions, with every method and budget."""

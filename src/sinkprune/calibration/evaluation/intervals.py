@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 Interval = tuple[float, float]
 """The low and the high end of an interval."""
-
 _Z = NormalDist().inv_cdf(0.975)
 _RESAMPLES = 10_000
-# One draw serves all means, and is kept in memory.
+# Fewer, because all means share one draw, which stays in memory.
 _PICTURE_RESAMPLES = 2_000
 
 
@@ -25,37 +24,37 @@ class Mean:
 
     mean: float
     ci95: Interval | None
-    """Its 95 % interval; None where there is but one picture."""
+    """Its 95 % interval; None for a single picture."""
 
 
 def wilson(right: int, count: int) -> Interval:
-    """The score interval of `right` successes in `count` trials (Wilson 1927), as fractions; `count` at least 1.
+    """Return the score interval of `right` successes in `count` trials, 1 or more, as fractions (Wilson 1927).
 
-    Unlike the usual mean plus or minus 1.96 standard errors it holds near 0 and 1 too, and for few questions.
+    Unlike the mean plus or minus 1.96 standard errors, it also holds near 0 and 1, and for few questions.
     """
     share = right / count
     middle = share + _Z**2 / (2 * count)
     reach = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
     scale = 1 + _Z**2 / count
     low, high = (middle - reach) / scale, (middle + reach) / scale
-    # Rounding must not push an end beyond the share itself, nor beyond 0 and 1.
+    # Rounding could push an end past the share itself, or past 0 and 1.
     return max(0.0, min(low, share)), min(1.0, max(high, share))
 
 
 def relative_accuracy(right: NDArray[np.bool_], base: NDArray[np.bool_]) -> float | None:
-    """Accuracy of `right` over that of `base` (bool [Q] each); None where `base` has no right answer."""
+    """Return the accuracy of `right` over that of `base` (bool [Q] each); None if `base` has no right answer."""
     return float(right.sum() / base.sum()) if base.any() else None
 
 
 def paired_bootstrap(right: NDArray[np.bool_], base: NDArray[np.bool_], seed: int = 0) -> Interval | None:
-    """The percentile interval of `relative_accuracy` over 10,000 resamples of the questions (Efron 1979).
+    """Return the percentile interval of `relative_accuracy` over 10,000 resamples of the questions (Efron 1979).
 
     `right` and `base` (bool [Q] each) answer the same questions, and are resampled together. Questions about one
-    picture count as independent. None where `base` has no right answer; resamples without one are left out.
+    picture count as independent. None if `base` has no right answer; resamples without one are left out.
     """
     if not base.any():
         return None
-    # Resampling questions is drawing how often each of the four pairs of outcomes comes.
+    # Resampling questions means drawing the counts of the four pairs of outcomes.
     outcomes = np.array([(right & base).sum(), (right & ~base).sum(), (~right & base).sum(), (~right & ~base).sum()])
     drawn = np.random.default_rng(seed).multinomial(len(base), outcomes / len(base), size=_RESAMPLES)
     drawn = drawn[drawn[:, 0] + drawn[:, 2] > 0]
@@ -67,8 +66,8 @@ def paired_bootstrap(right: NDArray[np.bool_], base: NDArray[np.bool_], seed: in
 class PictureBootstrap:
     """Means over questions, with percentile intervals over 2,000 resamples of the pictures (Efron 1979).
 
-    Questions about one picture have much in common, so a picture is drawn with all its questions. Values of the same
-    questions are resampled alike.
+    Questions about one picture are not independent, so a picture is drawn with all its questions. All means share the
+    same resamples.
     """
 
     def __init__(self, pictures: Sequence[str], seed: int = 0) -> None:
@@ -81,7 +80,7 @@ class PictureBootstrap:
         )
 
     def __call__(self, values: Sequence[float]) -> Mean:
-        """The mean of one value for each question."""
+        """Return the mean of one value for each question."""
         mean = float(np.mean(values))
         if self._drawn is None:
             return Mean(mean, None)

@@ -1,9 +1,9 @@
-"""Bundles as a model of `lmms-eval`, the harness multimodal LLMs are compared with.
+"""Bundles as a model of `lmms-eval`, the harness that compares multimodal LLMs.
 
     pip install 'sinkprune[cpu,lmms-eval]'
     lmms-eval --model sinkprune --model_args bundle=llava-7b,budget=retain-64 --tasks pope,mme,gqa
 
-A task's longest answer must fit the model's positions beside its prompt; `--gen_kwargs max_new_tokens=32` shortens
+A task's prompt and longest answer must fit the model's positions together; `--gen_kwargs max_new_tokens=32` shortens
 MMBench's 1024. The harness finds this module through the entry point group `lmms_eval.models`. Importing it needs
 the harness.
 """
@@ -21,12 +21,12 @@ from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import ImageError, UsageError
 from sinkprune.runtime.pipeline import Pipeline
 
-# Where a task names no longest answer.
 _MAX_NEW_TOKENS = 128
+"""For tasks without a longest answer."""
 
 
 def manifest() -> Any:
-    """Where the model's class is: what the entry point of the group `lmms_eval.models` hands to the harness."""
+    """Return the place of the model's class, for the entry point of the group `lmms_eval.models`."""
     from lmms_eval.models.registry_v2 import ModelManifest
 
     return ModelManifest(model_id="sinkprune", simple_class_path=f"{__name__}.SinkpruneModel")
@@ -51,7 +51,7 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
         max_batch_size: int | None = None,
         device: str | None = None,
     ) -> None:
-        """The arguments of `--model_args`, and `batch_size`, `max_batch_size` and `device`, which the harness adds.
+        """Load the bundle. The harness adds `batch_size`, `max_batch_size` and `device` to those of `--model_args`.
 
         The backend decides the device. Raises `BundleError`, `BackendError`, `BudgetError` and `UsageError`.
         """
@@ -59,24 +59,24 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
         if str(batch_size) != "1":
             raise UsageError(f"the batch size is {batch_size}; a bundle answers one question at a time, give 1.")
         self._pipeline = Pipeline.load(str(bundle), backend=backend, threads=threads)
-        # Told now, not at the first question
+        # Raises here instead of at the first question.
         self._pipeline.bundle.manifest.plan(method, budget)
         self._method, self._budget = method, budget
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """The replies to the harness's requests, in their order.
+        """Return the replies to the harness's requests, in their order.
 
-        Raises `ImageError` where one is not about exactly one image, and `UsageError` where it asks for beams.
+        Raises `ImageError` for a request without exactly one image, and `UsageError` for one with beams.
         """
         turns = track(requests, f"{self._method} {self._budget}", console=Console(stderr=True), transient=True)
         return [self._reply(*request.args) for request in turns]
 
     def generate_until_multi_round(self, requests: list[Any]) -> list[str]:
-        """Not supported: a bundle takes one user turn. Raises `UsageError`."""
+        """Raise `UsageError`: a bundle takes one user turn."""
         raise UsageError("a bundle answers one question, not a conversation. Choose tasks of a single round.")
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Not supported: a bundle rates no given replies. Raises `UsageError`."""
+        """Raise `UsageError`: a bundle rates no given replies."""
         raise UsageError(
             "a bundle generates replies and rates no given ones. Choose tasks whose output_type is generate_until, "
             "as that of POPE, MME, GQA, TextVQA and MMBench is."
@@ -107,7 +107,7 @@ class SinkpruneModel(lmms):  # type: ignore[misc]
 
 
 def _cut(text: str, until: str | list[str]) -> str:
-    """`text` up to the first of the words that end an answer."""
+    """Return `text` up to the first of the words that end an answer."""
     for end in [until] if isinstance(until, str) else until:
         text = text.split(end, 1)[0] if end else text
     return text

@@ -1,7 +1,8 @@
-"""Plants outlier tokens into a vision tower's output, to see how pruning methods cope with them.
+"""Plants outlier tokens into a vision tower's output, to compare pruning methods on them.
 
-What the paper finds in large towers: about 1 % of the tokens, in background, have large norms, draw the attention of
-the CLS token and say nothing of their place (method.md section 1). A tower without them can be given some.
+The paper finds in large towers that about 1 % of the tokens, in background, have large norms. They draw the attention
+of the CLS token and hold no information about their place (method.md section 1). This module adds such tokens to a
+tower without them.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from numpy.typing import NDArray
 from sinkprune.runtime.backends import Backend, Engine, Tensor
 
 _PER_MILLE = 10
-# Of a planted token, in median norms of its group.
 _NORM = 4.0
+"""The norm of a planted token, in medians of its group."""
 
 
 def plant_in_vision(graph: str, engine: Engine, backend: Backend) -> Engine:
-    """The engine of the graph `vision` with outliers planted in what it gives, any other as it is.
+    """Wrap the engine of the graph `vision` to plant outliers in its output; return any other engine unchanged.
 
     For `wrap` of `Pipeline.load`.
     """

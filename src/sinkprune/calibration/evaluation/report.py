@@ -1,4 +1,4 @@
-"""The evaluation report, field by field, and how it is summed up from replies."""
+"""The evaluation report, field by field, and its figures from replies."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from sinkprune.contract.reports.report import Spread
 
 
 class Combination(NamedTuple):
-    """A method at a budget, both by the names a bundle has for them."""
+    """A method at a budget, by their names in the bundle."""
 
     method: str
     budget: str
 
 
 BASELINE = Combination(UNPRUNED, UNPRUNED)
-"""The unpruned engines, which every evaluation runs and compares the others with."""
+"""The unpruned engines, with which every evaluation compares the others."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one combination replied to one question, and what that took."""
+    """One combination's reply to one question, and its cost."""
 
     id: str
     """The question's id within its task."""
     kind: str
-    """The question's kind, e.g. "existence"; accuracies are told by kind too."""
+    """The question's kind, e.g. "existence"."""
     combination: Combination
     text: str
     right: bool
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class KindReport:
-    """How one combination answered the questions of one kind."""
+    """One combination's answers to the questions of one kind."""
 
     accuracy: float
     """The fraction that was answered rightly."""
@@ -59,18 +59,18 @@ class KindReport:
 
 @dataclass(frozen=True)
 class CombinationReport:
-    """How one combination answered all questions. Accuracies are fractions."""
+    """One combination's answers to all questions. Accuracies are fractions."""
 
     accuracy: float
     """The fraction that was answered rightly."""
     ci95: Interval
     """Wilson's 95 % interval of `accuracy`."""
     relative: float | None
-    """Accuracy over that of the unpruned engines; None where those had no right answer."""
+    """Accuracy over that of the unpruned engines; None if those had no right answer."""
     relative_ci95: Interval | None
-    """The 95 % interval of `relative`, by paired bootstrap over the questions; None where `relative` is."""
+    """The 95 % interval of `relative`, by paired bootstrap over the questions; None if `relative` is."""
     by_kind: dict[str, KindReport]
-    """How it answered the questions of each kind, by the kind's name."""
+    """The answers to the questions of each kind, by the kind's name."""
     mean_visual_tokens: float
     """Visual tokens a decoder layer ran on, mean over all layers and questions (input counting)."""
     ttft_ms: Spread
@@ -95,13 +95,13 @@ class EvaluationReport:
     task: str
     """The task's name, or its file's."""
     questions: int
-    """How many questions were asked."""
+    """The number of questions."""
     blind: bool
     """Whether every picture was replaced by a grey one."""
     planted_outliers: bool
     """Whether background tokens were turned into outliers (`sinkprune.calibration.evaluation.outliers`)."""
     fit: str | None
-    """How pictures became the model's square (`sinkprune.runtime.media.fits`); None for the checkpoint's own way."""
+    """The fit of pictures to the model's square (`sinkprune.runtime.media.fits`); None for the checkpoint's own."""
     max_new_tokens: int
     """The longest answer, in tokens."""
     versions: dict[str, str]
@@ -111,13 +111,13 @@ class EvaluationReport:
     methods: dict[str, dict[str, CombinationReport]]
     """Each combination, by method, then budget."""
     unreachable: tuple[Combination, ...]
-    """Combinations asked for that the bundle does not hold: methods that cannot reach a budget's mean."""
+    """Requested combinations that the bundle does not hold: methods that cannot reach a budget's mean."""
     warnings: tuple[str, ...]
     """Sentences: why the figures say little, for example too few questions."""
 
 
 def summarise(replies: Sequence[Reply], base: Sequence[Reply]) -> CombinationReport:
-    """The report of one combination from its replies, and the baseline's to the same questions in the same order."""
+    """Return the report of one combination from its replies and the baseline's, to the same questions in order."""
     right = np.array([reply.right for reply in replies])
     base_right = np.array([reply.right for reply in base])
     kinds = dict.fromkeys(reply.kind for reply in replies)

@@ -1,17 +1,17 @@
-"""Warnings about samples too small for the figures that are computed from them, one sentence each."""
+"""Warnings about samples that are too small for their figures."""
 
 from __future__ import annotations
 
 from sinkprune.calibration.evaluation.intervals import wilson
 
 FEW_QUESTIONS = 100
-"""From so many questions on, the 95 % interval of an accuracy reaches at most 10 points to each side."""
+"""With as many questions, the 95 % interval of an accuracy reaches at most 10 points to each side."""
 FEW_PICTURES = 20
-"""From so many pictures on, the 95 % interval of a mean reaches at most half a standard deviation to each side."""
+"""With as many pictures, the 95 % interval of a mean reaches at most half a standard deviation to each side."""
 
 
 def accuracy_warnings(questions: int) -> tuple[str, ...]:
-    """Return a warning if an accuracy over `questions` says little, else nothing."""
+    """Return a warning if `questions` are too few for an accuracy, else nothing."""
     if questions >= FEW_QUESTIONS:
         return ()
     reach, enough = _reach(questions), _reach(FEW_QUESTIONS)
@@ -22,7 +22,7 @@ def accuracy_warnings(questions: int) -> tuple[str, ...]:
 
 
 def mean_warnings(pictures: int) -> tuple[str, ...]:
-    """Return a warning if means over `pictures` say little, else nothing."""
+    """Return a warning if `pictures` are too few for means, else nothing."""
     if pictures >= FEW_PICTURES:
         return ()
     return (
@@ -42,11 +42,11 @@ def calibration_warnings(prompts: int) -> tuple[str, ...]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and what is counted, as in "1 picture" and "2 pictures"."""
+    """Return a number and a noun, as in "1 picture" and "2 pictures"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _reach(questions: int) -> float:
-    """Half the widest 95 % interval of an accuracy, in percentage points: that of one half."""
+    """Return half the widest 95 % interval of an accuracy, that of one half, in percentage points."""
     low, high = wilson(questions // 2, questions)
     return 50 * (high - low)

@@ -1,4 +1,4 @@
-"""What calibrating takes, told before it begins: memory and time."""
+"""An estimate of the memory and the time that calibrating weights takes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from sinkprune.calibration.quantising.products import Layer
 from sinkprune.contract.system.memory_need import TooLittleMemoryError, gigabytes
 from sinkprune.contract.system.system_memory import available_bytes
 
-_LOOKED_AT, _FLOAT = 3, 4
-"""How often a prompt runs through a graph: with floats, and with codes of both roundings; bytes of an fp32."""
+_RUNS, _FLOAT = 3, 4
+"""Runs of a prompt through a graph (floats, and both roundings); bytes of an fp32."""
 _FIXED_BYTES = 600 << 20
-"""Python, its libraries, and what they keep of memory that was given back."""
+"""Python, its libraries, and freed memory that they retain."""
 _PACKED = 2
-"""How often a float is held by the engine: read, and packed."""
+"""Copies of a float in the engine: as read, and packed."""
 _ROUNDING_PRODUCTS, _ROUNDING_OUTPUTS, _ROUNDING_BYTES = 12, 10 * 2048, 28
-"""Products of the errors with X^T X that rounding a matrix takes as long as: eight, and all else; floats that it
-takes for each input; and bytes beside for each value of X^T X, while that is inverted."""
+"""Rounding a matrix takes the time of 12 products of its errors with X^T X, these floats for each input, and these
+bytes for each value of X^T X while it is inverted."""
 _SAMPLE, _TRIES = 1024, 8
 
 
 class Cost(NamedTuple):
-    """What it takes, by and large."""
+    """Approximate memory and time."""
 
     bytes: int
     seconds: float
@@ -34,10 +34,10 @@ class Cost(NamedTuple):
 
 
 def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str, int], states: int) -> Cost:
-    """What it costs to round the layers of `graphs`, of which those of a stretch are in memory together.
+    """Estimate the cost of rounding the layers of `graphs`; the layers of one stretch are in memory together.
 
-    Each graph is given so many `rows`, and `states` bytes take what is kept of them between stretches and what is
-    computed within. The time is of this machine, which multiplies matrices for it.
+    `rows` is the number of each graph's input rows. `states` is the bytes of the states between stretches and within
+    them. The time is for this machine, by a short benchmark of matrix products.
     """
     most, operations = 0.0, 0.0
     for name, stretches in graphs.items():
@@ -48,7 +48,7 @@ def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str,
             running = _PACKED * _FLOAT * weights
             rounding = _ROUNDING_BYTES * widest**2 + _FLOAT * _ROUNDING_OUTPUTS * widest
             most = max(most, _FLOAT * sum(squares.values()) + max(running, rounding))
-            operations += 2.0 * (_LOOKED_AT * weights + sum(squares.values())) * rows[name]
+            operations += 2.0 * (_RUNS * weights + sum(squares.values())) * rows[name]
             operations += 2.0 * _ROUNDING_PRODUCTS * sum(layer.inputs**2 * layer.outputs for layer in layers)
     rounded = sum(
         layer.inputs * layer.outputs for stretches in graphs.values() for layers in stretches for layer in layers
@@ -57,7 +57,7 @@ def estimate(graphs: Mapping[str, Sequence[Sequence[Layer]]], rows: Mapping[str,
 
 
 def check_memory(cost: Cost) -> None:
-    """Refuse what does not fit the memory that is free; raises `TooLittleMemoryError`."""
+    """Raise `TooLittleMemoryError` if the cost exceeds the free memory."""
     free = available_bytes()
     if 0 < free < cost.bytes:
         raise TooLittleMemoryError(
@@ -67,10 +67,10 @@ def check_memory(cost: Cost) -> None:
 
 
 def _operations_a_second() -> float:
-    """Additions and multiplications of fp32 a second, in products of matrices."""
+    """Measure the fp32 additions and multiplications a second in matrix products."""
     sample, seconds = np.ones((_SAMPLE, _SAMPLE), np.float32), []
     for _ in range(_TRIES):
-        began = time.perf_counter()
+        start = time.perf_counter()
         sample @ sample
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return 2.0 * _SAMPLE**3 / min(seconds)

@@ -1,4 +1,4 @@
-"""The graphs of a bundle of floats, as they are and as they will be."""
+"""The weight graphs of a bundle, with their floats and with quantised weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from sinkprune.calibration.quantising.products import Layer, linear_layers
-from sinkprune.calibration.quantising.sessions import Session
-from sinkprune.calibration.quantising.stretches import Passage, Tensors, stretches
+from sinkprune.calibration.quantising.stretches import Passage, Session, Tensors, stretches
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.precision import Array, WeightForms, WeightsName
 from sinkprune.export.dialects import DIALECTS
@@ -20,7 +19,7 @@ from sinkprune.export.weights.weight_forms import form_of
 from sinkprune.runtime.backends.models import Model
 
 _WANTED = ("tokens", "norms", "salience", "deepstack", "embeddings", "hidden_out", "logits")
-"""What weight graphs give that the next one is given, or the answer is made of."""
+"""Outputs of weight graphs that the next graph or the answer needs."""
 
 
 class Graphs:
@@ -31,21 +30,21 @@ class Graphs:
         self._dialect = DIALECTS[bundle.manifest.dialect]
 
     def changes(self, graph: str) -> bool:
-        """Whether its matrices will be stored otherwise than they are."""
+        """Return whether the graph's matrices get another form."""
         return self._form(graph, self._forms) != self._form(graph, self._bundle.manifest.weights)
 
     def read(self, graph: str) -> ir.Graph:
-        """As it is, with those outputs only that are wanted; raises what `Model.onnx` raises."""
+        """Return the graph with its needed outputs only; raises what `Model.onnx` raises."""
         return _wanted(read_graph(Model.of_bundle(self._bundle, graph).onnx))
 
     def layers(self, graph: str) -> list[list[Layer]]:
-        """The linear layers of a graph, by the stretches in which prompts go through it."""
+        """Return the linear layers of each stretch of a graph."""
         read = self.read(graph)
         layers = linear_layers(read).values()
         return [[layer for layer in layers if layer.value in stretch.inputs] for stretch in stretches(read)]
 
     def rewritten(self, graph: str, rounding: Rounding) -> RewrittenGraph:
-        """As it will be, with its matrices rounded by a rule; raises `UsageError` where one does not fit its form."""
+        """Return the graph with its matrices rounded by a rule; raises `UsageError` if one does not fit its form."""
         form = form_of(self._form(graph, self._forms), self._forms.block_size, rounding=rounding)
         precision, model = PRECISIONS[self._bundle.manifest.precision], Model.of_bundle(self._bundle, graph)
         weights = {weight.name: weight for weight in model.weights}
@@ -56,15 +55,15 @@ class Graphs:
         return RewrittenGraph(graph, precision, self._dialect, form, read_graph(model.onnx), read)
 
     def file(self, graph: str) -> str:
-        """The name of its ONNX file in the bundle."""
+        """Return the name of the graph's ONNX file in the bundle."""
         return self._bundle.manifest.graphs[graph].file
 
     def passage(self, graph: str, feeds: Iterable[Tensors]) -> Passage:
-        """Prompts in front of a graph as it is; raises what `Model.onnx` raises."""
+        """Return a passage of prompts through the graph of floats; raises what `Model.onnx` raises."""
         return self._passage(self.read(graph), Model.of_bundle(self._bundle, graph).file.path.parent, feeds)
 
     def written_passage(self, graph: str, root: Path, feeds: Iterable[Tensors]) -> Passage:
-        """Prompts in front of a graph as it was written into the folder `root`."""
+        """Return a passage of prompts through the graph in the folder `root`."""
         path = root / self.file(graph)
         return self._passage(_wanted(read_graph(path.read_bytes())), path.parent, feeds)
 

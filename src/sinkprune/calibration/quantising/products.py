@@ -1,4 +1,4 @@
-"""The products X^T X of what the linear layers of a graph are given: all that rounding their matrices needs."""
+"""The products X^T X of the linear layers' inputs X, from which their matrices are rounded."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _WEIGHT = ".weight"
 
 
 class Layer(NamedTuple):
-    """A linear layer."""
+    """A linear layer of a graph."""
 
     value: str
-    """What it is given, by a name; layers may share it."""
+    """The name of its input; layers may share it."""
     inputs: int
     outputs: int
 
 
 class Products:
-    """X^T X of each matrix of a graph on the same prompts, computed when it is asked for, with those of its stretch.
+    """X^T X of each matrix of a graph on the same prompts, computed on demand, a stretch of layers at a time.
 
-    Asked for in the order of the layers, each is computed once.
+    Calls in the order of the layers compute each product once.
     """
 
     def __init__(self, graph: ir.Graph, start: Callable[[], Passage]) -> None:
-        """`start` puts all prompts in front of `graph`."""
+        """`start` returns a passage of all prompts through `graph`."""
         self._layers, self._joined = linear_layers(graph), joined_layers(graph)
         self._start, self._passage = start, start()
         self._held: dict[str, Inputs] = {}
 
     def __call__(self, matrix: str) -> Inputs:
-        """What the layer with the matrix of that name is given; raises `BackendError`."""
+        """Return the products of the inputs of the layer with the matrix of that name; raises `BackendError`."""
         value = self._layers[matrix].value
         if value not in self._held and not self._passage.is_ahead(value):
             self._passage = self._start()
         while value not in self._held:
-            # The old ones go before the new ones come.
+            # Free the old products before the next ones are computed.
             self._held = {}
             sums: dict[str, Array] = {}
             self._passage.step(partial(_add, sums))
@@ -52,17 +52,17 @@ class Products:
         return self._held[value]
 
     def parts(self, matrix: str) -> Mapping[str, int]:
-        """The layers that the matrix of that name is of: the names of their own matrices, and their outputs."""
+        """Return the layers that share the matrix of that name: their own matrices' names, and their outputs."""
         return self._joined.get(matrix, {matrix: self._layers[matrix].outputs})
 
     def outputs(self) -> list[Tensors]:
-        """What the graph gives of each prompt; raises `BackendError`."""
+        """Return the graph's outputs for each prompt; raises `BackendError`."""
         self._held = {}
         return self._passage.outputs()
 
 
 def linear_layers(graph: ir.Graph) -> dict[str, Layer]:
-    """All of `graph`, by the names of their matrices of floats."""
+    """Return all linear layers of `graph`, by the names of their matrices of floats."""
     found = {}
     for matrix, node in multiplications(graph).items():
         tensor = graph.initializers[matrix].const_value
@@ -73,7 +73,7 @@ def linear_layers(graph: ir.Graph) -> dict[str, Layer]:
 
 
 def joined_layers(graph: ir.Graph) -> dict[str, dict[str, int]]:
-    """The layers that share a matrix, by its name: the names of their own matrices, and their outputs."""
+    """Return the layers that share a matrix, by its name: the names of their own matrices, and their outputs."""
     found = {}
     for matrix, node in multiplications(graph).items():
         own = matrix.removesuffix(_WEIGHT).rpartition(".")[0]
@@ -82,7 +82,7 @@ def joined_layers(graph: ir.Graph) -> dict[str, dict[str, int]]:
             uses = [use for use, _ in uses[0].outputs[0].uses()]
         for split in (use for use in uses if use.op_type == "Split" and len(use.inputs) > 1):
             names = [str(value.name) for value in split.outputs]
-            # Where a checkpoint's own matrix is cut, as in Qwen's towers, the parts have no names of layers.
+            # If the checkpoint itself stores one matrix, as in Qwen's towers, the parts have no layers' names.
             if all(name.rpartition(".")[0] == own for name in names):
                 widths = _numbers(split.inputs[1])
                 found[matrix] = {f"{name}{_WEIGHT}": width for name, width in zip(names, widths, strict=True)}
@@ -90,7 +90,7 @@ def joined_layers(graph: ir.Graph) -> dict[str, dict[str, int]]:
 
 
 def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
-    """Count in what layers are given of one more prompt."""
+    """Add the products of one more prompt."""
     width = rows.shape[-1]
     rows = rows.reshape(-1, width).astype(np.float32, copy=False)
     if value not in sums:
@@ -99,7 +99,7 @@ def _add(sums: dict[str, Array], value: str, rows: Array) -> None:
 
 
 def _numbers(value: ir.Value | None) -> list[int]:
-    """A list that a graph holds, as where to split."""
+    """Return a constant list of a graph, such as the sizes of a Split."""
     tensor = value.const_value if value is not None else None
     if tensor is None:
         raise ValueError("a matrix is split at places that are computed")

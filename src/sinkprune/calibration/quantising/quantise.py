@@ -1,4 +1,4 @@
-"""A bundle of floats in, the same bundle with quantised weights out: graph by graph, all or nothing."""
+"""Quantises the weights of a bundle of floats, graph by graph. The new bundle is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ from sinkprune.calibration.evaluation.sample_size import calibration_warnings
 from sinkprune.calibration.quantising.cost import Cost, check_memory, estimate
 from sinkprune.calibration.quantising.graphs import Graphs
 from sinkprune.calibration.quantising.products import Products
-from sinkprune.calibration.quantising.prompts import Shown
-from sinkprune.calibration.quantising.report import (
-    LayerReport,
-    QuantisationReport,
-    layer_reports,
-    logit_error,
-)
+from sinkprune.calibration.quantising.report import LayerReport, QuantisationReport, layer_reports, logit_error
 from sinkprune.calibration.quantising.stretches import Tensors
-from sinkprune.calibration.quantising.walk import Walk, order
+from sinkprune.calibration.quantising.walk import EncodedPrompt, Walk, order
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.errors import AccuracyError, NumericsError, UsageError
 from sinkprune.contract.files.folders import check_outside, check_replaceable, replacing
@@ -44,16 +38,16 @@ from sinkprune.runtime.profiling.profile import model_name
 
 _QUANTISED: tuple[WeightsName, ...] = ("int8", "int4")
 _NEAREST = "nearest"
-"""The folder, while it is written, of what would be without calibration."""
+"""The temporary folder of the graphs that are rounded to the nearest."""
 _BLOCK = 1 << 24
 _SMALL_FILES_BYTES = 64 << 20
 _STATES = 6
-"""How many hidden states of a row are kept: in front of a graph and between its stretches, of each walk."""
+"""Hidden states of a row that are kept: before a graph and between its stretches, in each walk."""
 _NAMED = 3
-"""How many layers a refusal names."""
+"""Layers that an error message names."""
 
 Progress = Callable[[str, int], None]
-"""Told what is being done and how many weights it advanced by."""
+"""Called with the name of the work and the number of weights done since the last call."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Limits:
 def quantised_forms(
     manifest: Manifest, weights: WeightsName, vision: WeightsName | None, block_size: int | None
 ) -> WeightForms:
-    """The forms that are asked for of a bundle; raises `UsageError`, also where it is none of floats."""
+    """Return the forms of the new weights; raises `UsageError`, also for a bundle that is quantised already."""
     own = manifest.weights
     forms = chosen_forms(PRECISIONS[manifest.precision], weights, vision, block_size)
     if {own.decoder, own.vision} & {*_QUANTISED, "uint4"}:
@@ -86,7 +80,7 @@ def quantised_forms(
 def quantise_bundle(
     bundle: Bundle,
     output: Path,
-    shown: Sequence[Shown],
+    prompts: Sequence[EncodedPrompt],
     forms: WeightForms,
     limits: Limits,
     *,
@@ -94,24 +88,25 @@ def quantise_bundle(
     force: bool = False,
     sign: Sign | None = None,
     progress: Progress = lambda what, weights: None,
-    told: Callable[[Cost], None] = lambda cost: None,
+    on_cost: Callable[[Cost], None] = lambda cost: None,
 ) -> tuple[Manifest, QuantisationReport]:
-    """Write `bundle` into the new folder `output` with its matrices in `forms`, rounded for the prompts `shown`.
+    """Write `bundle` into the new folder `output` with its matrices in `forms`, rounded for the `prompts`.
 
-    All else is copied. `told` is given what it will take, before it begins. Raises `AccuracyError` past the `limits`,
-    `NumericsError` where the floats give no finite logits, `UsageError` where memory is too small or a matrix does
-    not fit its form, and what `replacing` raises; `output` is left as it was then.
+    All other files are copied. `on_cost` is called with the estimated cost before the work begins. Raises
+    `AccuracyError` if an error exceeds the `limits`, `NumericsError` if the floats' logits are not finite,
+    `UsageError` if memory is too small or a matrix does not fit its form, and what `replacing` raises. After an error
+    `output` is unchanged.
     """
     check_replaceable(output, BUNDLE, force=force)
     check_outside(output, bundle.path, BUNDLE)
     graphs = Graphs(bundle, forms, threads)
     planned = {name: graphs.rewritten(name, to_nearest) for name in order(bundle.manifest) if graphs.changes(name)}
-    cost = _cost(graphs, bundle.manifest, planned, shown)
-    told(cost)
+    cost = _cost(graphs, bundle.manifest, planned, prompts)
+    on_cost(cost)
     check_memory(cost)
     needed = _disk_bytes(bundle.manifest, planned)
     with replacing(output, BUNDLE, needed, "choose --weights int4", force=force) as root:
-        report = _Quantisation(bundle, graphs, root, progress).run(shown, forms)
+        report = _Quantisation(bundle, graphs, root, progress).run(prompts, forms)
         _check_limits(report, limits)
         progress("copying", 0)
         for name, file in bundle.files.items():
@@ -129,26 +124,26 @@ def quantise_bundle(
 
 
 class _Quantisation:
-    """The work on one bundle: what it writes goes into `root`."""
+    """The quantisation of one bundle into the folder `root`."""
 
     def __init__(self, bundle: Bundle, graphs: Graphs, root: Path, progress: Progress) -> None:
         self._bundle, self._graphs, self._root, self._progress = bundle, graphs, root, progress
         self._layers: list[LayerReport] = []
 
-    def run(self, shown: Sequence[Shown], forms: WeightForms) -> QuantisationReport:
-        """Write every graph that changes, and compare."""
+    def run(self, prompts: Sequence[EncodedPrompt], forms: WeightForms) -> QuantisationReport:
+        """Write every graph that changes, and compare the outputs."""
         manifest = self._bundle.manifest
-        floats, ours, nearest = (Walk(self._bundle, shown) for _ in range(3))
+        floats, ours, nearest = (Walk(self._bundle, prompts) for _ in range(3))
         for name in order(manifest):
             self._progress(name, 0)
             with Model.of_bundle(self._bundle, name).by_path():
                 if self._graphs.changes(name):
-                    given = self._write(name, floats.feeds)
+                    outputs = self._write(name, floats.feeds)
                     ours.advance(self._graphs.written_passage(name, self._root, ours.feeds).outputs())
-                    beside = self._root / _NEAREST
-                    nearest.advance(self._graphs.written_passage(name, beside, nearest.feeds).outputs())
-                    shutil.rmtree(beside)
-                    floats.advance(given)
+                    folder = self._root / _NEAREST
+                    nearest.advance(self._graphs.written_passage(name, folder, nearest.feeds).outputs())
+                    shutil.rmtree(folder)
+                    floats.advance(outputs)
                 else:
                     for walk in (floats, ours, nearest):
                         walk.advance(self._graphs.passage(name, walk.feeds).outputs())
@@ -161,18 +156,18 @@ class _Quantisation:
             model=model_name(manifest.checkpoint.source),
             precision=manifest.precision,
             weights=forms,
-            prompts=len(shown),
-            rows=_rows(shown),
+            prompts=len(prompts),
+            rows=_rows(prompts),
             layers=tuple(self._layers),
             logits=logit_error(floats.logits, ours.logits),
             to_nearest=logit_error(floats.logits, nearest.logits),
-            warnings=calibration_warnings(len(shown)),
+            warnings=calibration_warnings(len(prompts)),
         )
 
     def _write(self, graph: str, feeds: Sequence[Tensors]) -> list[Tensors]:
-        """Write a graph with its matrices rounded for what it is given, and beside it to the nearest.
+        """Write a graph with its matrices rounded for its inputs, and a second one rounded to the nearest.
 
-        Returns what its floats give of each prompt.
+        Returns the outputs of its floats for each prompt.
         """
         samples = [_samples(graph, feed) for feed in feeds]
         every = list(chain.from_iterable(samples))
@@ -187,45 +182,47 @@ class _Quantisation:
         file = self._graphs.file(graph)
         self._graphs.rewritten(graph, to_nearest).save(self._root / _NEAREST, file)
         self._graphs.rewritten(graph, rounding).save(self._root, file)
-        # Of a prompt's samples, the last is what the graph takes.
-        given = products.outputs()
-        return [given[end - 1] for end in accumulate(map(len, samples))]
+        # A prompt's last sample is the graph's real input.
+        outputs = products.outputs()
+        return [outputs[end - 1] for end in accumulate(map(len, samples))]
 
 
 def _samples(graph: str, feed: Tensors) -> list[Tensors]:
-    """What a graph's layers are looked at with: the head is given each row of a prompt's text, though it takes the
-    last, for so few would say little of its many inputs."""
+    """Return the inputs that a graph's layers are measured on: for the head, each row of a prompt's text.
+
+    A request runs the head on the last row only, but one row a prompt says little about its many inputs.
+    """
     if graph != "head":
         return [feed]
     rows = feed["hidden"]
     return [{"hidden": rows[:, [row]]} for row in range(rows.shape[1])]
 
 
-def _rows(shown: Sequence[Shown]) -> int:
-    """Rows of all prompts, of text and pictures."""
-    return sum(prompt.seen.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in shown)
+def _rows(prompts: Sequence[EncodedPrompt]) -> int:
+    """Return the rows of all prompts, of text and pictures."""
+    return sum(prompt.seen.layout.all_tokens + sum(map(len, prompt.texts)) for prompt in prompts)
 
 
-def _cost(graphs: Graphs, manifest: Manifest, planned: Iterable[str], shown: Sequence[Shown]) -> Cost:
-    text = sum(len(prompt.texts[-1]) for prompt in shown)
-    patches = sum(prompt.seen.layout.all_tokens for prompt in shown) * manifest.vision.patches_per_token
+def _cost(graphs: Graphs, manifest: Manifest, planned: Iterable[str], prompts: Sequence[EncodedPrompt]) -> Cost:
+    text = sum(len(prompt.texts[-1]) for prompt in prompts)
+    patches = sum(prompt.seen.layout.all_tokens for prompt in prompts) * manifest.vision.patches_per_token
     rows = {"vision": patches, "head": text}
     layers = {name: graphs.layers(name) for name in planned}
-    return estimate(layers, {name: rows.get(name, _rows(shown)) for name in layers}, _states(manifest, shown))
+    return estimate(layers, {name: rows.get(name, _rows(prompts)) for name in layers}, _states(manifest, prompts))
 
 
-def _states(manifest: Manifest, shown: Sequence[Shown]) -> int:
-    """Bytes of what is kept of all prompts, each with a mask, and of what is computed of the longest."""
-    lengths, lm = [_rows([prompt]) for prompt in shown], manifest.language_model
+def _states(manifest: Manifest, prompts: Sequence[EncodedPrompt]) -> int:
+    """Return the bytes of all prompts' kept states, each with a mask, and of the longest prompt's computation."""
+    lengths, lm = [_rows([prompt]) for prompt in prompts], manifest.language_model
     kept = sum(_STATES * rows * lm.hidden_size + rows**2 for rows in lengths)
     computed = max(
-        decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, prompt.seen.layout) for prompt in shown)
+        decoder_bytes(manifest, max(lengths)), *(tower_bytes(manifest, prompt.seen.layout) for prompt in prompts)
     )
     return kept * DTYPES[manifest.precision].itemsize + computed
 
 
 def _disk_bytes(manifest: Manifest, planned: dict[str, RewrittenGraph]) -> int:
-    """What the new bundle takes, with the largest graph twice while it is compared."""
+    """Return the bytes of the new bundle, with the largest graph twice while it is compared."""
     kept = sum(spec.size for spec in manifest.files.values()) - sum(map(manifest.weight_bytes, planned))
     written = [graph.bytes for graph in planned.values()]
     return max(kept, 0) + sum(written) + max(written, default=0) + _SMALL_FILES_BYTES

@@ -1,4 +1,4 @@
-"""What quantised weights change: of each layer's output, and of the logits."""
+"""The errors of quantised weights: in each layer's output, and in the logits."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from sinkprune.export.weights.calibrated_rounding import Calibrated, Off
 
 @dataclass(frozen=True)
 class OutputError:
-    """How far what a layer gives is off, over all rows of the prompts and without its bias."""
+    """The error of a layer's output without its bias, over all rows of the prompts."""
 
     relative_l2: float
     """The length of the error over that of the output."""
     cosine: float
-    """Of the angle between the output and the one it should be."""
+    """The cosine of the angle between the output and the exact one."""
 
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What became of one linear layer."""
+    """The quantised weights of one linear layer."""
 
     graph: str
     matrix: str
-    """Its name; of layers that share a matrix in the graph, each has a report and its own matrix's name."""
+    """Its name; layers that share a matrix in the graph have a report each, with their own matrix's name."""
     inputs: int
     outputs: int
     bits: int
@@ -38,7 +38,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class LogitError:
-    """How far the first new token's logits are off, over all prompts."""
+    """The error of the first new token's logits, over all prompts."""
 
     relative_l2: float
     """The length of the error over that of the logits."""
@@ -50,14 +50,14 @@ class LogitError:
 
 @dataclass(frozen=True)
 class QuantisationReport:
-    """A bundle's quantised weights against its floats, on the pictures and prompts they were rounded for."""
+    """A bundle's quantised weights compared with its floats, on the prompts that they were rounded for."""
 
     model: str
     precision: str
     weights: WeightForms
     prompts: int
     rows: int
-    """Rows that the decoder was given, of text and pictures."""
+    """Input rows of the decoder, of text and pictures."""
     layers: tuple[LayerReport, ...]
     """In the order in which they run."""
     logits: LogitError
@@ -68,12 +68,12 @@ class QuantisationReport:
 
     @property
     def worst(self) -> list[LayerReport]:
-        """All layers, those furthest off first."""
+        """All layers, those with the largest errors first."""
         return sorted(self.layers, key=lambda layer: -layer.error.relative_l2)
 
 
 def layer_reports(graph: str, parts: Mapping[str, int], bits: int, found: Calibrated) -> list[LayerReport]:
-    """Of the layers that share a matrix: `parts` are the names of their own matrices and their outputs, in order."""
+    """Return the reports of layers that share a matrix; `parts` are their matrices and outputs, in order."""
     reports, start, inputs = [], 0, found.rounded.codes.shape[1]
     for matrix, outputs in parts.items():
         rows = slice(start, start + outputs)
@@ -91,13 +91,13 @@ def _output_error(lengths: Array, off: Off, rows: slice) -> OutputError:
 
 
 def logit_error(exact: Sequence[Array], found: Sequence[Array]) -> LogitError:
-    """`found` logits [vocab] of each prompt against the `exact` ones."""
-    wanted, given = np.array(exact, np.float64), np.array(found, np.float64)
-    likely, told = _log_softmax(wanted), _log_softmax(given)
+    """Return the error of the `found` logits [vocab] of each prompt against the `exact` ones."""
+    p, q = np.array(exact, np.float64), np.array(found, np.float64)
+    log_p, log_q = _log_softmax(p), _log_softmax(q)
     return LogitError(
-        relative_l2=float(np.linalg.norm(given - wanted) / np.linalg.norm(wanted)),
-        kl=float((np.exp(likely) * (likely - told)).sum(axis=-1).mean()),
-        top_1=float((wanted.argmax(axis=-1) == given.argmax(axis=-1)).mean()),
+        relative_l2=float(np.linalg.norm(q - p) / np.linalg.norm(p)),
+        kl=float((np.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean()),
+        top_1=float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean()),
     )
 
 

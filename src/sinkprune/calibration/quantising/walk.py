@@ -1,59 +1,84 @@
-"""One form of a bundle on its way through the unpruned chain, graph by graph, with all prompts at once.
+"""Runs all prompts through the unpruned chain of a bundle, graph by graph.
 
-Rows of pruned prompts are rows of these, fewer of them: what is chosen for all serves every budget.
+Rows of pruned prompts are a subset of these rows. So one rounding serves every budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from sinkprune.calibration.quantising.prompts import Shown
 from sinkprune.calibration.quantising.stretches import Tensors
+from sinkprune.calibration.tasks import Item
 from sinkprune.contract.bundle import Bundle
-from sinkprune.contract.manifest import EMBEDDING, Manifest
+from sinkprune.contract.files.untrusted import TEMPLATE_BYTES, TOKENIZER_BYTES
+from sinkprune.contract.manifest import CHAT_TEMPLATE, EMBEDDING, TOKENIZER, Manifest
 from sinkprune.contract.precision import DTYPES, Array
 from sinkprune.runtime.backends import Backend, load_backend
-from sinkprune.runtime.families import load_family
+from sinkprune.runtime.families import Seen, load_family
 from sinkprune.runtime.families.rotary import Rotary
 from sinkprune.runtime.steps.embedding import Embedding
 from sinkprune.runtime.steps.encoding import Encoded
+from sinkprune.runtime.steps.pictures import decoded, see
 from sinkprune.runtime.steps.prompt_rows import lay_out
+from sinkprune.runtime.text.prompt import PromptEncoder
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt about one picture, as the model takes it."""
+
+    seen: Seen
+    texts: list[list[int]]
+    """Token ids before the picture and after it."""
+
+
+def encode_prompts(bundle: Bundle, items: Iterable[Item]) -> list[EncodedPrompt]:
+    """Encode pictures and questions for the model of `bundle`; raises `ImageError` and `PromptError`."""
+    family, manifest = load_family(bundle.manifest), bundle.manifest
+    tokenizer = bundle.files[TOKENIZER].read(TOKENIZER_BYTES)
+    encoder = PromptEncoder(tokenizer, bundle.files[CHAT_TEMPLATE].read(TEMPLATE_BYTES), manifest.tokens)
+    prompts = []
+    for item in items:
+        picture = item.load_image()
+        seen = see(picture, decoded(picture, family), family, manifest)
+        prompts.append(EncodedPrompt(seen, encoder.encode(["", item.question.prompt], [seen.layout.texts]).texts))
+    return prompts
 
 
 def order(manifest: Manifest) -> list[str]:
-    """The graphs that hold weights, as an unpruned request runs them."""
+    """Return the graphs that hold weights, in the order in which an unpruned request runs them."""
     decoders = [f"decoder_{segment}" for segment in range(len(manifest.segments))]
     return ["vision", *filter(None, [manifest.projector]), *decoders, "head"]
 
 
 class Walk:
-    """All prompts, each in front of the same graph."""
+    """All prompts, each before the same graph."""
 
-    def __init__(self, bundle: Bundle, shown: Sequence[Shown]) -> None:
-        """In front of the vision tower."""
+    def __init__(self, bundle: Bundle, prompts: Sequence[EncodedPrompt]) -> None:
+        """Start before the vision tower."""
         backend, embedding = load_backend("ort-cpu"), Embedding(bundle.files[EMBEDDING], bundle.manifest)
         between = load_family(bundle.manifest).between_rows
-        self._prompts = [_steps(bundle.manifest, backend, embedding, between, prompt) for prompt in shown]
+        self._prompts = [_steps(bundle.manifest, backend, embedding, between, prompt) for prompt in prompts]
         self.feeds: list[Tensors] = [next(prompt) for prompt in self._prompts]
-        """What the graph is given of each prompt; the head only of the text behind the picture."""
+        """The graph's inputs for each prompt; those of the head are the rows of the text after the picture."""
         self.logits: list[Array] = []
-        """[vocab] of each prompt, behind the head."""
+        """[vocab] for each prompt, after the head."""
 
-    def advance(self, given: Iterable[Tensors]) -> None:
-        """Stand in front of the next graph, now that this one gave that of each prompt."""
-        for number, (prompt, outputs) in enumerate(zip(self._prompts, given, strict=True)):
+    def advance(self, outputs: Iterable[Tensors]) -> None:
+        """Go on to the next graph, with the outputs of this one for each prompt."""
+        for number, (prompt, own) in enumerate(zip(self._prompts, outputs, strict=True)):
             try:
-                self.feeds[number] = prompt.send(outputs)
+                self.feeds[number] = prompt.send(own)
             except StopIteration as done:
                 self.logits.append(done.value)
 
 
 def _steps(
-    manifest: Manifest, backend: Backend, embedding: Embedding, between_rows: str | None, prompt: Shown
+    manifest: Manifest, backend: Backend, embedding: Embedding, between_rows: str | None, prompt: EncodedPrompt
 ) -> Generator[Tensors, Tensors, Array]:
-    """An unpruned request: yields what each graph is given, is sent what it gives, and returns the logits [vocab]."""
+    """Run an unpruned request: yield each graph's inputs, receive its outputs, and return the logits [vocab]."""
     seen = yield prompt.seen.inputs
     tokens = seen["tokens"]
     if manifest.projector:
@@ -62,8 +87,8 @@ def _steps(
     every = np.broadcast_to(np.arange(count), (groups, count))
     beside = backend.tensor(seen["deepstack"]) if "deepstack" in seen else None
     encoded = Encoded(backend.tensor(tokens), None, every, seen["norms"], seen["salience"], beside)
-    shown = [(prompt.seen.layout, encoded)]
-    rows = lay_out(backend, embedding, between_rows, prompt.texts, shown, pruned=False)
+    pictures = [(prompt.seen.layout, encoded)]
+    rows = lay_out(backend, embedding, between_rows, prompt.texts, pictures, pruned=False)
     hidden, added = backend.numpy(rows.hidden), {name: backend.numpy(x) for name, x in rows.beside.items()}
     lm = manifest.language_model
     rotary = Rotary(lm.rope_theta, lm.head_dim, DTYPES[manifest.precision], lm.rope_sections)
@@ -72,12 +97,12 @@ def _steps(
         past = _no_past(manifest, segment, rows.length)
         own = added if segment == 0 else {}
         hidden = (yield {"hidden": hidden, "cos": cos, "sin": sin, **own, **past})["hidden_out"]
-    # It takes the last row. The others are rows it may be given too.
+    # A request runs the head on the last row only. The other rows are possible inputs too.
     return (yield {"hidden": hidden[:, rows.text]})["logits"][0]
 
 
 def _no_past(manifest: Manifest, segment: int, rows: int) -> Tensors:
-    """Caches that hold nothing, with room for the new `rows` where they are written in place."""
+    """Return empty caches, with room for the new `rows` if the graph writes them in place."""
     room = rows if manifest.cache == "in-place" else 0
     past = [spec for spec in manifest.graphs[f"decoder_{segment}"].inputs if spec.name.startswith("past_")]
     shapes = [[size if isinstance(size, int) else room for size in spec.shape] for spec in past]

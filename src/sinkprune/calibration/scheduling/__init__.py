@@ -1,1 +1,1 @@
-"""Budgets for a machine: what fits a time, found by what its parts cost and what attention it drops."""
+"""Finds budgets that meet a deadline on a machine, from measured costs and the attention that budgets drop."""

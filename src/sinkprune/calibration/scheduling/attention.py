@@ -1,16 +1,19 @@
-"""The attention that text pays to visual tokens in the unpruned model, and how much of it budgets would drop."""
+"""The attention that text pays to visual tokens in the unpruned model, and the share of it that budgets drop."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from sinkprune.calibration.scheduling.search import Space
 from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.budgets import Share
 from sinkprune.contract.errors import NumericsError
+from sinkprune.contract.manifest import decoder_segments
 from sinkprune.contract.precision import Array
 from sinkprune.runtime.device.stopwatch import Stopwatch
 from sinkprune.runtime.pipeline import Pipeline
@@ -20,17 +23,19 @@ from sinkprune.runtime.steps.prompt_rows import PromptRows, lay_out
 
 
 class Attended(NamedTuple):
-    """A picture of T visual tokens that was asked about."""
+    """The measured attention to a picture of T visual tokens."""
 
     received: Array
-    """[C,T]: the attention each token receives from the text behind the picture, in the layer before each cut; means
-    over heads and rows, as the method's own stages score."""
+    """[C,T]: the attention that each token receives from the text after the picture, in the layer before each cut.
+
+    Means over heads and rows, like the scores of the method's stages.
+    """
     kept: list[Array]
-    """Of each sanitizer: the tokens it keeps; a sink stands for its highest-norm member."""
+    """The tokens that each sanitizer keeps; the token of largest norm stands for the sink."""
 
 
 def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Sequence[str]) -> Attended:
-    """Run the unpruned model on a picture and a question, and the plans on trial of these names as far as the LLM.
+    """Run the unpruned model on a picture and a question, and the sanitizers of the trial plans of these names.
 
     Raises what a request raises.
     """
@@ -44,38 +49,42 @@ def attend(pipeline: Pipeline, image: Image.Image, question: str, sanitizers: Se
     texts = pipeline.prompts.encode(["", question], [layout.texts]).texts
     shown, between = [(layout, encode(chain, None, tower, clock))], pipeline.family.between_rows
     rows = lay_out(backend, pipeline.embedding, between, texts, shown, pruned=False)
-    # A line's end stands for no token.
+    # Rows at the end of a line have no token.
     source, received = layout.unpruned_rows, []
     for attention in _received(pipeline, rows):
         tokens = np.zeros(layout.all_tokens)
         np.add.at(tokens, source[source >= 0], attention[source >= 0])
         received.append(tokens)
     if not np.isfinite(received).all() or not np.sum(received, axis=1).all():
-        raise NumericsError("the text pays the picture no attention that is finite, so nothing can be chosen by it.")
+        raise NumericsError(
+            "the text's attention to the picture is zero or not finite, so it cannot choose a budget."
+        )
     return Attended(np.stack(received), kept)
 
 
 def _received(pipeline: Pipeline, rows: PromptRows) -> list[Array]:
-    """[V] behind each cut: the attention that visual rows receive."""
+    """Return [V] for each cut: the attention that visual rows receive."""
     chain, backend = pipeline.chain, pipeline.backend
-    asking = rows.text if len(rows.text) else np.array([rows.length - 1])
+    text = rows.text if len(rows.text) else np.array([rows.length - 1])
     cos, sin = (backend.tensor(table) for table in chain.rotary.tables(rows.positions.rows))
     hidden, added, found = rows.hidden, rows.beside, []
     for decoder in chain.decoders[:-1]:
         outputs = decoder({"hidden": hidden, "cos": cos, "sin": sin, **added}, decoder.new_cache())
-        # Of the first segment alone
+        # DeepStack's rows are inputs of the first segment only.
         hidden, added = outputs["hidden_out"], {}
         query, key = (backend.numpy(outputs[name])[0].astype(np.float32) for name in ("query", "key"))
-        found.append(_attention(query[:, asking], key, asking)[rows.visual])
+        found.append(_attention(query[:, text], key, text)[rows.visual])
     return found
 
 
-def _attention(query: Array, key: Array, asking: Array) -> Array:
-    """[T]: what keys [Hkv,T,h] receive of queries [H,R,h], which are the rows `asking` [R]: softmax over visible
-    keys, mean over heads and rows."""
+def _attention(query: Array, key: Array, rows: Array) -> Array:
+    """Return [T]: the causal attention that keys [Hkv,T,h] receive from the queries [H,R,h] of the rows `rows` [R].
+
+    A softmax over visible keys, then the mean over heads and rows.
+    """
     heads, _, size = query.shape
     total = np.zeros(key.shape[1])
-    hidden = np.arange(key.shape[1]) > asking[:, None]
+    hidden = np.arange(key.shape[1]) > rows[:, None]
     for head in range(heads):
         logits = query[head] @ key[head * len(key) // heads].T / np.sqrt(size)
         logits[hidden] = -np.inf
@@ -84,21 +93,14 @@ def _attention(query: Array, key: Array, asking: Array) -> Array:
     return total / heads
 
 
-class Lost(NamedTuple):
-    """Shares of attention, mean over pictures; see `sinkprune.calibration.scheduling.search.Space`."""
+def lost(
+    attended: Sequence[Attended], sizes: Sequence[Share], selects: Sequence[int], seen: Sequence[int]
+) -> tuple[Array, Array]:
+    """Return `lost_before` [A,S] and `lost_after` [A,C,S,M] of `Space`: dropped attention, mean over pictures.
 
-    before: Array
-    """[A,S]."""
-    after: Array
-    """[A,C,S,M]."""
-
-
-def lost(attended: Sequence[Attended], sizes: Sequence[Share], selects: Sequence[int], seen: Sequence[int]) -> Lost:
-    """What sanitizers and stages drop.
-
-    `selects` [C] are the numbers of the cuts whose attention a stage behind each segment goes by, `seen` [S] those of
-    the cuts whose attention stands for each segment: its own, and for the last the one before it. Numbers may come
-    again.
+    `selects` [C] are the cuts whose attention ranks the tokens of the stage after each segment. `seen` [S] are the
+    cuts whose attention stands for each segment: its own, and for the last segment the one before. Both are numbers
+    of measured cuts, possibly repeated.
     """
     sanitizers = len(attended[0].kept)
     before = np.zeros((sanitizers, len(seen)))
@@ -109,8 +111,36 @@ def lost(attended: Sequence[Attended], sizes: Sequence[Share], selects: Sequence
         for number, kept in enumerate(one.kept):
             before[number] += 1 - share[seen][:, kept].sum(axis=1)
             for place, cut in enumerate(selects):
-                # As a stage ranks them: ties go to the earlier.
+                # A stage breaks ties in favour of the earlier token.
                 ranked = kept[np.argsort(-share[cut, kept], kind="stable")]
                 left = np.cumsum(share[seen][:, ranked], axis=1)
                 after[number, place] += 1 - left[:, np.minimum(counts, len(ranked)) - 1]
-    return Lost(before / len(attended), after / len(attended))
+    return before / len(attended), after / len(attended)
+
+
+class Measurements(NamedTuple):
+    """The attention to all pictures, and the sanitizers and sizes to choose from."""
+
+    attended: Sequence[Attended]
+    measured: Sequence[int]
+    """The layers (0-based, ascending) whose attention is known: those after which the bundle is cut."""
+    kept: Sequence[int]
+    """Rows that each sanitizer keeps of the picture that prices are for."""
+    sizes: Sequence[Share]
+    tokens: int
+    """Visual tokens of that picture."""
+
+
+def space_of(measurements: Measurements, cut_after: Sequence[int], num_layers: int) -> Space:
+    """Return the plans of a decoder of `num_layers` that is cut after the layers `cut_after`.
+
+    For a layer whose attention is unknown, a stage uses the nearest known layer before it, and a segment the nearest
+    known layer after it.
+    """
+    last = len(measurements.measured) - 1
+    segments = decoder_segments(cut_after, num_layers)
+    selects = [max(0, bisect_right(measurements.measured, cut) - 1) for cut in cut_after]
+    seen = [min(last, bisect_left(measurements.measured, layers[-1])) for layers in segments]
+    before, after = lost(measurements.attended, measurements.sizes, selects, seen)
+    rows = np.array([size.of(measurements.tokens) for size in measurements.sizes])
+    return Space(tuple(map(len, segments)), np.array(measurements.kept), rows, before, after)

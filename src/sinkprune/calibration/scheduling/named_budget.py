@@ -1,4 +1,4 @@
-"""Adds a budget to a bundle in its place: new graphs of kilobytes, and a new manifest. No weight is written again."""
+"""Adds a budget to a bundle in its folder: new graphs of kilobytes and a new manifest, without copying weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,11 @@ from sinkprune.export.planning import save_plan
 METHOD = "sinkpruner"
 _NAME = re.compile("[a-z0-9][a-z0-9._-]{0,63}")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
-# Generously.
 _NEEDED_BYTES = 8 << 20
 
 
 def check_name(manifest: Manifest, name: str) -> None:
-    """Reject what no budget of this bundle may be called; raises `BudgetError`."""
+    """Raise `BudgetError` for a name that a budget of this bundle may not have."""
     if not _NAME.fullmatch(name):
         raise BudgetError(
             f"the name {format_value(name)} cannot be a budget's, expected up to 64 of a-z, 0-9, dots, dashes and "
@@ -46,9 +45,9 @@ def check_name(manifest: Manifest, name: str) -> None:
 
 
 def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> None:
-    """Refuse what could not be added later; raises `BudgetError` for the name, `BundleError` for the bundle.
+    """Check that a budget can be added; raises `BudgetError` for the name, `BundleError` for the bundle.
 
-    `force` allows to replace a budget that was added before; `signed` says that the new manifest will be signed.
+    `force` allows replacing a budget that was added before; `signed` means that the new manifest will be signed.
     """
     manifest = bundle.manifest
     check_name(manifest, name)
@@ -61,7 +60,7 @@ def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> No
     if not os.access(folder, os.W_OK) or not os.access(bundle.path, os.W_OK):
         raise BundleError(
             f"'{bundle.path}' cannot be written: no permission, or a read-only file system, at '{folder}'. Copy the "
-            "bundle to a place of your own, or add --dry-run to be told only."
+            "bundle to a place of your own, or add --dry-run to get the report only."
         )
     if not signed and (bundle.path / BUNDLE.signature).exists():
         raise BundleError(
@@ -73,11 +72,11 @@ def check_addable(bundle: Bundle, name: str, *, force: bool, signed: bool) -> No
 def add_budget(
     bundle: Bundle, name: str, budget: Budget, cuts: Sequence[int], *, force: bool = False, sign: Sign | None = None
 ) -> Manifest:
-    """Write `budget` into the folder of `bundle` under `name`, its stages behind the layers `cuts`.
+    """Write `budget` into the folder of `bundle` under `name`, with its stages after the layers `cuts`.
 
-    The folder is put together anew beside it, of links to the files it has and the graphs it gets, and changes places
-    with it: killed at any moment, the next command finds the bundle with the budget or without it. Raises what
-    `check_addable` raises, and `BundleError` where the bundle changed since it was read or its disk knows no links.
+    A new folder of hard links to the present files and of the new graphs replaces the old one. After a kill at any
+    moment the next command finds the bundle with the budget or without it. Raises what `check_addable` raises, and
+    `BundleError` if the bundle changed since it was read or its disk has no hard links.
     """
     check_addable(bundle, name, force=force, signed=sign is not None)
     manifest, root = bundle.manifest, bundle.path
@@ -102,13 +101,13 @@ def add_budget(
         )
         BUNDLE.write(new, added, sign)
         BUNDLE.hold(new, added.files)
-        # What another process has done meanwhile is not ours to undo.
+        # Fail if another process changed the bundle meanwhile.
         BUNDLE.read(root, Manifest, Trust(bundle.sha256))
     return added
 
 
 def _link(source: Path, target: Path) -> None:
-    """A second name for a file: its bytes are neither read nor written."""
+    """Create a hard link, without reading or writing the file's bytes."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)
@@ -116,6 +115,6 @@ def _link(source: Path, target: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         raise BundleError(
-            f"'{source}' cannot be given a second name: {error.strerror}. Its disk must know hard links; copy the "
-            "bundle to one that does."
+            f"'{source}' cannot be linked: {error.strerror}. Its disk must support hard links; copy the bundle to "
+            "one that does."
         ) from error

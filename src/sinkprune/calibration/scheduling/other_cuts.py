@@ -1,4 +1,4 @@
-"""What an export would bring whose decoder is cut behind more layers: those that other methods drop tokens behind."""
+"""The best budgets of bundles with more cuts: those after the layers where other methods drop tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import replace
 
+from sinkprune.calibration.scheduling.attention import Measurements, space_of
 from sinkprune.calibration.scheduling.named_budget import METHOD
-from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.report import OtherCuts
-from sinkprune.calibration.scheduling.search import Price, best_of_each_sanitizer
-from sinkprune.calibration.scheduling.spaces import Measurements, space_of
+from sinkprune.calibration.scheduling.search import MeanTokens, Milliseconds, Price, best_of_each_sanitizer
 from sinkprune.calibration.scheduling.trials import TRIAL
 from sinkprune.contract.errors import BudgetError
 from sinkprune.contract.families import FAMILIES
@@ -24,7 +23,7 @@ _CUTTING = ("fastv", "pyramiddrop")
 def other_cuts(
     manifest: Manifest, facts: PlanFacts, measurements: Measurements, price: Milliseconds | MeanTokens, limit: float
 ) -> Iterable[OtherCuts]:
-    """What the best budget of at most `limit` would be, with each method whose cuts the bundle lacks."""
+    """Yield the best budget of at most `limit` with the cuts of each method that the bundle lacks."""
     own, layers = manifest.cut_after, manifest.language_model.num_layers
     for method in _CUTTING:
         cuts = tuple(sorted({*own, *_cuts_of(method, manifest, facts)}))
@@ -34,16 +33,11 @@ def other_cuts(
         if best:
             methods = tuple(name for name in dict.fromkeys([METHOD, *manifest.plans, method]) if name != TRIAL)
             stages = tuple(cuts[stage] for stage in best[0].stages)
-            yield OtherCuts(
-                methods,
-                cuts,
-                stages,
-                best[0].lost,
-            )
+            yield OtherCuts(methods, cuts, stages, best[0].lost)
 
 
 def _cuts_of(method: str, manifest: Manifest, facts: PlanFacts) -> list[int]:
-    """The layers that a method drops tokens behind; none where it cannot be built for the model."""
+    """Return the layers after which a method drops tokens; none if it cannot be built for the model."""
     for budget in FAMILIES[manifest.family].budgets.values():
         try:
             return [*load_method(method)(facts, budget).select_after]
@@ -53,7 +47,7 @@ def _cuts_of(method: str, manifest: Manifest, facts: PlanFacts) -> list[int]:
 
 
 def _recut(price: Milliseconds | MeanTokens, own: tuple[int, ...], cuts: tuple[int, ...], num_layers: int) -> Price:
-    """What plans of a decoder with other cuts cost, each of a segment's layers its share of it."""
+    """Return the prices of plans with other cuts; every layer of a segment costs the same share of it."""
     segments = decoder_segments(cuts, num_layers)
     layers = tuple(map(len, segments))
     if isinstance(price, MeanTokens):

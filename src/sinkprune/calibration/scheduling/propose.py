@@ -1,4 +1,4 @@
-"""Proposes a budget for a bundle on this machine: measures, searches, and tries what was found."""
+"""Proposes a budget for a bundle on this machine: measures, searches, and tries the best plans."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from sinkprune.calibration.evaluation.asking import ask
+from sinkprune.calibration.evaluation.replies import collect_replies
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.scheduling import grid
-from sinkprune.calibration.scheduling.attention import attend
+from sinkprune.calibration.scheduling.attention import Measurements, attend, space_of
 from sinkprune.calibration.scheduling.named_budget import METHOD
 from sinkprune.calibration.scheduling.other_cuts import other_cuts
-from sinkprune.calibration.scheduling.prices import MeanTokens, Milliseconds
 from sinkprune.calibration.scheduling.report import Candidate, ScheduleReport
-from sinkprune.calibration.scheduling.search import Found, best_of_each_sanitizer, cheapest
-from sinkprune.calibration.scheduling.spaces import Measurements, space_of
+from sinkprune.calibration.scheduling.search import (
+    Found,
+    MeanTokens,
+    Milliseconds,
+    best_of_each_sanitizer,
+    cheapest,
+)
 from sinkprune.calibration.scheduling.trials import TRIAL, Trials
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
@@ -32,23 +36,19 @@ from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import new_request
 
 SECONDS = 5.0
-"""For about how long the costs are measured, and the budget that was found."""
+"""About how long to measure the costs, and again the budget that was found."""
 _CLOSER = 4
-"""How many budgets are compared where answers tell which is best."""
+"""Budgets that are compared by their answers to questions."""
 _ROUNDS = 4
-"""How often a budget is sought, where the machine's speed changes meanwhile."""
+"""Searches, repeated while the machine's speed changes."""
 _NEAR = 0.08
-"""How far a prediction may be off, as a share of what was measured."""
+"""The largest error of a prediction, as a share of the measured time."""
 _UNPRUNED = Combination(METHOD, UNPRUNED)
 
 
 def nearest_target(least: float) -> str:
-    """The least target to ask for where a budget was found to take `least`, with a tenth to spare."""
+    """Return the target to suggest after a budget took `least`, with a tenth to spare."""
     return f"{math.ceil(1.1 * least):d}"
-
-
-def _option(target: Target) -> str:
-    return "--budget-tokens" if target.ms is None else "--target-ms"
 
 
 class Target(NamedTuple):
@@ -58,8 +58,13 @@ class Target(NamedTuple):
     tokens: float | None
     new_tokens: int = 1
 
+    @property
+    def option(self) -> str:
+        """The option that sets the target."""
+        return "--budget-tokens" if self.ms is None else "--target-ms"
 
-class Asking(NamedTuple):
+
+class Prompt(NamedTuple):
     """A picture and a question about it."""
 
     image: Image.Image
@@ -67,15 +72,17 @@ class Asking(NamedTuple):
 
 
 class Proposer:
-    """A bundle on a machine, measured; proposes budgets for it."""
+    """Proposes budgets for a bundle on this machine, from measurements that it makes when it is created."""
 
-    def __init__(self, trials: Trials, pipeline: Pipeline, asked: Sequence[Asking], seconds: float = SECONDS) -> None:
-        """Measures the first of `asked` for some `seconds`, and looks at what text attends to in all of them.
+    def __init__(
+        self, trials: Trials, pipeline: Pipeline, prompts: Sequence[Prompt], seconds: float = SECONDS
+    ) -> None:
+        """Measure the costs of the first prompt for some `seconds`, and the attention of all prompts.
 
         Raises `BudgetError` for a bundle without the method, and what a request raises.
         """
         self._trials, self._pipeline, self._seconds = trials, pipeline, seconds
-        self._manifest, self._first = trials.bundle.manifest, asked[0]
+        self._manifest, self._first = trials.bundle.manifest, prompts[0]
         if not self._manifest.plans.get(METHOD):
             raise BudgetError(
                 f"this bundle holds no budget of method '{METHOD}', so it may be cut where nothing is to be dropped. "
@@ -88,7 +95,7 @@ class Proposer:
         self._sanitizers = {f"keep {number}": budget for number, budget in enumerate(grid.sanitizers(self._manifest))}
         for name, budget in self._sanitizers.items():
             trials.add(name, budget, ())
-        attended = [attend(pipeline, *each, [*self._sanitizers]) for each in asked]
+        attended = [attend(pipeline, *each, [*self._sanitizers]) for each in prompts]
         kept = [self._schedule(name).rows for name in self._sanitizers]
         sizes = grid.sizes(self._manifest)
         self._measurements = Measurements(attended, self._manifest.cut_after, kept, sizes, self._layout.all_tokens)
@@ -97,10 +104,10 @@ class Proposer:
         self._count, self._tail = 0, 1.0
 
     def propose(self, name: str, target: Target, items: Sequence[Item]) -> ScheduleReport:
-        """The budget that meets the target and drops least attention, or answers most of `items` where there are any.
+        """Return the budget that meets the target and drops the least attention, or answers most of `items` if any.
 
-        A target in milliseconds is met where 95 of 100 measured requests take no longer. Raises `BudgetError` where
-        no budget meets it, or the unpruned model does.
+        A target in milliseconds is met if 95 of 100 measured requests take no longer. Raises `BudgetError` if no
+        budget meets the target, or if the unpruned model does.
         """
         self._check_pruning_needed(target)
         report = self._tried(name, target, self._found(target, items), items)
@@ -111,7 +118,7 @@ class Proposer:
             try:
                 found = self._found(target, items)
             except BudgetError:
-                # At the speed that the machine has now no budget meets it any more.
+                # The machine is slower now, and no budget meets the target any more.
                 break
             tried = self._tried(name, target, found, items)
             if report.meets(target.ms) and not tried.meets(target.ms):
@@ -120,7 +127,7 @@ class Proposer:
         return report
 
     def _tried(self, name: str, target: Target, found: Sequence[Found], items: Sequence[Item]) -> ScheduleReport:
-        """What becomes of the best of `found` plans."""
+        """Try the `found` plans, and report the best."""
         price, limit = self._price(target)
         names = [self._try(each) for each in found]
         rated = self._rate(names, items)
@@ -129,7 +136,7 @@ class Proposer:
             for each, plan in zip(names, found, strict=True)
         }
         best = max(names, key=lambda each: (candidates[each].accuracy or 0.0, -candidates[each].lost))
-        measured, beside = self._measure([Combination(TRIAL, best), _UNPRUNED], target.new_tokens)
+        measured, unpruned = self._measure([Combination(TRIAL, best), _UNPRUNED], target.new_tokens)
         return ScheduleReport(
             name=name,
             pictures=len(self._measurements.attended),
@@ -142,7 +149,7 @@ class Proposer:
             chosen=candidates.pop(best),
             others=tuple(candidates.values()),
             measured_ms=measured,
-            unpruned_measured_ms=beside,
+            unpruned_measured_ms=unpruned,
             other_cuts=tuple(other_cuts(self._manifest, self._trials.facts, self._measurements, price, limit)),
         )
 
@@ -161,13 +168,12 @@ class Proposer:
         )
 
     def _follow(self, measured: Spread, predicted_ms: float) -> None:
-        """Have costs follow the speed that the machine has now, and the search its slowest requests: costs are
-        medians."""
+        """Scale the costs, which are medians, to the present speed, and the target to the slowest requests."""
         self.costs = self.costs.slower(measured.median / predicted_ms)
         self._tail = measured.p95 / measured.median
 
     def _check_pruning_needed(self, target: Target) -> None:
-        """Raise `BudgetError` where the unpruned model meets the target."""
+        """Raise `BudgetError` if the unpruned model meets the target."""
         whole, wanted, unit = float(self._layout.all_tokens), target.tokens or 0.0, "visual tokens a layer"
         if target.ms is not None:
             predicted = self._unpruned(target)
@@ -179,11 +185,11 @@ class Proposer:
         if whole <= wanted:
             raise BudgetError(
                 f"no pruning is needed: unpruned, the model takes up to {whole:.0f} {unit} here, and "
-                f"{_option(target)} is {wanted:g}. Run it with --budget {UNPRUNED}, or ask for less."
+                f"{target.option} is {wanted:g}. Run it with --budget {UNPRUNED}, or give a smaller target."
             )
 
     def _found(self, target: Target, items: Sequence[Item]) -> list[Found]:
-        """The best plans that are predicted to meet the target; raises `BudgetError` where there is none."""
+        """Return the best plans that are predicted to meet the target; raises `BudgetError` if there is none."""
         price, limit = self._price(target)
         found = best_of_each_sanitizer(self._space, price, limit)[: _CLOSER if items else 1]
         if found:
@@ -201,12 +207,12 @@ class Proposer:
         )
         raise BudgetError(
             f"no budget takes as little as {wanted:g} {unit} here: the least is {least:.1f}, unpruned it is "
-            f"{whole:.0f}. The nearest that one may meet is {_option(target)} {nearest_target(least)}. Give that, "
+            f"{whole:.0f}. The nearest that one may meet is {target.option} {nearest_target(least)}. Give that, "
             "smaller pictures, or weights in int8 or int4."
         )
 
     def _try(self, found: Found) -> str:
-        """Have a plan among those on trial; its name there."""
+        """Add a plan to the trials, and return its name there."""
         self._count += 1
         name, sanitizer = f"found {self._count}", [*self._sanitizers.values()][found.sanitizer]
         stages = tuple(self._measurements.sizes[size] for size in found.sizes)
@@ -215,10 +221,10 @@ class Proposer:
         return name
 
     def _rate(self, names: Sequence[str], items: Sequence[Item]) -> dict[str, float]:
-        """The fraction of `items` answered rightly at each budget on trial, and unpruned; empty without items."""
+        """Return the fraction of right answers to `items` at each trial budget, and unpruned; empty without items."""
         if not items:
             return {}
-        replies = ask(self._pipeline, items, [Combination(TRIAL, name) for name in names])
+        replies = collect_replies(self._pipeline, items, [Combination(TRIAL, name) for name in names])
         right: dict[str, list[bool]] = {}
         for reply in replies:
             name = UNPRUNED if reply.combination == BASELINE else reply.combination.budget
@@ -239,7 +245,7 @@ class Proposer:
         )
 
     def _measure(self, turns: Sequence[Combination], new_tokens: int) -> list[Spread]:
-        """Milliseconds of each of the `turns`, which run one after the other in each round."""
+        """Return the milliseconds of each of the `turns`, which take turns in each round."""
         latencies = [list[float]() for _ in turns]
         for counted in rounds(self._seconds):
             for (method, budget), own in zip(turns, latencies, strict=True):

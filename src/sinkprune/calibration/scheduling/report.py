@@ -1,4 +1,4 @@
-"""What `sinkprune-calibrate schedule --json` writes: costs, the budget that was found, and how it did."""
+"""The report of `sinkprune-calibrate schedule --json`: costs, the chosen budget, and its measured time."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ from sinkprune.contract.reports.report import Spread
 
 @dataclass(frozen=True)
 class OtherCuts:
-    """What a bundle with more cuts could do at the same price."""
+    """The best budget of a bundle with more cuts, at the same price."""
 
     methods: tuple[str, ...]
-    """What to export with: `sinkprune-export --methods`."""
+    """The methods to export with: `sinkprune-export --methods`."""
     cut_after: tuple[int, ...]
-    """The 0-based layers it would be cut after."""
+    """The 0-based layers after which the bundle would be cut."""
     stages_after: tuple[int, ...]
-    """Those that the best budget's stages would follow."""
+    """The 0-based layers that the best budget's stages would follow."""
     lost: float
-    """The share of text-visual attention it would drop; what layers between measured ones attend to is taken from
-    those."""
+    """The share of text-visual attention it would drop; layers without a measurement take that of a neighbour."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A budget that fits."""
+    """A budget that is predicted to meet the target."""
 
     budget: Budget
     stages_after: tuple[int, ...]
     """The 0-based layers that its stages follow."""
     rows: tuple[int, ...]
-    """Visual rows into the LLM and behind each stage, of the picture that was measured."""
+    """Visual rows into the LLM and after each stage, for the measured picture."""
     mean_visual_tokens: float
-    """Visual tokens a decoder layer runs on, mean over layers."""
+    """Visual tokens a layer, mean over layers."""
     lost: float
     """The share of text-visual attention that it drops, mean over layers."""
     accuracy: float | None
-    """The fraction of the data's questions that it answers rightly; None where no data were given."""
+    """The fraction of right answers to the questions of --data; None without --data."""
     predicted_ms: float
-    """To the last of the new tokens."""
+    """Predicted milliseconds to the last of the new tokens."""
 
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """What was found."""
+    """The chosen budget, the alternatives, and their times."""
 
     name: str
     """The budget's, in the bundle."""
     pictures: int
-    """How many were looked at."""
+    """Pictures whose attention was measured."""
     visual_tokens: int
     prompt_tokens: int
     new_tokens: int
@@ -60,19 +59,21 @@ class ScheduleReport:
     unpruned_accuracy: float | None
     chosen: Candidate
     others: tuple[Candidate, ...]
-    """Those that were looked at more closely beside it."""
+    """The other budgets that were compared by their answers."""
     measured_ms: Spread
     """Of the chosen budget, to the last of the new tokens."""
     unpruned_measured_ms: Spread
-    """Of the unpruned model, in turn with the chosen budget: beside `unpruned_ms` it tells by how much the machine's
-    speed changed since costs were measured."""
+    """Of the unpruned model, measured in turn with the chosen budget.
+
+    Its ratio to `unpruned_ms` is the change of the machine's speed since the costs were measured.
+    """
     other_cuts: tuple[OtherCuts, ...]
 
     def meets(self, ms: float | None) -> bool:
-        """Whether 95 of 100 measured requests took at most `ms` milliseconds; true where no time is wanted."""
+        """Return whether 95 of 100 measured requests took at most `ms` milliseconds; true for None."""
         return ms is None or self.measured_ms.p95 <= ms
 
     @property
     def off(self) -> float:
-        """How far the prediction is off what was measured, as a share of that."""
+        """The error of the prediction, as a share of the measured time."""
         return self.chosen.predicted_ms / self.measured_ms.median - 1

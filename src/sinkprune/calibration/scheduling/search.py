@@ -1,4 +1,4 @@
-"""The search for the budget that drops least attention at a price: all that a grid of sizes allows are looked at."""
+"""Exhaustive search on a grid of sizes for the budget that drops the least attention at a price."""
 
 from __future__ import annotations
 
@@ -9,31 +9,71 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sinkprune.contract.costs.model import Costs
 from sinkprune.contract.precision import Array
 
 MOST_STAGES = 3
-"""As many as the method has."""
+"""The stages of the method."""
 
 Price = Callable[[int, Array, tuple[int, ...]], Array]
-"""What plans cost [n], given the sanitizer's number, the visual rows [n,S] that reach each segment, and the numbers
-of the segments that a stage follows."""
+"""Returns the prices [n] of plans. Arguments: the sanitizer's number, the visual rows [n,S] that reach each segment,
+and the numbers of the segments that a stage follows."""
+
+
+@dataclass(frozen=True)
+class Milliseconds:
+    """The time of a request to its last token: `sinkprune.contract.costs.model.predict` for many plans."""
+
+    costs: Costs
+    layers: tuple[int, ...]
+    """The decoder layers of each segment."""
+    text: int
+    """Text tokens of the prompt."""
+    tokens: int
+    """Visual tokens of the picture."""
+    projector: bool
+    """Whether the model has a projector."""
+    new_tokens: int
+
+    def __call__(self, sanitizer: int, rows: Array, stages: tuple[int, ...]) -> Array:
+        costs, all_rows = self.costs, self.text + rows
+        total = costs.tower.ms(self.tokens) + costs.rest + costs.sanitizer.ms(rows[:, 0])
+        if self.projector:
+            total = total + costs.projector.ms(rows[:, 0])
+        for segment, curve in enumerate(costs.decoders):
+            total = total + curve.ms(all_rows[:, segment])
+        for stage in stages:
+            total = total + costs.select.ms(all_rows[:, stage])
+        mean = all_rows @ np.array(self.layers) / sum(self.layers)
+        return total + (self.new_tokens - 1) * costs.token.ms(mean)
+
+
+@dataclass(frozen=True)
+class MeanTokens:
+    """Visual tokens a decoder layer runs on, mean over layers."""
+
+    layers: tuple[int, ...]
+    """The decoder layers of each segment."""
+
+    def __call__(self, sanitizer: int, rows: Array, stages: tuple[int, ...]) -> Array:
+        mean: Array = rows @ np.array(self.layers) / sum(self.layers)
+        return mean
 
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen: one of A sanitizers, and stages of M sizes behind some of the C segments that another of
-    the S follows."""
+    """The plans to choose from: A sanitizers, and stages of M sizes after some of the C = S - 1 first segments."""
 
     layers: tuple[int, ...]
     """[S]: the decoder layers of each segment."""
     kept: Array
-    """[A]: visual rows that each sanitizer sends to the LLM."""
+    """[A]: visual rows that each sanitizer keeps."""
     sizes: Array
-    """[M], ascending: visual rows that a stage may leave."""
+    """[M], ascending: visual rows that a stage may keep."""
     lost_before: Array
-    """[A,S]: the share of a segment's text-visual attention that falls on tokens that are gone, before any stage."""
+    """[A,S]: the share of a segment's text-visual attention on tokens that the sanitizer dropped."""
     lost_after: Array
-    """[A,C,S,M]: the same behind a stage of that size, if it was the last before the segment."""
+    """[A,C,S,M]: the same on all dropped tokens, if the last stage before the segment has that place and size."""
 
 
 class Found(NamedTuple):
@@ -51,16 +91,16 @@ class Found(NamedTuple):
 
 
 def best_of_each_sanitizer(space: Space, price: Price, limit: float) -> list[Found]:
-    """The plan of each sanitizer that loses least of those that cost at most `limit`, the least loss first.
+    """Return the plan of each sanitizer with the least loss at a price of at most `limit`, the least loss first.
 
-    Of equal loss the cheaper comes first. A sanitizer without such a plan is left out.
+    Of equal losses the cheaper comes first. A sanitizer without such a plan is left out.
     """
     found = [_best(space, price, limit, sanitizer) for sanitizer in range(len(space.kept))]
     return sorted(filter(None, found), key=lambda plan: (plan.lost, plan.price))
 
 
 def cheapest(space: Space, price: Price) -> float:
-    """The least price of any plan of the space."""
+    """Return the least price of any plan of the space."""
     return min(
         float(price(sanitizer, rows, stages).min())
         for sanitizer in range(len(space.kept))
@@ -81,8 +121,7 @@ def _best(space: Space, price: Price, limit: float, sanitizer: int) -> Found | N
 
 
 def _plans(space: Space, sanitizer: int) -> Iterator[tuple[tuple[int, ...], Array, Array]]:
-    """Of each choice of stages: the numbers of sizes [n,stages] that get smaller from stage to stage, and the rows
-    [n,S] that they leave to each segment."""
+    """Yield each choice of stages, its descending sizes' numbers [n,stages], and the segments' rows [n,S]."""
     segments, kept = len(space.layers), int(space.kept[sanitizer])
     smaller = range(int(np.searchsorted(space.sizes, kept)))
     for count in range(min(MOST_STAGES, segments - 1) + 1):
@@ -96,7 +135,7 @@ def _plans(space: Space, sanitizer: int) -> Iterator[tuple[tuple[int, ...], Arra
 
 
 def _lost(space: Space, sanitizer: int, stages: tuple[int, ...], chosen: Array) -> Array:
-    """[n]: the attention that plans lose, mean over layers."""
+    """Return [n]: the attention that plans lose, mean over layers."""
     total, last = np.zeros(len(chosen)), None
     for segment, layers in enumerate(space.layers):
         if last is None:

@@ -1,4 +1,4 @@
-"""Plans on trial: a bundle in memory with plans beside its own, whose graphs lie in a folder of their own."""
+"""Trial plans: a bundle in memory with additional plans, whose graphs are in a temporary folder."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from sinkprune.export.pruning.plan import PlanFacts, UpTo
 from sinkprune.runtime.families import load_family
 
 TRIAL = "trial"
-"""The method that plans on trial are of, in memory: SinkPruner at other counts."""
+"""The method of trial plans in memory: SinkPruner with other counts."""
 
 
 class Trials:
-    """A bundle whose method `TRIAL` has whatever plans are added; the bundle's own folder is not written to."""
+    """A bundle whose method `TRIAL` has the plans that are added; its own folder stays unchanged."""
 
     def __init__(self, bundle: Bundle, folder: Path) -> None:
-        """Graphs are written below `folder`, which is the caller's to remove."""
+        """Write graphs to `folder`, which the caller removes."""
         own = bundle.manifest
         self._folder, self._files = folder, dict(bundle.files)
         manifest = replace(
@@ -41,18 +41,18 @@ class Trials:
         )
         self.facts = plan_facts(manifest)
         self.bundle = Bundle(bundle.path, manifest, bundle.sha256, self._files, bundle.trust)
-        """What a pipeline loads: it finds plans that are added later too."""
+        """The bundle to load a pipeline from; the pipeline also finds plans that are added later."""
 
     def add(self, name: str, budget: Budget, cuts: Sequence[int]) -> None:
-        """Have SinkPruner's plan of `budget`, its stages behind the layers `cuts`, under the name `name`.
+        """Add SinkPruner's plan of `budget` under `name`, with its stages after the layers `cuts`.
 
-        Raises `BudgetError` for what cannot be built.
+        Raises `BudgetError` for a plan that cannot be built.
         """
         manifest = self.bundle.manifest
         plan, graphs = save_plan(self._folder, self.facts, TRIAL, name, build_after(self.facts, budget, cuts))
         for spec in graphs.values():
             path = self._folder / spec.file
-            self._files[spec.file] = HeldFile(path, lambda reason: BundleError(f"a graph on trial {reason}"))
+            self._files[spec.file] = HeldFile(path, lambda reason: BundleError(f"a trial graph {reason}"))
             manifest.files[spec.file] = FileSpec(path.stat().st_size, sha256(path))
         manifest.graphs.update(graphs)
         manifest.budgets[name] = budget
@@ -60,7 +60,7 @@ class Trials:
 
 
 def plan_facts(manifest: Manifest) -> PlanFacts:
-    """What the export knew of the model when it built the bundle's plans."""
+    """Return the facts of the model from which the export built the bundle's plans."""
     outputs = {tensor.name: tensor.shape for tensor in manifest.graphs["vision"].outputs}
     largest: Sequence[VisualLayout] = [*load_family(manifest).largest().values()]
     groups, in_all = max(one.groups for one in largest), max(one.all_tokens for one in largest)

@@ -1,4 +1,4 @@
-"""A lesson for the decoder's attention: where a question's words look, and where its answer looks."""
+"""The loss that teaches the decoder's attention where a question's words look, and where its answer looks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from torch import nn
 from transformers import LlavaForConditionalGeneration
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from sinkprune.demo.training_batches import Pictures, Turns, Words
+from pocket_training.batches import Pictures, Turns, Words
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the decoder read."""
+    """The decoder's input of each layer, and the places of the picture."""
 
     hidden: tuple[torch.Tensor, ...]
-    """[B,S,d] into each layer."""
+    """[B,S,d]: the input of each layer."""
     position: torch.Tensor
     """[B,S]."""
     visual: slice
     """The rows of the picture; text follows."""
 
     def among_all(self, patches: torch.Tensor) -> torch.Tensor:
-        """[n,S] bool of `patches` [n,V], False for what is no patch."""
+        """Return [n,S] bool from `patches` [n,V] bool, False for text."""
         behind = self.position.shape[1] - self.visual.stop
         return nn.functional.pad(patches, (self.visual.start, behind), value=False)
 
@@ -33,13 +33,15 @@ class Reading:
 def looking_loss(
     model: LlavaForConditionalGeneration, reading: Reading, asked: Turns, seen: Pictures, words: Words
 ) -> torch.Tensor:
-    """How far attention is from what a question speaks of; scalar.
+    """Return the distance of attention from what a question is about; scalar.
 
-    Of the first half of the heads, "circle" is to look at circles in layer 1, "red circle" at red circles in 2 and 3,
-    and the beginning of the answer in 4 to 6 at what the first such words are for. Without, a decoder of this size
-    finds things by colour and never by shape. Of the other half, words are to share their attention equally between
-    the sequence's first token and the centre of each thing they are for in 2 and 3, so that the share tells how many
-    there are, or that there is none; and the answer is to look at the word in 4 and 5.
+    In the first half of the heads "circle" shall look at circles in layer 1, and "red circle" at red circles in 2 and
+    3. In 4 to 6 the answer's first token shall look at what the first such words name. Without this loss a decoder of
+    this size finds things by colour and never by shape.
+
+    In the other half words shall divide their attention equally in 2 and 3: between the sequence's first token and
+    the centre of each thing that they name. So the share of one reveals their number. In 4 and 5 the answer shall
+    look at the word.
     """
     spoken = _Spoken.of(asked, seen, words)
     lessons = (
@@ -55,16 +57,16 @@ def looking_loss(
 
 @dataclass(frozen=True)
 class _Spoken:
-    """What the words of B texts of T tokens speak of, on V patches."""
+    """What the words of B texts of T tokens name, on V patches."""
 
     word: torch.Tensor
-    """[B,T] bool: whether it is the word of a shape or a colour."""
+    """[B,T] bool: words of a shape or a colour."""
     alone: torch.Tensor
-    """[B,T,V] bool: what each word alone is for."""
+    """[B,T,V] bool: the patches that each word names by itself."""
     together: torch.Tensor
-    """[B,T,V] bool: the same, shapes with the colour before them."""
+    """[B,T,V] bool: the same, with shapes narrowed by the colour before them."""
     answers: list[tuple[int, int, int]]
-    """Of each turn that names something: its picture, the first word that does, and where its answer begins."""
+    """For each turn that names something: its picture, the first such word, and the answer's first token."""
 
     @classmethod
     def of(cls, asked: Turns, seen: Pictures, words: Words) -> _Spoken:
@@ -74,7 +76,7 @@ class _Spoken:
         shown, painted = seen.classes[:, None, :, 0], seen.classes[:, None, :, 1]
         by_shape = (shape[..., None] > 0) & (shown == shape[..., None])
         by_colour = (colour[..., None] > 0) & (painted == colour[..., None])
-        # "red objects": a plate is none.
+        # In "red objects", which no plate is.
         by_colour &= (behind[..., None] > 0) | (shown != len(words.shapes))
         by_both = by_shape & ((before[..., None] == 0) | (painted == before[..., None]))
         named = (shape > 0) | ((colour > 0) & (behind == 0))
@@ -89,7 +91,7 @@ class _Spoken:
 
 
 class _Lesson(NamedTuple):
-    """n tokens of the text, and the tokens of the sequence they are to look at."""
+    """n tokens of the text, and the tokens of the sequence that they shall look at."""
 
     rows: torch.Tensor
     """[n]: the picture."""
@@ -98,7 +100,7 @@ class _Lesson(NamedTuple):
     wanted: torch.Tensor
     """[n,S] bool."""
     equally: bool
-    """Whether at all of them, or at any."""
+    """Whether to look at all of them alike, or at any."""
 
 
 _FIRST, _OTHER = slice(0, 3), slice(3, 6)
@@ -137,7 +139,7 @@ def _columns(answers: list[tuple[int, int, int]]) -> tuple[torch.Tensor, torch.T
 def _distance(
     model: LlavaForConditionalGeneration, reading: Reading, asked: Turns, layer: int, heads: slice, lesson: _Lesson
 ) -> torch.Tensor:
-    """-log of the attention that `heads` of a layer give to what is wanted."""
+    """Return the mean -log of the attention that `heads` of a layer pay to the wanted tokens; scalar."""
     decoder = model.model.language_model
     attention, hidden = decoder.layers[layer].self_attn, reading.hidden[layer]
     normed = decoder.layers[layer].input_layernorm(hidden)
@@ -160,6 +162,6 @@ def _distance(
 
 
 def _class_of(ids: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """[B,T]: 1 + which of `words` each token is, 0 for none."""
+    """Return [B,T]: 1 + the place of each token in `words`, 0 for other tokens."""
     equal = ids[..., None] == words
     return torch.where(equal.any(-1), equal.int().argmax(-1) + 1, 0)

@@ -1,8 +1,8 @@
-"""Train the pocket model on a CPU: `python -m sinkprune.demo.train CHECKPOINT --state STATE.pt`.
+"""Train the pocket model on a CPU: `python benchmarks/train_pocket_model.py CHECKPOINT --state STATE.pt`.
 
-The first stage warms the tower by what each patch shows. The next add the LLM, with more objects a picture and more
-of its patches from stage to stage; the last shows all of them and asks most about counting, the hardest. Pictures of
-which only some patches exist cost a third. An interrupted training goes on from its state file when started again.
+The first stage trains the tower on what each patch shows. Later stages add the LLM, more objects and more patches a
+picture. The last stage shows all patches and asks most about counting, the hardest kind. Pictures with few patches
+cost a third. An interrupted training resumes from its state file.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
+from pocket_training.attention import looking_loss
+from pocket_training.batches import pictures, training_scenes, turns, words
+from pocket_training.losses import Probe, answer_loss, naming_loss, tower_states
+from pocket_training.model import new_model, new_tokenizer, save
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.pocket_model import new_model, new_tokenizer, save
 from sinkprune.demo.scene_questions import KINDS, LESSONS, description, some
 from sinkprune.demo.scenes import Scene
-from sinkprune.demo.training_attention import looking_loss
-from sinkprune.demo.training_batches import pictures, training_scenes, turns, words
-from sinkprune.demo.training_losses import Probe, answer_loss, naming_loss, tower_states
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the training; the learning rate goes linearly from its first value to its second."""
+    """A part of the training, with a learning rate that changes linearly from the first value to the second."""
 
     name: str
     steps: int
     pictures: int
-    """A step."""
+    """Pictures a step."""
     learning_rate: tuple[float, float]
     questions: int = 0
-    """A picture; 0 leaves the LLM out."""
+    """Questions a picture; 0 leaves the LLM out."""
     visual_tokens: int = 256
-    """How many patches of each picture exist: the centres of things, the rest of them, then random background."""
+    """Patches of each picture: centres of things first, then other patches of things, then random background."""
     probe_weight: float = 1.0
-    """Of what patches show and are called."""
+    """The weight of the losses for what patches show and what that is called."""
     most_objects: int = 6
-    """In a picture."""
+    """The most objects in a picture."""
     kinds: tuple[str, ...] = (*KINDS, *LESSONS)
-    """Of the questions."""
+    """Kinds of questions."""
     described: bool = False
-    """Whether the picture's description is asked for too; its many tokens outweigh the other answers'."""
+    """Whether to ask for the picture's description too. Its many tokens outweigh those of other answers."""
     warm_up: int = 0
-    """Steps in which the learning rate rises from 0."""
+    """Steps over which the learning rate rises from 0."""
 
 
 _EVERY = (*KINDS, *LESSONS)
-# What is still often wrong after stage "four"; counting and relations longest.
+# Kinds with many wrong answers after stage "four"; counting and relations take longest.
 _HARD = ("existence-random", "existence-adversarial", *3 * ("relation",), *3 * ("counting",), "place")
 _COUNTING = (*10 * ("counting",), *2 * ("relation",), "size", "choice")
 STAGES = (
@@ -72,12 +72,11 @@ _SAVE_EVERY = 100
 _LOG_EVERY = 20
 _CLIP = 1.0
 _SEED = 7
-# What of a training knows its own state.
-_STATES = ("model", "probe", "optimizer")
+_STATEFUL = ("model", "probe", "optimizer")
 
 
 class Training:
-    """The model in training, with all that is needed to go on with it."""
+    """The model, its optimizer, and the file that an interrupted training resumes from."""
 
     def __init__(self, state: Path) -> None:
         torch.manual_seed(_SEED)
@@ -93,7 +92,7 @@ class Training:
         self.tokenizer = self._load() if state.exists() else new_tokenizer()
 
     def run(self, stages: Sequence[Stage]) -> None:
-        """All steps that are still to be done."""
+        """Run the remaining steps."""
         start = time.perf_counter()
         for stage, step, scenes in _drawn_ahead(_schedule(stages), self.step):
             rate = self._set_rate(stage, step, stages)
@@ -102,8 +101,8 @@ class Training:
             if step % _LOG_EVERY == 0:
                 entry: dict[str, float | str] = {"step": step, "stage": stage.name, "rate": rate, **losses}
                 self.log.append(entry)
-                told = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in entry.items())
-                sys.stderr.write(f"{time.perf_counter() - start:7.0f} s  {told}\n")
+                line = " ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in entry.items())
+                sys.stderr.write(f"{time.perf_counter() - start:7.0f} s  {line}\n")
             if self.step % _SAVE_EVERY == 0:
                 self._save()
         self._save()
@@ -112,7 +111,7 @@ class Training:
         seen = pictures(scenes, stage.visual_tokens, seed=step)
         states = tower_states(self.model, seen)
         probe = self.probe.loss(states, seen)
-        loss, told = stage.probe_weight * probe, {"probe": probe.item()}
+        loss, losses = stage.probe_weight * probe, {"probe": probe.item()}
         if stage.questions:
             rng = Random(step)
             asked = [_questions(stage, scene, rng) for scene, _ in scenes]
@@ -122,12 +121,12 @@ class Training:
             names = naming_loss(self.model, visual, seen, known)
             looks = looking_loss(self.model, reading, spoken, seen, known)
             loss = loss + answers + stage.probe_weight * (names + looks)
-            told |= {"answers": answers.item(), "names": names.item(), "looks": looks.item()}
+            losses |= {"answers": answers.item(), "names": names.item(), "looks": looks.item()}
         self.optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, _CLIP)
         self.optimizer.step()
-        return told
+        return losses
 
     def _set_rate(self, stage: Stage, step: int, stages: Sequence[Stage]) -> float:
         begin = sum(earlier.steps for earlier in stages[: stages.index(stage)])
@@ -139,7 +138,7 @@ class Training:
         return rate
 
     def _save(self) -> None:
-        state = {name: getattr(self, name).state_dict() for name in _STATES}
+        state = {name: getattr(self, name).state_dict() for name in _STATEFUL}
         state |= {"step": self.step, "log": self.log, "tokenizer": self.tokenizer.to_str()}
         beside = self._path.with_suffix(".new")
         torch.save(state, beside)
@@ -147,7 +146,7 @@ class Training:
 
     def _load(self) -> Tokenizer:
         saved = torch.load(self._path)
-        for name in _STATES:
+        for name in _STATEFUL:
             getattr(self, name).load_state_dict(saved[name])
         self.step, self.log = saved["step"], saved["log"]
         return Tokenizer.from_str(saved["tokenizer"])
@@ -159,7 +158,7 @@ def _questions(stage: Stage, scene: Scene, rng: Random) -> list[Question]:
 
 
 def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
-    """Every step: its stage, its number, and the first of the training pictures it takes."""
+    """Yield the stage, the number and the first training picture of each step."""
     step = picture = 0
     for stage in stages:
         for _ in range(stage.steps):
@@ -170,7 +169,7 @@ def _schedule(stages: Sequence[Stage]) -> Iterator[tuple[Stage, int, int]]:
 def _drawn_ahead(
     schedule: Iterator[tuple[Stage, int, int]], first: int
 ) -> Iterator[tuple[Stage, int, list[tuple[Scene, Image.Image]]]]:
-    """The steps from `first` on with their scenes, which are drawn while the step before is computed."""
+    """Yield the steps from `first` on with their scenes, drawn while the step before runs."""
     with ThreadPoolExecutor(1) as pool:
         drawing = (
             (stage, step, pool.submit(training_scenes, picture, stage.pictures, stage.most_objects))
@@ -184,7 +183,7 @@ def _drawn_ahead(
 
 
 def main() -> None:
-    """Train, then write the checkpoint and its loss curve."""
+    """Train, and write the checkpoint and its loss curve."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="folder to write the trained model to")
     parser.add_argument("--state", type=Path, required=True, help="file the training is saved to and resumed from")

@@ -21,7 +21,7 @@ EOS, IMAGE, PAD = 2, 3, 4
 GRID = 16
 PATCH = SIDE // GRID
 BLOCKS = 6
-"""Blocks of the tower whose output the LLM sees. The checkpoint has one more, as vision_feature_layer is -2."""
+"""Blocks of the tower up to its output. The checkpoint has one more, as vision_feature_layer is -2."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | upper }}: "
     "{% for item in message['content'] if item['type'] == 'image' %}<image>\n{% endfor %}"
@@ -29,11 +29,11 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}"
 )
 BEFORE, AFTER, ANSWER = "USER: ", "\n{} ASSISTANT:", " {}"
-"""What the chat template puts before the picture, after it, and what the model replies."""
+"""The prompt before the picture, the prompt after it, and the reply."""
 
 
 def new_model() -> LlavaForConditionalGeneration:
-    """The model at its initialisation; its feature layer is the tower's last while it is trained."""
+    """Return the initialised model. While it trains, the tower's last layer is its feature layer."""
     config = LlavaConfig(
         vision_config={
             "model_type": "clip_vision_model",
@@ -75,7 +75,7 @@ def new_model() -> LlavaForConditionalGeneration:
 
 
 def _see_neighbours(tower: Any) -> None:
-    """Start the tower with attention to near and alike patches, which small towers are slow to find by themselves.
+    """Initialise the tower's attention to near and alike patches, which small towers learn slowly.
 
     Positions start as sines and cosines of row and column; keys start as queries, so that attention starts as
     likeness (Trockman and Kolter, "Mimetic Initialization of Self-Attention Layers", 2023).
@@ -94,10 +94,10 @@ def _see_neighbours(tower: Any) -> None:
 
 
 def _look_for_likeness(decoder: Any) -> None:
-    """Start the decoder so that a token first looks for tokens like itself, and what it is is not drowned.
+    """Initialise the decoder so that a token attends to tokens like itself, and its own state prevails.
 
-    Keys start as queries, as in the tower: "red" finds what is red in a hundred steps, otherwise in thousands.
-    Residuals start small beside the embeddings (Radford et al., GPT-2, section 2.3).
+    Keys start as queries, as in the tower: "red" finds red things within a hundred steps instead of thousands.
+    Residuals start small compared with the embeddings (Radford et al., GPT-2, section 2.3).
     """
     with torch.no_grad():
         nn.init.normal_(decoder.embed_tokens.weight, std=0.1)
@@ -111,7 +111,7 @@ def _look_for_likeness(decoder: Any) -> None:
 def save(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, folder: Path) -> None:
     """Write `model` as an fp16 checkpoint in Hugging Face format.
 
-    The tower gets a last block that nobody computes: LLaVA-1.5 takes its features from the last block but one.
+    The tower gets a last block of zeros, because LLaVA-1.5 takes its features from the last block but one.
     """
     config = LlavaConfig.from_dict(model.config.to_dict())
     config.vision_config.num_hidden_layers = BLOCKS + 1
@@ -135,7 +135,7 @@ def save(model: LlavaForConditionalGeneration, tokenizer: Tokenizer, folder: Pat
 
 
 def new_tokenizer(scenes: int = 3000) -> Tokenizer:
-    """Byte-level BPE, learnt from the questions about `scenes` training scenes."""
+    """Return a byte-level BPE tokenizer, trained on the questions about `scenes` training scenes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])

@@ -11,14 +11,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
+from pocket_training import model as pocket_model
+from pocket_training.attention import looking_loss
+from pocket_training.batches import pictures, turns, words
+from pocket_training.losses import answer_loss, tower_states
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo import pocket_model
 from sinkprune.demo.scene_questions import KINDS, some
 from sinkprune.demo.scenes import COLOURS, SHAPES, make_scene
-from sinkprune.demo.train import Stage, Training
-from sinkprune.demo.training_attention import looking_loss
-from sinkprune.demo.training_batches import pictures, turns, words
-from sinkprune.demo.training_losses import answer_loss, tower_states
+from train_pocket_model import Stage, Training
 
 STAGES = (
     Stage("vision", 1, 2, (1e-3, 1e-3)),
@@ -81,7 +81,7 @@ def test_turns_see_the_picture_and_themselves_only(
     assert together.item() == pytest.approx(alone.item() / answered, rel=1e-4)
 
 
-def test_words_look_at_what_they_speak_of_as_far_as_attention_says(
+def test_the_looking_loss_is_that_of_the_attention(
     model: LlavaForConditionalGeneration, tokenizer: Tokenizer
 ) -> None:
     scene, picture = make_scene("validation", 2)
@@ -152,7 +152,7 @@ def test_the_checkpoint_has_the_trained_features_and_the_turns_of_the_training(
     assert rendered[-len(after) :] == after
 
 
-def test_patches_are_told_what_they_show_and_the_first_stages_show_things_first() -> None:
+def test_patches_have_targets_and_few_patches_show_things_first() -> None:
     scenes = [make_scene("validation", i) for i in range(4)]
     whole, some = pictures(scenes), pictures(scenes, 100)
     for i, (scene, _) in enumerate(scenes):

@@ -1,4 +1,4 @@
-"""What one training step sees: pictures, what each patch shows, and questions packed behind one picture."""
+"""The batch of a training step: pictures, what each patch shows, and questions packed after one picture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
+from pocket_training.model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
 from sinkprune.contract.text.questions import Question
-from sinkprune.demo.pocket_model import AFTER, ANSWER, BEFORE, EOS, GRID, PAD, PATCH
 from sinkprune.demo.scene_questions import plural
 from sinkprune.demo.scenes import COLOURS, DIGITS, RADII, SHAPES, WORDS, Scene, compose_scene, make_scene
 
@@ -21,57 +21,57 @@ _SIZES = ("", *RADII)
 _TEXTS = ("", *DIGITS, *WORDS)
 _SHOWN = (_SHAPES, _COLOURS, _SIZES, _TEXTS)
 CLASSES = (*map(len, _SHOWN), 2)
-"""Of a patch: shape, colour, size and text of what it shows, 0 for nothing; and whether it holds its centre, of which
-there is one to be counted, whatever the size."""
+"""The classes of a patch: shape, colour, size and text of the thing it shows, 0 for none; and whether it holds the
+thing's centre. A thing has one centre whatever its size, so centres can be counted."""
 SUMMARY = len(COLOURS) * len(SHAPES) + len(_TEXTS)
-"""Of a picture: which pairs of colour and shape it holds, and which texts."""
+"""The classes of a picture: the pairs of colour and shape, and the texts, that it holds."""
 
 _MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)
 _STD = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
 _PATCH_MARGIN = 4
-"""Pixels beyond its box in which a thing still owns a patch's centre, so that small things own some."""
+"""Pixels around a thing's box that still belong to it, so that small things own some patches."""
 
 
 @dataclass
 class Pictures:
-    """B pictures, V patches of each, and what can be seen on them."""
+    """B pictures, V patches of each, and what these show."""
 
     pixels: torch.Tensor
     """[B,3,224,224] fp32, normalised as CLIP's."""
     patches: torch.Tensor
-    """[B,V] int64 ascending: the patches that are shown."""
+    """[B,V] int64, ascending: the patches of each picture that exist."""
     classes: torch.Tensor
     """[B,V,5] int64: `CLASSES` of each patch."""
     centres: torch.Tensor
-    """[B,V,2] fp32: x and y of the centre of what it shows, in patches from the picture's centre."""
+    """[B,V,2] fp32: x and y of the shown thing's centre, in patches from the picture's centre."""
     summary: torch.Tensor
     """[B,`SUMMARY`] fp32, 0 or 1."""
 
 
 @dataclass
 class Turns:
-    """Questions and answers behind B pictures; each turn sees the picture and itself, not the other turns."""
+    """Questions and answers after B pictures. Each turn attends to the picture and itself only."""
 
     before: torch.Tensor
     """[P] token ids before the picture."""
     ids: torch.Tensor
-    """[B,T] token ids after the picture, all turns in a row."""
+    """[B,T] token ids after the picture, of all turns in a row."""
     turn: torch.Tensor
     """[B,T] the number of the turn from 1 on, -1 for padding."""
     place: torch.Tensor
     """[B,T] position within the turn."""
     targets: torch.Tensor
-    """[B,T] the token to be predicted where it is part of an answer, else -100."""
+    """[B,T] the next token where it is part of an answer, else -100."""
 
 
 def normalised(picture: Image.Image) -> torch.Tensor:
-    """[3,224,224] fp32, as the checkpoint's image processor gives it."""
+    """Return [3,224,224] fp32, equal to the output of the checkpoint's image processor."""
     values = torch.from_numpy(np.asarray(picture, np.float32) / 255).permute(2, 0, 1)
     return (values - _MEAN) / _STD
 
 
 def pictures(scenes: list[tuple[Scene, Image.Image]], shown: int = GRID * GRID, seed: int = 0) -> Pictures:
-    """Pictures with their dense targets; `shown` patches of each: centres first, then things, then background."""
+    """Return pictures with dense targets and `shown` patches of each: centres, then things, then background."""
     targets = [_patch_targets(scene) for scene, _ in scenes]
     rng = np.random.default_rng(seed)
     patches = np.stack([_show(classes, shown, rng) for classes, _ in targets])
@@ -90,19 +90,19 @@ def _show(classes: np.ndarray, shown: int, rng: np.random.Generator) -> np.ndarr
 
 
 def training_scenes(first: int, count: int, most_objects: int) -> list[tuple[Scene, Image.Image]]:
-    """The training scenes `first`, `first` + 1, ...; in place of each with more than `most_objects`, another."""
+    """Return the training scenes from `first` on, with another in place of each with more than `most_objects`."""
     return [make_scene("training", _with_few(index, most_objects)) for index in range(first, first + count)]
 
 
 def _with_few(index: int, most_objects: int) -> int:
-    """The first of the scenes `index`, `index` + a million, ... that holds no more than `most_objects`."""
+    """Return the first of the scenes `index`, `index` + a million, ... with at most `most_objects`."""
     while len(compose_scene("training", index).objects) > most_objects:
         index += 1_000_000
     return index
 
 
 def turns(asked: list[list[Question]], tokenizer: Tokenizer) -> Turns:
-    """The questions `asked` about each picture, with their answers."""
+    """Pack the questions about each picture, with their answers."""
     rows = [[_turn(q.prompt, q.in_words, tokenizer) for q in row] for row in asked]
     length = max(sum(len(ids) for ids, _ in row) for row in rows)
     shape = (len(rows), length)
@@ -127,7 +127,7 @@ class Words(NamedTuple):
     colours: torch.Tensor
     sizes: torch.Tensor
     plurals: torch.Tensor
-    """Of the shapes."""
+    """Plurals of the shapes."""
 
 
 def words(tokenizer: Tokenizer) -> Words:
@@ -140,7 +140,7 @@ def words(tokenizer: Tokenizer) -> Words:
 
 
 def _turn(prompt: str, answer: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """Token ids of a question with its answer, and how many of them are the answer's."""
+    """Return the token ids of a question and its answer, and the length of the answer."""
     asked = tokenizer.encode(AFTER.format(prompt), add_special_tokens=False).ids
     replied = [*tokenizer.encode(ANSWER.format(answer), add_special_tokens=False).ids, EOS]
     return asked + replied, len(replied)

@@ -1,4 +1,4 @@
-"""The losses of the training: what each patch shows, what it is called, and what is answered."""
+"""The losses of the training: of what each patch shows, of its name, and of the answers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, smooth_l1_loss
 from transformers import LlavaForConditionalGeneration
 
-from sinkprune.demo.training_attention import Reading
-from sinkprune.demo.training_batches import CLASSES, SUMMARY, Pictures, Turns, Words
+from pocket_training.attention import Reading
+from pocket_training.batches import CLASSES, SUMMARY, Pictures, Turns, Words
 
 
 class Probe(nn.Module):
-    """Reads from each patch token what it shows, and from the CLS token what the picture holds.
+    """Predicts what each patch shows from its token, and what the picture holds from the CLS token.
 
-    It is thrown away after the training. Through it every token is asked to say what is at its own place, and the
-    CLS token has to look at what there is.
+    Its loss makes each token represent its own place, and the CLS token attend to all things. The checkpoint does not
+    contain it.
     """
 
     def __init__(self, width: int) -> None:
@@ -25,7 +25,7 @@ class Probe(nn.Module):
         self.picture = nn.Linear(width, SUMMARY)
 
     def loss(self, states: torch.Tensor, seen: Pictures) -> torch.Tensor:
-        """Of the tower's output `states` [B,1+V,D], of pictures with V patches each; scalar."""
+        """Return the loss of the tower's output `states` [B,1+V,D] for pictures of V patches; scalar."""
         states = self.norm(states)
         *guesses, centres = self.patch(states[:, 1:]).split([*CLASSES, 2], dim=-1)
         shape, _, _, text, _ = seen.classes.unbind(-1)
@@ -37,7 +37,7 @@ class Probe(nn.Module):
 
 
 def tower_states(model: LlavaForConditionalGeneration, seen: Pictures) -> torch.Tensor:
-    """[B,1+V,D]: the output of the tower's feature layer, CLS first, where only the V patches `seen` shows exist."""
+    """Return [B,1+V,D]: the output of the tower's feature layer, CLS first, computed from the V patches alone."""
     tower = model.model.vision_tower
     embedded = tower.embeddings(seen.pixels)
     places = torch.nn.functional.pad(seen.patches + 1, (1, 0))
@@ -48,12 +48,12 @@ def tower_states(model: LlavaForConditionalGeneration, seen: Pictures) -> torch.
 def naming_loss(
     model: LlavaForConditionalGeneration, visual: torch.Tensor, seen: Pictures, words: Words
 ) -> torch.Tensor:
-    """How far the projected tokens `visual` [B,V,d] are from the words for what they show; scalar.
+    """Return the distance of the projected tokens `visual` [B,V,d] from the words for what they show; scalar.
 
-    Attention compares a word with what is seen: "circle" finds circles as soon as they lie near its embedding.
+    Attention compares a word with tokens: "circle" finds circles once their tokens lie near its embedding.
     """
     table = nn.functional.normalize(model.get_input_embeddings().weight, dim=-1)
-    # As large as the decoder's own norm makes them.
+    # As long as after the decoder's RMSNorm.
     visual = nn.functional.normalize(visual, dim=-1) * visual.shape[-1] ** 0.5
     total = visual.new_zeros(())
     for i, ids in enumerate((words.shapes, words.colours, words.sizes)):
@@ -65,7 +65,7 @@ def naming_loss(
 def answer_loss(
     model: LlavaForConditionalGeneration, visual: torch.Tensor, asked: Turns
 ) -> tuple[torch.Tensor, Reading]:
-    """Cross entropy of the answers, given the projected tokens `visual` [B,V,d]; scalar, and how it came about."""
+    """Return the cross entropy of the answers given the projected tokens `visual` [B,V,d], and what was read."""
     embed = model.get_input_embeddings()
     batch = len(visual)
     before = embed(asked.before).expand(batch, -1, -1)

@@ -1,10 +1,11 @@
-"""Asks a bundle a task's questions with every method and budget, and counts what is right."""
+"""A bundle's replies to a task's questions with every method and budget, and their report."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 from PIL import Image
 
@@ -17,24 +18,25 @@ from sinkprune.calibration.evaluation.report import (
     summarise,
 )
 from sinkprune.calibration.evaluation.sample_size import accuracy_warnings
-from sinkprune.calibration.evaluation.unseen import unseen_warnings
 from sinkprune.calibration.tasks import Item
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.errors import BudgetError, SinkpruneError, UsageError
 from sinkprune.contract.manifest import Manifest
 from sinkprune.contract.text.questions import Question
+from sinkprune.runtime.commands.picture_notes import percent
 from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.profiling.profile import model_name
+from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.system.processor import processor_name
 
 
 def choose_combinations(
     manifest: Manifest, methods: Sequence[str], budgets: Sequence[str]
 ) -> tuple[list[Combination], list[Combination]]:
-    """The combinations of `methods` and `budgets` that the bundle holds, and those it does not.
+    """Return the combinations of `methods` and `budgets` that the bundle holds, and those it does not.
 
-    None given means all of the bundle; `none` among the budgets is the baseline, which is no combination. Raises
-    `BudgetError` for a method or budget that the bundle does not hold at all, and if no combination is left.
+    Empty `methods` or `budgets` mean all of the bundle. `none` among the budgets is the baseline and no combination.
+    Raises `BudgetError` for a method or budget that the bundle does not hold at all, and if no combination is left.
     """
     held = list(dict.fromkeys(budget for plans in manifest.plans.values() for budget in plans))
     for budget in budgets:
@@ -45,22 +47,23 @@ def choose_combinations(
             )
     for method in methods:
         manifest.plan(method, UNPRUNED)
-    asked = [
+    chosen = [
         Combination(method, budget)
         for method in dict.fromkeys(methods or manifest.plans)
         for budget in dict.fromkeys(budgets or held)
         if budget != UNPRUNED
     ]
-    reachable = [pair for pair in asked if pair.budget in manifest.plans[pair.method]]
-    if asked and not reachable:
+    reachable = [pair for pair in chosen if pair.budget in manifest.plans[pair.method]]
+    if chosen and not reachable:
+        method = chosen[0].method
         raise BudgetError(
-            f"this bundle holds none of the chosen methods at the chosen budgets; '{asked[0].method}' has: "
-            f"{', '.join([UNPRUNED, *manifest.plans[asked[0].method]])}."
+            f"this bundle holds none of the chosen methods at the chosen budgets; '{method}' has: "
+            f"{', '.join([UNPRUNED, *manifest.plans[method]])}."
         )
-    return reachable, [pair for pair in asked if pair not in reachable]
+    return reachable, [pair for pair in chosen if pair not in reachable]
 
 
-def ask(
+def collect_replies(
     pipeline: Pipeline,
     items: Iterable[Item],
     combinations: Sequence[Combination],
@@ -68,11 +71,10 @@ def ask(
     max_new_tokens: int = 8,
     on_run: Callable[[Combination], None] = lambda combination: None,
 ) -> list[Reply]:
-    """Every combination's greedy reply to every question, those of one question one after the other.
+    """Return the greedy reply of `BASELINE` and every combination to every question, question by question.
 
-    `BASELINE` is asked too. Each combination is run once on the first question before anything counts. `on_run` is
-    told of each run that counts before it starts. Raises what `Pipeline.stream` raises, naming the question, and
-    `UsageError` for fewer than one new token.
+    Each combination runs once on the first question as a warm-up. `on_run` is called before each run that counts.
+    Raises what `Pipeline.generate` raises, with the question's id, and `UsageError` for fewer than one new token.
     """
     if max_new_tokens < 1:
         raise UsageError(f"max new tokens is {max_new_tokens}, expected at least 1.")
@@ -83,7 +85,7 @@ def ask(
         if number == 0:
             for combination in turns:
                 _reply(pipeline, image, item.question, combination, max_new_tokens)
-        # Each question starts with another combination: being first after a pause is no combination's privilege.
+        # Rotate the order, so that the pause between questions favours no combination.
         shift = number % len(turns)
         for combination in [*turns[shift:], *turns[:shift]]:
             on_run(combination)
@@ -91,7 +93,7 @@ def ask(
     return replies
 
 
-def report(
+def evaluation_report(
     pipeline: Pipeline,
     replies: Sequence[Reply],
     unreachable: Sequence[Combination],
@@ -102,9 +104,9 @@ def report(
     max_new_tokens: int,
     fit: str | None = None,
 ) -> EvaluationReport:
-    """Sum up the replies that `ask` gave, on `pipeline`, in the report that `sinkprune-evaluate --json` writes.
+    """Return the report that `sinkprune-evaluate --json` writes, from the replies of `collect_replies`.
 
-    `unreachable` are the combinations that `choose_combinations` found missing; the rest says how the task was asked.
+    `unreachable` are the combinations that `choose_combinations` found missing. The other arguments describe the run.
     """
     by_combination: dict[Combination, list[Reply]] = {}
     for reply in replies:
@@ -138,22 +140,31 @@ def report(
         unreachable=tuple(unreachable),
         warnings=(
             *accuracy_warnings(len(base)),
-            *([] if blind else unseen_warnings([reply.seen_share for reply in base])),
+            *([] if blind else _unseen_warnings([reply.seen_share for reply in base])),
         ),
     )
+
+
+def generate_answer(
+    pipeline: Pipeline, image: Image.Image, question: Question, combination: Combination, **options: Any
+) -> Answer:
+    """Generate the answer to a question with one method and budget; `options` are those of `Pipeline.generate`.
+
+    Raises what `Pipeline.generate` raises, with the question's id.
+    """
+    # The unpruned engines are the same for every method.
+    unpruned = combination.budget == UNPRUNED
+    method = next(iter(pipeline.bundle.manifest.plans)) if unpruned else combination.method
+    try:
+        return pipeline.generate(image, question.prompt, method=method, budget=combination.budget, **options)
+    except SinkpruneError as error:
+        raise type(error)(f"question '{question.id}': {error}") from error
 
 
 def _reply(
     pipeline: Pipeline, image: Image.Image, question: Question, combination: Combination, max_new_tokens: int
 ) -> Reply:
-    # The unpruned engines are the same whatever the method.
-    method = next(iter(pipeline.bundle.manifest.plans)) if combination == BASELINE else combination.method
-    try:
-        answer = pipeline.generate(
-            image, question.prompt, method=method, budget=combination.budget, max_new_tokens=max_new_tokens
-        )
-    except SinkpruneError as error:
-        raise type(error)(f"question '{question.id}': {error}") from error
+    answer = generate_answer(pipeline, image, question, combination, max_new_tokens=max_new_tokens)
     ttft = answer.ms["ttft"]
     if ttft is None:
         raise ValueError("ttft is measured in every run")
@@ -166,4 +177,15 @@ def _reply(
         mean_visual_tokens=sum(answer.tokens_per_layer) / len(answer.tokens_per_layer),
         ttft_ms=ttft,
         seen_share=answer.kept.layout.seen_share,
+    )
+
+
+def _unseen_warnings(seen_shares: Sequence[float]) -> tuple[str, ...]:
+    """Return a warning if the model sees less than the whole picture, by the share it sees in each question."""
+    partly = [share for share in seen_shares if share < 1]
+    if not partly:
+        return ()
+    return (
+        f"The model sees only a part of the picture in {len(partly)} of {len(seen_shares)} questions "
+        f"({percent(min(partly))} at least). --fit pad shows it all (docs/pictures.md).",
     )

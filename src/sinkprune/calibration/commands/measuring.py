@@ -1,0 +1,122 @@
+"""Shared parts of the commands that measure a bundle on pictures: options, checks, progress and tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from sinkprune.calibration.evaluation.replies import choose_combinations
+from sinkprune.calibration.evaluation.report import Combination
+from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item, load_task
+from sinkprune.contract.budgets import UNPRUNED
+from sinkprune.contract.bundle import Bundle, read_runnable
+from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.command_line.command_parser import CommandParser
+from sinkprune.contract.command_line.progress_lines import ProgressLines
+from sinkprune.contract.files.output_files import Output, check_apart
+from sinkprune.runtime.commands import (
+    BundleOptions,
+    ReportOptions,
+    add_report_options,
+    bundle_parser,
+    check_report_options,
+    plain,
+    status,
+)
+from sinkprune.runtime.commands.memory import Planned, check_memory
+
+LIMIT = WholeNumber("--limit", 1, 10**9)
+OWN_TEST_SETS = f"or a test set that comes along: {', '.join(TEST_SETS)} (default: {SCENES})"
+_Step = TypeVar("_Step")
+
+
+@dataclass(kw_only=True)
+class TaskOptions(BundleOptions, ReportOptions):
+    """The options of `task_parser`; a command's own options are fields of a subclass."""
+
+    data: str
+    methods: str
+    budgets: str
+    limit: int | None
+
+
+class OpenTask(NamedTuple):
+    """A bundle and the questions that it is measured on."""
+
+    bundle: Bundle
+    items: list[Item]
+    combinations: list[Combination]
+    unreachable: list[Combination]
+    """Combinations of the chosen methods and budgets that the bundle does not hold."""
+
+
+def task_parser(name: str, description: str, examples: str, *, limit: str, drawn: str) -> CommandParser:
+    """Return a parser with the arguments of `TaskOptions`; `limit` is help, and `--plot` draws what `drawn` names."""
+    parser = bundle_parser(name, description, examples)
+    add = parser.add_argument
+    add("--data", default=SCENES, help=f"questions about pictures: FILE.jsonl, {OWN_TEST_SETS}")
+    add("--methods", default="", help="comma-separated (default: all of the bundle)")
+    add("--budgets", default="", help="comma-separated; none is always run (default: all of the bundle)")
+    add("--limit", type=LIMIT, metavar="N", help=limit)
+    add_report_options(parser, drawn)
+    return parser
+
+
+def add_former_name(parser: Any, name: str, option: str, **kind: Any) -> None:
+    """Accept `name`, which earlier versions had for an option, without showing it in the help."""
+    parser.add_argument(name, dest=option, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **kind)
+
+
+def open_task(options: TaskOptions, new_tokens: int, *others: Output) -> OpenTask:
+    """Read the bundle and the questions, and check all that can be checked before the bundle is loaded.
+
+    `others` are outputs besides the report. Raises `BundleError`, `BudgetError`, `TaskError`, `OutputError` and
+    `TooLittleMemoryError`.
+    """
+    check_report_options(options, options, [Path(options.data)], *others)
+    bundle = read_runnable(options.bundle, options.trust)
+    combinations, unreachable = choose_combinations(bundle.manifest, _names(options.methods), _names(options.budgets))
+    with status("checking the questions"):
+        items = load_task(options.data, options.limit)
+    check_apart([path for path, _ in (*options.outputs, *others)], (Path(item.picture) for item in items))
+    check_unpruned_memory(options, bundle, items[0].load_image(), items[0].question.text, new_tokens)
+    return OpenTask(bundle, items, combinations, unreachable)
+
+
+def check_unpruned_memory(
+    options: BundleOptions, bundle: Bundle, picture: Image.Image, prompt: str = "", new_tokens: int = 0
+) -> None:
+    """Check the memory that one unpruned request takes; raises `TooLittleMemoryError`."""
+    method = next(iter(bundle.manifest.plans))
+    check_memory(options, bundle, Planned([picture], method, [UNPRUNED], prompt, new_tokens))
+
+
+def tracked(steps: Sequence[_Step], what: str, unit: str) -> Iterator[_Step]:
+    """Yield `steps` and show the progress on stderr: as a bar on a terminal, as lines elsewhere."""
+    console = Console(stderr=True)
+    with ProgressLines(what, len(steps), unit) as lines:
+        for step in track(steps, what, console=console, transient=True, disable=not console.is_terminal):
+            yield step
+            lines.update(advance=1)
+
+
+def report_table(left: Sequence[str], right: Sequence[str]) -> Table:
+    """Return an empty table with left-aligned columns, then right-aligned ones, by their headings."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in left:
+        table.add_column(plain(heading), no_wrap=True)
+    for heading in right:
+        table.add_column(plain(heading), justify="right", no_wrap=True)
+    return table
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
