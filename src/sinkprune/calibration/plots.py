@@ -176,13 +176,13 @@ def _looks(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def _label(axes: Any, report: EvaluationReport) -> None:
     axes.set_xscale("log")
-    tokens = {round(point.mean_visual_tokens) for budgets in report.methods.values() for point in budgets.values()}
-    ticks: list[int] = []
+    tokens = {point.mean_visual_tokens for budgets in report.methods.values() for point in budgets.values()}
+    ticks: list[float] = []
     for count in sorted(tokens):
         # Closer labels would overlap on a logarithmic axis.
         if not ticks or count > 1.12 * ticks[-1]:
             ticks.append(count)
-    axes.set_xticks(ticks, labels=[str(count) for count in ticks])
+    axes.set_xticks(ticks, labels=[f"{count:.0f}" for count in ticks])
     axes.minorticks_off()
     axes.set_xlabel(
         f"visual tokens, mean over layers and questions ({report.none.mean_visual_tokens:.0f} unpruned); "
