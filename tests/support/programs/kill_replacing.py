@@ -1,4 +1,4 @@
-"""Kill processes that replace a folder, and look at what the next command finds: a program, as it forks often.
+"""Kill processes that replace a folder, and check what the next command finds. A program, because it forks often.
 
 `kill_replacing.py FOLDER {exchange,two-renames} {calls,random} COUNT` kills at the first `COUNT` calls of the system,
 each once, or at so many random moments. Prints a JSON list of what came of each.
@@ -27,7 +27,7 @@ RENAMES: dict[str, Rename] = {"exchange": system_rename, "two-renames": no_such_
 
 
 def forked(body: Callable[[], None], after: float | None = None) -> bool:
-    """Run `body` in a process of its own, and kill it after some seconds; whether it was killed."""
+    """Run `body` in a process of its own, killed `after` some seconds. Return whether it was killed."""
     process = os.fork()
     if process == 0:
         try:
@@ -44,7 +44,7 @@ def forked(body: Callable[[], None], after: float | None = None) -> bool:
 
 
 def killed_at_call(number: int, body: Callable[[], None]) -> None:
-    """Run `body`, and have this process killed in front of its call of the system of this number."""
+    """Run `body`, and kill this process before its system call of this number."""
     left = number
 
     def count(frame: FrameType, event: str, function: Any) -> None:
@@ -59,7 +59,7 @@ def killed_at_call(number: int, body: Callable[[], None]) -> None:
 
 
 def shortest(times: int, body: Callable[[], None]) -> float:
-    """The least seconds that `body` takes."""
+    """Return the least seconds of `body`."""
 
     def seconds() -> float:
         start = time.perf_counter()
@@ -70,7 +70,7 @@ def shortest(times: int, body: Callable[[], None]) -> float:
 
 
 def found(output: Path) -> int | None:
-    """The version that the next command finds, which must be whole; None where there is none."""
+    """Return the version that the next command finds, which must be whole; None if there is none."""
     recover(output, KIND)
     return whole_version(output) if output.exists() else None
 
