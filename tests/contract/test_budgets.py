@@ -1,4 +1,4 @@
-"""Budgets are the numbers of the method's tables, on any grid and any depth."""
+"""Budgets equal the method's tables, on any grid and any depth."""
 
 from __future__ import annotations
 

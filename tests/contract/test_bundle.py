@@ -1,4 +1,4 @@
-"""`bundle.json`: what is altered, missing, unknown or does not fit is a `BundleError`, never another error."""
+"""`bundle.json`: anything altered, missing, unknown or contradictory is a `BundleError`, never another error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 GONE = object()
-"""In place of a value: the field is taken out."""
+"""Instead of a value: the field is removed."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def copied(original: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def shared_copy(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose manifest alone is written over, again and again."""
+    """A bundle whose manifest is overwritten again and again."""
     return Path(shutil.copytree(original, tmp_path_factory.mktemp("fuzz") / "bundle"))
 
 

@@ -1,4 +1,4 @@
-"""Costs: curves against a brute-force fit, predictions against sums by hand, and the file they lie in."""
+"""Costs: curves against a brute-force fit, predictions against sums by hand, and their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engines.json`: what is altered, missing or unknown in a folder of engines is an `EnginesError`, nothing else."""
+"""`engines.json`: anything altered, missing or unknown is an `EnginesError`, never another error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENGINE = "engines/head.engine"
 
 
 def write_engines(root: Path) -> EnginesManifest:
-    """A folder of one made-up engine."""
+    """Write a folder of one made-up engine."""
     (root / "engines").mkdir(parents=True)
     (root / ENGINE).write_bytes(b"machine code")
     prefill = {"hidden": Range((1, 1, 64), (1, 40, 64), (1, 90, 64))}

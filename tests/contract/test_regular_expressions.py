@@ -1,4 +1,4 @@
-"""Which regular expressions a tokenizer may search with: those of published ones, and none that take for ever."""
+"""Regular expressions of tokenizers: published ones are accepted, slow ones are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules, against dropping rows one layer after the other by hand."""
+"""Schedules equal dropping rows layer by layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from sinkprune.contract.schedule import PictureSchedule, schedule
 
 
 def layout(groups: int, tokens: int, unpruned: int | None = None) -> VisualLayout:
-    """Of a picture of which nothing but its numbers of tokens is asked."""
+    """Return a layout with numbers of tokens only."""
     rows = np.arange(groups * tokens if unpruned is None else unpruned)
     return VisualLayout((1, 1), groups, tokens, rows, np.zeros((groups * tokens, 4)), (range(tokens),), None, 0, 0, 0)
 
 
 def rows_by_hand(counts: Counts, groups: int, cuts: list[int], layers: int) -> list[int]:
-    """The visual rows each layer is given, and the head: dropped one by one until a stage keeps what it may."""
+    """Return the visual rows of each layer and of the head, dropped one by one down to each stage's count."""
     rows = [object() for _ in range(groups * counts.kept)]
     given = []
     for layer in range(layers + 1):

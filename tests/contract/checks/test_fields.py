@@ -1,4 +1,4 @@
-"""Values of JSON files: what is missing, of another kind or out of bounds is refused, and messages say where."""
+"""JSON fields: missing, unknown, of another kind or out of bounds, they are rejected with their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that users give: what is one, from where to where, and what commands say of others."""
+"""Ranges of numbers, and the errors of commands for numbers outside of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text of strangers: control characters are shown, not obeyed."""
+"""Control characters in untrusted text are escaped."""
 
 from __future__ import annotations
 

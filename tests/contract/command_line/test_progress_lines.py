@@ -1,4 +1,4 @@
-"""Lines of progress where stderr is no terminal: what they say, when they come, and that short runs have none."""
+"""Progress lines on a stderr that is no terminal: their text, their times, and none for short runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Bundles = Callable[..., Path]
 
 
 class Terminal(io.StringIO):
-    """A stderr that a person looks at."""
+    """A stderr that is a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def lines_after(wanted: str, stderr: io.StringIO) -> list[str]:
-    """The lines so far, once one has `wanted`."""
+    """Return the lines so far, after waiting for `wanted`."""
     for _ in range(2000):
         if wanted in stderr.getvalue():
             return stderr.getvalue().splitlines()

@@ -1,4 +1,4 @@
-"""Outputs: there whole or not at all, and never in the place of what is read or is no regular file."""
+"""Outputs are written completely or not at all, and never replace an input or anything but a regular file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICTURES = (".png", ".jpg")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A photo, and a folder beside it."""
+    """A photo, and a folder next to it."""
     (tmp_path / "photo.jpg").write_bytes(b"photo")
     (tmp_path / "d").mkdir()
     return tmp_path

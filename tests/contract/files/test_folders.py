@@ -1,4 +1,4 @@
-"""A folder is replaced only where it is ours, whole or not at all, and nothing of anybody else's goes with it."""
+"""Only folders of ours are replaced, completely or not at all, and no other files are lost."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    """All that lies below a folder: contents of files, None for anything else."""
+    """Return everything below a folder: contents of files, None for anything else."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
     }
 
 
 def refusal(output: Path, *, force: bool = True) -> str:
-    """What a replacing is refused with, which leaves everything as it is."""
+    """Return the error of a replacing that changes nothing."""
     before = tree(output.absolute().parent)
     with pytest.raises(BundleError) as caught, replaced(output, force=force):
         pytest.fail("the block was entered")

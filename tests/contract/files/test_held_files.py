@@ -1,4 +1,4 @@
-"""Files are held from the check on: what a name leads to later does not matter, and what is altered is refused."""
+"""Files stay open from their check on: later changes of names do not matter, and altered files are rejected."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder in memory where there is one: that the disk holds what was written says nothing about kills."""
+    """A folder in memory if possible: syncing the disk does not matter for kills."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as name:
         yield Path(name)
 
@@ -41,7 +41,7 @@ def test_killed_at_every_call_of_the_system(how: str, folder: Path) -> None:
     *killed, last = found
     assert not last["killed"] and all(each["killed"] for each in killed)
     assert len(killed) > 100
-    # First always the old, then always the new.
+    # First the old folder, then the new one.
     turn = [each["found"] for each in killed].index("new")
     assert {each["found"] for each in killed[:turn]} == {"old"}
     assert {each["found"] for each in killed[turn:]} == {"new"}

@@ -1,4 +1,4 @@
-"""What happens at the last moment of a replacing: others who come or go, interrupts, a system that refuses."""
+"""The last moment of a replacing: other processes, interrupts, and failing renames."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.programs.listed_folders import no_such_rename, replace, whole_versi
 
 
 def acting(act: Callable[[], object]) -> Rename:
-    """Renames as the system does, after something else has happened, once."""
+    """Return a rename that first runs `act`, once."""
     done: list[object] = []
 
     def rename(source: Path, target: Path, how: How) -> None:

@@ -1,4 +1,4 @@
-"""Folders that are being written: those of the dead are removed, those of the living never."""
+"""Staging folders: those of ended processes are removed, those of running processes never."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS = pytest.mark.parametrize("rename", [system_rename, no_such_rename], ids=["
 
 
 def dead(output: Path, *, new: int | None = None, old: int | None = None) -> Path:
-    """What a killed process left beside `output`, by the versions that lie in it."""
+    """Make the staging folder that a killed process left, with these versions in it."""
     place = output.with_name(f".{output.name}.abc_1234.partial")
     place.mkdir()
     (place / "sinkprune.lock").touch()

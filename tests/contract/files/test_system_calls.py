@@ -1,4 +1,4 @@
-"""Renames in one step, and what is done where the system has none."""
+"""Renames in one step, and the fallback without them."""
 
 from __future__ import annotations
 

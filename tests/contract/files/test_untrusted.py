@@ -1,4 +1,4 @@
-"""Files of strangers: what is no regular file, too large, no UTF-8 or no JSON is refused at once."""
+"""Untrusted files: anything but regular files, UTF-8 and JSON of limited size is rejected at once."""
 
 from __future__ import annotations
 

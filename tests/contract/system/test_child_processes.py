@@ -1,4 +1,4 @@
-"""No child process runs what happens to lie in the current folder."""
+"""No child process runs anything in the current folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory that control groups leave this process: of every group that it is in, versions 1 and 2."""
+"""The memory that control groups leave this process: all its groups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SLICE = "system.slice/robot-a\\x2db.service"
 
 
 def limited(most: int | str, taken: int, cached: int = 0, shared: int = 0) -> dict[str, str]:
-    """The files of a group of version 2."""
+    """Return the files of a group of version 2."""
     stat = f"anon {taken - cached}\nfile {cached}\nkernel_stack 16384\nshmem {shared}\n"
     return {"memory.max": f"{most}\n", "memory.current": f"{taken}\n", "memory.stat": stat}
 

@@ -26,7 +26,7 @@ KIND = ManifestFile(
     again="Export or copy the bundle again.",
     upgrade="Upgrade sinkprune.",
 )
-"""The manifest of a bundle without numpy, whose import would slow programs that are killed often."""
+"""The kind of a bundle, without numpy, whose import would delay a program that is killed often."""
 
 
 def write_folder(root: Path, version: int, *, format_version: int = 4) -> Path:
@@ -52,7 +52,7 @@ def whole_version(root: Path) -> int:
 
 @contextmanager
 def replaced(output: Path, *, force: bool = True, rename: Rename = system_rename) -> Iterator[Path]:
-    """Replace such a folder with `replacing`."""
+    """Run `replacing` on such a folder."""
     with replacing(output, KIND, 0, "free some", force=force, rename=rename) as root:
         yield root
 

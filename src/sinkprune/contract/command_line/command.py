@@ -178,13 +178,11 @@ def _loads_extension(frame: FrameType | None) -> bool:
 
 def _open_closed_streams() -> None:
     """Open closed standard streams on /dev/null: otherwise files get their numbers, and libraries print into them."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The system returns the lowest free number, and all smaller ones are open.
-            os.open(os.devnull, os.O_RDWR)
-            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    # The system returns the lowest free number.
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, ("stdin", "stdout", "stderr")[number], stream)
+    os.close(number)
 
 
 def _drop_unwritten_output() -> None:

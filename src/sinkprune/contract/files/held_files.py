@@ -14,22 +14,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from sinkprune.contract.files.untrusted import UnreadableError, open_regular, pread, read_all
 
 _SMALL = 1 << 20
 _BLOCK = 1 << 22
-
-
-class _Stamp(NamedTuple):
-    """What changes with a file's content. No program can set `ctime_ns`, but it changes with links too."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
 
 
 class HeldFile:
@@ -44,8 +33,8 @@ class HeldFile:
         self.path, self._refusal = path, refusal
         try:
             with closing(open_regular(path, follow_links=False)) as file:
-                self._stamp = _stamp(os.fstat(file.fileno()))
-                self.size = self._stamp.size
+                self._found = os.fstat(file.fileno())
+                self.size = self._found.st_size
                 self._bytes = read_all(file, _SMALL) if self.size <= _SMALL else None
                 if self._bytes is None:
                     self._descriptor = os.dup(file.fileno())
@@ -126,15 +115,16 @@ class HeldFile:
 
     def _check_content(self) -> None:
         # Without ctime, which changes when another name of the file is removed.
-        if _stamp(os.fstat(self._descriptor))[:4] != self._stamp[:4]:
+        if _content(os.fstat(self._descriptor)) != _content(self._found):
             raise self.altered()
 
     def _check_name(self) -> None:
         try:
-            same = _stamp(self.path.lstat()) == self._stamp
-        except OSError:
-            same = False
-        if not same:
+            found = self.path.lstat()
+        except OSError as error:
+            raise self.altered() from error
+        # With ctime, which no program can set.
+        if _content(found) != _content(self._found) or found.st_ctime_ns != self._found.st_ctime_ns:
             raise self.altered()
 
 
@@ -145,8 +135,9 @@ def any_is_mapped(files: Iterable[HeldFile]) -> bool:
     except OSError:
         return False
     # The inode stands before the path. Overlay file systems list another device.
-    return any(re.search(rb" %d +/" % file._stamp.inode, maps) for file in files)
+    return any(re.search(rb" %d +/" % file._found.st_ino, maps) for file in files)
 
 
-def _stamp(found: os.stat_result) -> _Stamp:
-    return _Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+def _content(found: os.stat_result) -> tuple[int, ...]:
+    """Return what changes when a file is altered or replaced."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

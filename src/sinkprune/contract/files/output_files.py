@@ -67,19 +67,20 @@ def check_writable(path: Path, suffixes: tuple[str, ...]) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to a temporary file next to `path`, sync it, and rename it to `path`. Raises `OutputError`."""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
     except OSError as error:
         raise OutputError(f"'{path}' cannot be written: {error.strerror}. Choose another place.") from error
+    temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             # Otherwise a power cut may leave an empty file under the new name.
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
+        temporary.chmod(0o644)
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

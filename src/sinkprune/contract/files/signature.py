@@ -11,6 +11,7 @@ import getpass
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from sinkprune.contract.errors import UsageError
 from sinkprune.contract.files.untrusted import UnreadableError, read_bytes
@@ -29,18 +30,13 @@ def read_private_key(path: Path) -> Sign:
     Raises `UsageError` for any other file, and without the package cryptography.
     """
     _check_cryptography()
-    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    data = _read(path)
-    try:
-        password = _passphrase(path) if b"ENCRYPTED" in data else None
-        key = load_pem_private_key(data, password)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise UsageError(f"'{path}' holds no private key that can be read: {error}. {_MAKE}") from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"'{path}' holds a private key that is not Ed25519. {_MAKE}")
+    def load(data: bytes) -> object:
+        return load_pem_private_key(data, _passphrase(path) if b"ENCRYPTED" in data else None)
+
+    key: Ed25519PrivateKey = _read_key(path, "private", load, Ed25519PrivateKey)
     return key.sign
 
 
@@ -50,18 +46,11 @@ def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:
     Raises `UsageError` for any other file, and without the package cryptography.
     """
     _check_cryptography()
-    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    content = _read(path)
-    try:
-        key = load_pem_public_key(content)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        found = "a private key" if b"PRIVATE KEY" in content else "no public key that can be read"
-        raise UsageError(f"'{path}' holds {found}, expected the public key. {_MAKE}") from error
-    if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"'{path}' holds a public key that is not Ed25519. {_MAKE}")
+    key: Ed25519PublicKey = _read_key(path, "public", load_pem_public_key, Ed25519PublicKey)
     try:
         key.verify(signature, data)
     except InvalidSignature:
@@ -69,11 +58,22 @@ def verify_signature(path: Path, data: bytes, signature: bytes) -> bool:
     return True
 
 
-def _read(path: Path) -> bytes:
+def _read_key(path: Path, kind: str, load: Callable[[bytes], object], expected: Any) -> Any:
+    """Return the `kind` key in the PEM file `path`. Raises `UsageError` for a key that is not `expected`."""
+    from cryptography.exceptions import UnsupportedAlgorithm
+
     try:
-        return read_bytes(path, _KEY_BYTES)
+        content = read_bytes(path, _KEY_BYTES)
     except UnreadableError as error:
         raise UsageError(f"the key '{path}' {error}. {_MAKE}") from error
+    try:
+        key = load(content)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        found = "a private key" if kind == "public" and b"PRIVATE KEY" in content else "no such key that can be read"
+        raise UsageError(f"'{path}' holds {found}, expected the {kind} key. {_MAKE}") from error
+    if not isinstance(key, expected):
+        raise UsageError(f"'{path}' holds a {kind} key that is not Ed25519. {_MAKE}")
+    return key
 
 
 def _passphrase(path: Path) -> bytes:
