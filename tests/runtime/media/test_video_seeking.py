@@ -96,6 +96,23 @@ def test_only_the_group_of_a_frame_is_decoded(
     assert 0 < len(seen) < 32
 
 
+@pytest.mark.parametrize(
+    ("container", "times", "keys", "can_seek"),
+    [
+        ("matroska,webm", [0, 1, 2], {0, 2}, True),
+        ("avi", [0, 1, 2], {0, 2}, False),
+        ("matroska,webm", [0, 1, 1], {0, 1}, False),
+        ("matroska,webm", [0, None, 2], {0, 2}, False),
+        ("matroska,webm", [0, 1, 2], {0, None}, False),
+        ("matroska,webm", [0, 1, 2], {0}, False),
+    ],
+)
+def test_seeking_needs_distinct_times_and_several_keyframes(
+    container: str, times: list[int | None], keys: set[int | None], can_seek: bool
+) -> None:
+    assert KeyframeIndex(container, times, keys).can_seek == can_seek
+
+
 def test_an_index_that_misleads_has_all_frames_decoded(
     photo: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
