@@ -149,7 +149,7 @@ def _known_names() -> str:
     budgets = "".join(f"  {family}: {', '.join(row.budgets)}\n" for family, row in FAMILIES.items())
     return (
         f"budgets:\n{budgets}"
-        f"options, behind a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
+        f"options, after a budget's name (retain-64+raster+visual-keys):\n  {', '.join(OPTIONS)},\n"
         "  rho-N (N of 1000 tokens are outliers)\n"
         f"presets, for --random-weights:\n  {', '.join(PRESETS)}\n"
     )
@@ -179,20 +179,20 @@ def _parser() -> CommandParser:
     add(
         "--weights",
         choices=get_args(WeightsName),
-        help="store the matrices of decoder, projector and head so; uint4 is not for TensorRT (default: as "
+        help="the form of the matrices of decoder, projector and head; uint4 is not for TensorRT (default: as "
         "the checkpoint has quantised them, else as --precision)",
     )
     add(
         "--vision-weights",
         choices=get_args(WeightsName),
-        help="store the vision tower's matrices so (default: int8 beside --weights int8, int4 or uint4, else "
-        "as --weights; as --precision where the checkpoint is quantised)",
+        help="the form of the vision tower's matrices (default: int8 with --weights int8, int4 or uint4, else "
+        "as --weights; as --precision if the checkpoint is quantised)",
     )
     add(
         "--block-size",
         type=int,
         choices=BLOCK_SIZES,
-        help="int4 and uint4: at most so many inputs share a scale (default: 128, or the checkpoint's own)",
+        help="int4 and uint4: the most inputs that share a scale (default: 128, or the checkpoint's own)",
     )
     add(
         "--dialect",
@@ -212,10 +212,10 @@ def _parser() -> CommandParser:
         "--max-frames",
         type=MAX_FRAMES,
         default=0,
-        help="take video, and up to as many frames of it (default: no video)",
+        help="take video, and up to this many frames of a clip (default: no video)",
     )
-    add("--min-pixels", type=MIN_PIXELS, help="enlarge smaller images to as many (default: the checkpoint's)")
-    add("--max-pixels", type=MAX_PIXELS, help="scale larger images down to as many (default: the checkpoint's)")
+    add("--min-pixels", type=MIN_PIXELS, help="enlarge smaller images to this many (default: the checkpoint's)")
+    add("--max-pixels", type=MAX_PIXELS, help="scale larger images down to this many (default: the checkpoint's)")
     add(
         "--salience",
         choices=["penultimate", "last"],

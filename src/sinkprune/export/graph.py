@@ -161,7 +161,7 @@ class WeightedGraph(Graph):
         y = self._linear(x, name, parts, inputs, bias=bias)
         split: Sequence[ir.Value] = self.op.Split(y, list(parts.values()), axis=-1, _outputs=len(parts))
         for value, part in zip(split, parts, strict=True):
-            # Set here, because the builder adds a prefix to names that it is given.
+            # Set here, because the builder adds a prefix to the names of outputs.
             value.name = part
         return split
 

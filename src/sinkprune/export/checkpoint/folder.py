@@ -130,7 +130,7 @@ def read_fields(kind: type[T], data: Any, where: str) -> T:
         return from_json(kind, data)
     except SchemaError as error:
         raise CheckpointError(
-            f"{where} is malformed at {error}. Mend it, or download the checkpoint again."
+            f"{where} is malformed at {error}. Correct it, or download the checkpoint again."
         ) from error
 
 

@@ -185,14 +185,14 @@ class LlamaShaped(Family):
         """Raise `CheckpointError` for the first expectation that does not hold."""
         for expectation, holds, found in expectations:
             if not holds:
-                raise self._error(f"expected that {expectation}; found {found}. Mend config.json.")
+                raise self._error(f"expected that {expectation}; found {found}. Correct config.json.")
 
     def _special_tokens(self, texts: dict[int, str], count: int) -> dict[int, str]:
         """Return `texts` by id. Raises `CheckpointError` unless they have `count` different ids of the vocabulary."""
         if len(texts) < count or not all(0 <= token < self.language_model.vocab_size for token in texts):
             raise self._error(
                 f"the special tokens of config.json have the ids {sorted(texts)}, "
-                f"expected {count} different ones below {self.language_model.vocab_size}. Mend the ids of tokens."
+                f"expected {count} different ones below {self.language_model.vocab_size}. Correct the ids of tokens."
             )
         return texts
 

@@ -176,7 +176,7 @@ class Llava(LlamaShaped):
         if known["size"].keys() not in ({"shortest_edge"}, {"height", "width"}):
             raise self._error(
                 f"its image processor has the size {known['size']}, expected a "
-                "shortest_edge, or a height and a width. Mend preprocessor_config.json."
+                "shortest_edge, or a height and a width. Correct preprocessor_config.json."
             )
         kind = str(known["image_processor_type"])
         if not kind.startswith(tuple(self.processors)):

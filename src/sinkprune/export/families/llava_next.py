@@ -39,7 +39,7 @@ class LlavaNext(Llava):
         ):
             raise self._error(
                 f"image_grid_pinpoints is {self._pinpoints}, expected pairs of heights and "
-                f"widths that are multiples of the tower's {side} pixels. Mend config.json."
+                f"widths that are multiples of the tower's {side} pixels. Correct config.json."
             )
         self.most_groups = 1 + max(height * width for height, width in self._pinpoints) // side**2
         if self._config.text_config.model_type == "mistral":

@@ -159,7 +159,7 @@ class Qwen25VL(LlamaShaped):
         """Read `config`. `salience` is the block whose attention is the salience, by default `penultimate`."""
         super().__init__(source, config)
         vision, text = self._config.vision_config, self._config.text_config
-        self.vision = self._read_vision(vision, behind=1 if salience == "last" else 2)
+        self.vision = self._read_vision(vision, from_end=1 if salience == "last" else 2)
         self.visual_width = self.vision.out_size
         sections, half = self.language_model.rope_sections, head_dim(text) // 2
         head = self.vision.hidden_size / self.vision.num_heads
@@ -211,7 +211,7 @@ class Qwen25VL(LlamaShaped):
             raise self._error(
                 f"images may have {least!r} to {most!r} pixels, expected two whole "
                 f"numbers, the second no smaller than the first and than the {token} pixels of a token. "
-                "Mend min_pixels and max_pixels, or give --min-pixels and --max-pixels."
+                "Correct min_pixels and max_pixels, or give --min-pixels and --max-pixels."
             )
         if "max_frames" in settings:
             known["video"] = self._video(settings, known)
@@ -302,8 +302,8 @@ class Qwen25VL(LlamaShaped):
         # The model's code fixes which projections have biases.
         return Llama(facts, text.rms_norm_eps, qkv_bias=True, output_bias=False, mlp_bias=False)
 
-    def _read_vision(self, vision: Any, behind: int) -> QwenVision:
-        """Return the tower. Its salience is that of the block `behind` blocks from the end."""
+    def _read_vision(self, vision: Any, from_end: int) -> QwenVision:
+        """Return the tower. Its salience is that of the block at this place from the end."""
         return self.tower(
             num_heads=vision.num_heads,
             num_blocks=vision.depth,
@@ -312,7 +312,7 @@ class Qwen25VL(LlamaShaped):
             merge_size=vision.spatial_merge_size,
             rope_theta=float(vision.rope_parameters["rope_theta"]),
             out_size=getattr(vision, self.width_setting),
-            salience_block=vision.depth - behind,
+            salience_block=vision.depth - from_end,
             **self._own_facts(vision),
         )
 

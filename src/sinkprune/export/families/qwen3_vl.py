@@ -99,7 +99,7 @@ class Qwen3VL(Qwen25VL):
         if len(blocks) != _DEEPSTACK or not ascending:
             raise self._error(
                 f"vision_config.deepstack_visual_indexes is {list(blocks)}, expected "
-                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. What they give is added behind the "
+                f"{_DEEPSTACK} of the tower's {vision.depth} blocks, ascending. Their features are added after the "
                 f"decoder's first {_DEEPSTACK} layers, and only its first segment, which ends there, takes any."
             )
         self._check([("num_position_embeddings is a square", isqrt(table) ** 2 == table, table)])

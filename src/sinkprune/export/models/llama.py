@@ -76,8 +76,8 @@ def _deepstack(graph: WeightedGraph, llama: Llama) -> list[ir.Value]:
     if not llama.deepstack:
         return []
     sets, width = llama.deepstack, llama.facts.hidden_size
-    beside = graph.input("deepstack", [1, "S", sets * width])
-    given = graph.op.Split(beside, axis=-1, num_outputs=sets, _outputs=sets)
+    stacked = graph.input("deepstack", [1, "S", sets * width])
+    given = graph.op.Split(stacked, axis=-1, num_outputs=sets, _outputs=sets)
     return [given] if sets == 1 else list(given)
 
 

@@ -110,13 +110,13 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
         index = graph.input("window_index", ["windows", slots], _INT64)
         slot = graph.input("patch_slot", ["G", "patches"], _INT64)
         windowed = _windows(graph, cos, sin, index, slot)
-    salience, beside = None, []
+    salience, deepstack = None, []
     for block in range(vision.num_blocks):
         attending = full if block in vision.full_attention_blocks else windowed
         x, query, key = _block(graph, vision, f"visual.blocks.{block}", x, attending)
         if block == vision.salience_block:
             salience = _received(graph, vision, query, key, attending)
-        beside += vision.deepstack_features(graph, block, x)
+        deepstack += vision.deepstack_features(graph, block, x)
     norms = op.ReduceL2(op.Cast(x, to=_FLOAT), [-1], keepdims=0)
 
     def by_unit(y: ir.Value | None) -> ir.Value:
@@ -125,8 +125,8 @@ def build_vision(graph: WeightedGraph, vision: QwenVision) -> None:
     graph.output("tokens", vision.merged(graph, x), ["G", "N", vision.out_size])
     graph.output("norms", op.ReduceMax(by_unit(norms), [-1], keepdims=0), ["G", "N"], _FLOAT)
     graph.output("salience", op.ReduceMean(by_unit(salience), [-1], keepdims=0), ["G", "N"], _FLOAT)
-    if beside:
-        graph.output("deepstack", op.Concat(*beside, axis=-1), ["G", "N", len(beside) * vision.out_size])
+    if deepstack:
+        graph.output("deepstack", op.Concat(*deepstack, axis=-1), ["G", "N", len(deepstack) * vision.out_size])
 
 
 def embedded_patches(graph: WeightedGraph, vision: QwenVision) -> ir.Value:

@@ -53,14 +53,14 @@ def give_tokens(graph: Graph, facts: PlanFacts, kept: Budget, features: Features
 
 def give_rows(graph: Graph, facts: PlanFacts, kept: Budget, rows: ir.Value, index: ir.Value) -> None:
     """Output `rows` [G,n0,D'], as in `Features.rows`, and the token of each, `index` [G,n0]."""
-    count, width, beside = rows_kept(facts, kept), facts.visual_width, None
+    count, width, features = rows_kept(facts, kept), facts.visual_width, None
     groups: Dim = 1 if facts.as_one(kept) else "G"
     if facts.deepstack:
-        rows, beside = graph.op.Split(rows, [width, facts.deepstack_width], axis=-1, _outputs=2)
+        rows, features = graph.op.Split(rows, [width, facts.deepstack_width], axis=-1, _outputs=2)
     graph.output("kept_tokens", rows, [groups, count, width])
     graph.output("kept_index", index, [groups, count], _INT64)
-    if beside is not None:
-        graph.output("kept_deepstack", beside, [groups, count, facts.deepstack_width])
+    if features is not None:
+        graph.output("kept_deepstack", features, [groups, count, facts.deepstack_width])
 
 
 def in_every_group(graph: Graph, features: Features, index: ir.Value) -> ir.Value:
