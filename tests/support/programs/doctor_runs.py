@@ -31,12 +31,12 @@ def told(*arguments: object) -> Any:
 
 
 def set_python(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """Have the command run in a Python of that version which sees a board's TensorRT."""
+    """Let the command find a Python of this version that sees a board's TensorRT."""
     python = replace(PYTHON_OF_JETPACK_6, version=version)
     monkeypatch.setattr(doctor_command, "this_environment", lambda: python)
 
 
 def preset(name: str, board: Board | None = NANO, usable: int = 0) -> ModelFit:
-    """A preset on a board of which programs may take `usable` bytes; 0 is not known."""
+    """Return how a preset fits a board with `usable` bytes for programs; 0 is unknown."""
     manifest = preset_manifest(name, read_presets()[name], "opset20")
     return fit(name, "preset", manifest, Target("tensorrt", usable, board), PICTURE)
