@@ -196,6 +196,7 @@ def test_what_onnxruntime_of_the_jetpack_does_not_support(bundle: Callable[..., 
     assert finding.stops and "ONNX Runtime for Python 3.10 of JetPack 6.2 supports opset20" in finding.found
     assert not list(model_findings([model], BOARDS.jetpack("39.2"), 0))
     assert not list(model_findings([replace(model, dialect="opset20")], BOARDS.jetpack("36.4.3"), 0))
+    assert not list(model_findings([replace(model, backend="openvino")], BOARDS.jetpack("36.4.3"), 0))
     assert not list(model_findings([model], None, 0))
 
 
