@@ -1,4 +1,4 @@
-"""Boards: every fact with its source, found by what a board tells of itself."""
+"""Boards: every fact has a source, and the device tree identifies a board."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_an_unknown_board_is_refused_with_the_known_ones() -> None:
         ("40.0", None),
     ],
 )
-def test_a_release_of_linux_tells_the_jetpack(l4t: str, version: str | None) -> None:
+def test_the_jetpack_of_a_release_of_linux(l4t: str, version: str | None) -> None:
     found = read_boards().jetpack(l4t)
     assert (found and found.version) == version
 
 
-def test_programs_have_less_than_the_module() -> None:
+def test_programs_have_less_memory_than_the_module() -> None:
     boards = read_boards()
     # 7620 MiB of 8192 are seen, and 779 are taken: what was recorded.
     usable = boards.usable_bytes(boards.board("orin-nano-8gb"))
@@ -100,7 +100,7 @@ def test_programs_have_less_than_the_module() -> None:
         (("jetpacks", 0, "first_l4t"), set_to("39.9"), "expected the oldest first"),
     ],
 )
-def test_facts_that_cannot_be_are_refused(place: tuple[Any, ...], change: Any, complaint: str) -> None:
+def test_malformed_facts_are_rejected(place: tuple[Any, ...], change: Any, complaint: str) -> None:
     with pytest.raises(SchemaError, match=complaint):
         parse_boards(changed(DATA, place, change))
 
@@ -109,7 +109,7 @@ def test_the_file_is_read_as_it_stands() -> None:
     assert parse_boards(DATA) == read_boards()
 
 
-def test_where_figures_were_not_checked_it_says_so() -> None:
+def test_unverified_figures_are_marked() -> None:
     sources = read_boards().sources
     used = {source for board in read_boards().boards.values() for source in board.sources.values()}
     assert all(source.url.startswith("https://") for source in sources.values())

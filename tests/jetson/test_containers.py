@@ -1,4 +1,4 @@
-"""The Dockerfiles and the unit say the same as `setup.sh`: no board was at hand to build them on."""
+"""The Dockerfiles and the unit agree with `setup.sh`. They have not been built on a board."""
 
 from __future__ import annotations
 

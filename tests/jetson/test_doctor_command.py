@@ -82,7 +82,7 @@ def test_json_has_every_budget_of_every_preset_in_every_form() -> None:
                 assert budget["bounds"]["token_ms"] > 0
 
 
-def test_a_recorded_board_is_told_as_it_is(tmp_path: Path) -> None:
+def test_a_recorded_board_is_described(tmp_path: Path) -> None:
     report = told("--root", orin_nano_jetpack_6_2(tmp_path), "llava-1.1b")
     assert report["board"] == "orin-nano-8gb"
     assert report["jetpack"]["version"] == "6.2"
@@ -107,8 +107,8 @@ def test_a_recorded_board_is_told_as_it_is(tmp_path: Path) -> None:
     assert model["forms"][0]["budgets"]["none"]["bounds"]["token_ms"] > 0
 
 
-def test_a_long_look_at_a_machine_shows_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Importing libraries and computing what fits both happen below the line of progress."""
+def test_the_command_shows_progress(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The line of progress covers the imports of libraries and the computation."""
     said: list[str] = []
 
     @contextmanager
@@ -135,12 +135,12 @@ def test_findings_come_with_what_to_do(tmp_path: Path) -> None:
     assert done.code == 0
     assert "stop: TensorRT 10.3.0.30 is installed for Python 3.10" in done.stdout
     assert (
-        "note: the power mode is 15W, not MAXN_SUPER\n      for all that the board can do: sudo nvpmodel -m 2"
+        "note: the power mode is 15W, not MAXN_SUPER\n      for the board's full speed: sudo nvpmodel -m 2"
         in done.stdout
     )
 
 
-def test_what_a_machine_says_of_itself_cannot_rule_the_terminal(tmp_path: Path) -> None:
+def test_text_of_a_machine_is_escaped(tmp_path: Path) -> None:
     root = changed(orin_nano_jetpack_6_2(tmp_path), {"proc/device-tree/model": "[bold]Evil\x1b[2J"})
     assert "machine       [bold]Evil\\x1b[2J\n" in doctor("--root", root, "llava-1.1b").stdout
 
@@ -154,7 +154,7 @@ def test_jetpack_7_2_takes_the_default_dialect(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("tree", [orin_nano_jetpack_6_2, workstation])
-def test_a_bundle_is_told_with_the_commands_that_run_it(
+def test_a_bundle_comes_with_the_commands_that_run_it(
     tree: Callable[[Path], Path],
     monkeypatch: pytest.MonkeyPatch,
     bundle: Callable[..., Path],
@@ -183,16 +183,14 @@ def test_a_bundle_is_told_with_the_commands_that_run_it(
     assert re.match(r"Weights in int\d would .* these .*: export with --weights int\d\.", found["faster"])
 
 
-def test_a_command_that_is_told_runs(bundle: Callable[..., Path], photo_file: Path) -> None:
+def test_the_printed_command_runs(bundle: Callable[..., Path], photo_file: Path) -> None:
     (command,) = told(bundle("gqa-112"))["next"]
     name, *words = shlex.split(command.replace("PICTURE.jpg", shlex.quote(str(photo_file))))
     done = run(name, *words)
     assert done.code == 0, done.stderr
 
 
-def test_engines_are_told_for_what_they_are_for(
-    bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
-) -> None:
+def test_engines_are_for_their_own_backend(bundle: Callable[..., Path], photo_file: Path, tmp_path: Path) -> None:
     engines = tmp_path / "engines"
     assert run("sinkprune-build", bundle("gqa-112"), "-o", engines, "--target", "onnxruntime").code == 0
     report = told(engines)
@@ -250,26 +248,25 @@ def test_a_board_may_run_on_its_processor(elsewhere: bool, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "messages"),
     [
         (("--board", "nano"), ("unknown board 'nano'", "orin-nano-4gb", "thor-t5000")),
         (("llava-9b",), ("'llava-9b' is no folder and no preset", "llava-1.5-7b")),
         (("--picture", "big"), ("--picture is 'big'", "as in 640x480")),
         (("--picture", "0x480"), ("a side of --picture is 0",)),
         (("--board", "orin-nano-8gb", "qwen2.5-vl-3b", "--picture", "16384x16"), ("16384",)),
+        (("empty",), ("empty", "holds no bundle.json", "sinkprune-export")),
+        (("damaged",), ("bundle.json", "format version")),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: tuple[str, ...], said: tuple[str, ...]) -> None:
-    assert_refused(doctor(*arguments), *said)
-
-
-def test_a_folder_without_a_bundle_is_refused(tmp_path: Path) -> None:
-    assert_refused(doctor(tmp_path), str(tmp_path), "holds no bundle.json", "sinkprune-export")
-
-
-def test_a_damaged_bundle_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "bundle.json").write_text("{}")
-    assert_refused(doctor(tmp_path), "bundle.json", "format version")
+def test_wrong_input_is_rejected(
+    arguments: tuple[str, ...], messages: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "bundle.json").write_text("{}")
+    assert_refused(doctor(*arguments), *messages)
 
 
 def test_the_help_names_boards_and_presets() -> None:

@@ -1,4 +1,4 @@
-"""Findings: what stands in the way on a machine, and what to do about it."""
+"""Findings: what stops or slows models on a machine, and what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read(root: Path, python: PythonEnvironment = PYTHON) -> Machine:
 
 
 def only(findings: list[Finding], words: str) -> Finding:
-    """The one finding that holds these words."""
+    """Return the only finding with these words."""
     told = [finding for finding in findings if words in finding.found]
     assert len(told) == 1, findings
     return told[0]
@@ -51,7 +51,7 @@ def test_a_board_as_it_comes(tmp_path: Path) -> None:
     assert not any(finding.stops for finding in findings)
     assert "sudo nvpmodel -m 2" in only(findings, "the power mode is 15W, not MAXN_SUPER").do
     assert "sudo jetson_clocks" in only(findings, "may fall to 306 of 1020 MHz").do
-    assert "--swap" in only(findings, "zram is its only swap").do
+    assert "--swap" in only(findings, "its only swap is zram").do
 
 
 def test_a_workstation_needs_an_engine_library_and_no_more(tmp_path: Path) -> None:
@@ -117,16 +117,20 @@ def test_pycuda_does_as_well(tmp_path: Path) -> None:
     [
         ({"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None}, "module is not installed", True),
         ({"etc/nv_tegra_release": None}, "names no release of Jetson Linux", True),
-        ({"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1"}, "Jetson Linux 35.4.1 is of no JetPack", True),
-        ({"proc/device-tree/compatible": "acme,robot\0nvidia,tegra234\0"}, "which module is not known", False),
-        ({"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None}, "power mode is not told", False),
+        (
+            {"etc/nv_tegra_release": "# R35 (release), REVISION: 4.1"},
+            "35.4.1 belongs to no JetPack",
+            True,
+        ),
+        ({"proc/device-tree/compatible": "acme,robot\0nvidia,tegra234\0"}, "with an unknown module", False),
+        ({"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None}, "power mode is unknown", False),
     ],
 )
 def test_what_a_board_lacks(files: dict[str, str | None], words: str, stops: bool, tmp_path: Path) -> None:
     assert only(found(changed(orin_nano_jetpack_6_2(tmp_path), files)), words).stops is stops
 
 
-def test_another_python_is_a_finding_where_no_tensorrt_says_so(tmp_path: Path) -> None:
+def test_another_python_is_a_finding_without_tensorrt(tmp_path: Path) -> None:
     root = changed(orin_nano_jetpack_6_2(tmp_path), {"usr/lib/python3.10/dist-packages/tensorrt/__init__.py": None})
     assert "python3.10 -m venv" in only(found(root, PYTHON_7), "this Python is 3.12; JetPack 6.2 has 3.10").do
 
@@ -146,12 +150,12 @@ def fits(model: str, usable: int, path: Path | None = None, backend: str = "tens
     return fit(model, "bundle" if path else "preset", manifest, Target(backend, usable, None), (336, 336))
 
 
-def test_too_little_memory_says_what_would_fit(bundle: Callable[..., Path]) -> None:
+def test_too_little_memory_comes_with_what_would_fit(bundle: Callable[..., Path]) -> None:
     small = fits("llava-1.5-7b", 3 << 30)
     (finding,) = model_findings([small], None, 3 << 30)
     assert finding.stops
-    assert "'llava-1.5-7b' fits in no form: it needs 6." in finding.found
-    assert "3.2 GB can be taken" in finding.found
+    assert "'llava-1.5-7b' fits in no form: it needs at least 6." in finding.found
+    assert "3.2 GB are available" in finding.found
     assert not list(model_findings([fits("llava-1.5-7b", 8 << 30)], None, 8 << 30))
     path = bundle("mha-336", "fp16")
     whole = fits("it", 0, path)
@@ -168,12 +172,12 @@ def test_too_little_memory_says_what_would_fit(bundle: Callable[..., Path]) -> N
     ("precision", "weights", "dialect", "words"),
     [
         ("fp16", None, "opset20", []),
-        ("fp16", None, "opset24", ["is of dialect opset24; TensorRT 10.3.0 of JetPack 6.2 takes opset20"]),
+        ("fp16", None, "opset24", ["has dialect opset24; TensorRT 10.3.0 of JetPack 6.2 supports opset20"]),
         ("fp32", None, "opset20", ["builds attention in fp16 only"]),
         ("fp16", "uint4", "opset24", ["uint4 weights", "dialect opset24"]),
     ],
 )
-def test_what_tensorrt_of_the_jetpack_takes_none_of(
+def test_what_tensorrt_of_the_jetpack_does_not_support(
     precision: str, weights: str | None, dialect: str, words: list[str], bundle: Callable[..., Path]
 ) -> None:
     model = fits("it", 0, bundle("mha-336", precision, weights=weights, dialect=dialect))
@@ -186,12 +190,13 @@ def test_what_tensorrt_of_the_jetpack_takes_none_of(
     assert not [finding for finding in later if "dialect" in finding.found]
 
 
-def test_what_onnxruntime_of_the_jetpack_takes_none_of(bundle: Callable[..., Path]) -> None:
+def test_what_onnxruntime_of_the_jetpack_does_not_support(bundle: Callable[..., Path]) -> None:
     model = fits("it", 0, bundle("mha-336", "fp32"), backend="ort-cpu")
     (finding,) = model_findings([model], BOARDS.jetpack("36.4.3"), 0)
-    assert finding.stops and "ONNX Runtime for Python 3.10 of JetPack 6.2 takes opset20" in finding.found
+    assert finding.stops and "ONNX Runtime for Python 3.10 of JetPack 6.2 supports opset20" in finding.found
     assert not list(model_findings([model], BOARDS.jetpack("39.2"), 0))
     assert not list(model_findings([replace(model, dialect="opset20")], BOARDS.jetpack("36.4.3"), 0))
+    assert not list(model_findings([replace(model, backend="openvino")], BOARDS.jetpack("36.4.3"), 0))
     assert not list(model_findings([model], None, 0))
 
 

@@ -1,4 +1,4 @@
-"""What fits: needs and bounds by hand, of a real bundle and of presets."""
+"""What fits: needs and bounds by hand, for a real bundle and for presets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_7b_by_hand() -> None:
     assert none.bounds.prefill_flops_ms == pytest.approx(1e3 * flops / 17e12)
     assert none.bounds.prefill_weights_ms == pytest.approx(1e3 * 2 * weights / 102e9, rel=1e-3)
     assert none.bounds.token_ms == pytest.approx(1e3 * (2 * weights + cache) / 102e9, rel=1e-3)
-    # The tower of the paper's table, and its projector on all it gives.
+    # The tower of the paper's table, and the projector on all its rows.
     assert none.bounds.encoder_flops_ms == pytest.approx(1e3 * (0.366e12 + 0.0242e12) / 17e12, rel=1e-2)
     assert not none.bounds.by_weights
     assert none.bounds.prefill_ms == none.bounds.prefill_flops_ms
@@ -82,7 +82,7 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "weights", "backend", "told"),
+    ("precision", "weights", "backend", "forms"),
     [
         ("fp16", None, "tensorrt", [("fp16", "fp16", True), ("fp16", "int8", False), ("fp16", "int4", False)]),
         ("fp16", "int4", "tensorrt", [("fp16", "fp16", False), ("fp16", "int8", False), ("fp16", "int4", True)]),
@@ -101,17 +101,17 @@ def test_a_need_is_the_contract_s(bundle: Callable[..., Path]) -> None:
         ),
     ],
 )
-def test_a_bundle_is_told_as_it_is_and_in_the_other_forms(
-    precision: str, weights: str | None, backend: str, told: list[tuple[str, str, bool]], bundle: Callable[..., Path]
+def test_a_bundle_is_listed_in_its_form_and_in_the_others(
+    precision: str, weights: str | None, backend: str, forms: list[tuple[str, str, bool]], bundle: Callable[..., Path]
 ) -> None:
     path = bundle("mha-336", precision, weights=weights)
     model = fit("it", "bundle", read_bundle(path).manifest, Target(backend, 0, None), PICTURE)
-    assert [(form.precision, form.decoder_form, form.exported) for form in model.forms] == told
+    assert [(form.precision, form.decoder_form, form.exported) for form in model.forms] == forms
     own = next(form for form in model.forms if form.exported)
     manifest = read_bundle(path).manifest
     assert own.weight_bytes == sum(map(manifest.weight_bytes, manifest.graphs))
     assert all(found.fits is None for form in model.forms for found in form.budgets.values())
-    assert len(list(model.fitting())) == len(told)
+    assert len(list(model.fitting())) == len(forms)
 
 
 def test_what_is_needed_to_the_byte_fits() -> None:
@@ -146,7 +146,7 @@ def test_the_longest_text_is_the_last_that_fits() -> None:
             for tokens in (found.longest_text, found.longest_text + 1)
         ]
         assert needs[0] <= 7_150_000_000 < needs[1]
-    # The model's positions are the limit where there is memory enough, and nothing fits where weights do not.
+    # With enough memory the model's positions are the limit. Without memory for the weights, no text fits.
     roomy = preset("llava-1.5-7b", usable=1 << 40).forms[-1].budgets["none"]
     assert (roomy.longest_text, roomy.longest_context) == (4096 - 576, 4096)
     heavy = model.forms[0].budgets["none"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from sinkprune.jetson.boards import read_boards
 from sinkprune.jetson.host.machine import Machine, read_machine
 from sinkprune.jetson.host.power_mode import Clock
-from sinkprune.jetson.host.python_environment import Library, PythonEnvironment, this_environment
+from sinkprune.jetson.host.python_environment import PythonEnvironment, this_environment
 from sinkprune.jetson.host.system_files import SystemFiles
 from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
 
@@ -49,7 +48,7 @@ def test_an_agx_orin_with_jetpack_7_2(tmp_path: Path) -> None:
     assert found.board == "agx-orin-64gb"
     installed = found.jetpack
     assert (installed.l4t, installed.cuda, installed.tensorrt) == ("39.2.0", "13.2.0", "10.16.2.10")
-    # Of Debian's one folder for modules, by the system's Python.
+    # Debian has one folder for all versions, so /usr/bin/python3 decides.
     assert installed.tensorrt_python == ("3.12",)
     assert found.power_mode is not None and found.power_mode.is_fastest
     assert [(swap.place, swap.compressed, swap.bytes) for swap in found.swap] == [
@@ -66,7 +65,7 @@ def test_any_linux_machine(tmp_path: Path) -> None:
     assert found.swap == ()
 
 
-def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+def test_a_machine_without_system_files(tmp_path: Path) -> None:
     found = machine(tmp_path)
     assert (found.memory_bytes, found.system, found.kernel, found.unreadable) == (None, None, None, ())
 
@@ -79,33 +78,34 @@ def test_this_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "mode", "name"),
+    ("files", "number", "name", "fastest"),
     [
-        ({"var/lib/nvpmodel/status": "pmode:0002"}, 2, "MAXN_SUPER"),
-        ({"var/lib/nvpmodel/status": "pmode:0009"}, 9, None),
+        ({"var/lib/nvpmodel/status": "pmode:0002"}, 2, "MAXN_SUPER", "MAXN_SUPER"),
+        ({"var/lib/nvpmodel/status": "pmode:0009"}, 9, None, "MAXN_SUPER"),
         # Never set: the default of the configuration.
-        ({"var/lib/nvpmodel/status": None}, 1, "25W"),
-        ({"etc/nvpmodel.conf": None}, 0, None),
-        ({"etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=MAXN >\n"}, 0, "MAXN"),
+        ({"var/lib/nvpmodel/status": None}, 1, "25W", "MAXN_SUPER"),
+        ({"etc/nvpmodel.conf": None}, 0, None, None),
+        ({"etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=MAXN >\n"}, 0, "MAXN", "MAXN"),
+        (
+            {"etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=4 NAME=MAXN_SUPER >\n"},
+            0,
+            "MAXN",
+            "MAXN_SUPER",
+        ),
     ],
 )
-def test_power_modes(files: dict[str, str | None], mode: int, name: str | None, tmp_path: Path) -> None:
+def test_power_modes(
+    files: dict[str, str | None], number: int, name: str | None, fastest: str | None, tmp_path: Path
+) -> None:
     found = machine(changed(orin_nano_jetpack_6_2(tmp_path), files)).power_mode
     assert found is not None
-    assert (found.id, found.name) == (mode, name)
+    assert (found.id, found.name, found.fastest and found.fastest[0]) == (number, name, fastest)
+    assert found.is_fastest == (fastest in (None, name))
 
 
-def test_without_nvpmodel_no_mode_is_told(tmp_path: Path) -> None:
+def test_without_nvpmodel_there_is_no_mode(tmp_path: Path) -> None:
     root = changed(orin_nano_jetpack_6_2(tmp_path), {"etc/nvpmodel.conf": None, "var/lib/nvpmodel/status": None})
     assert machine(root).power_mode is None
-
-
-def test_the_unlimited_mode_is_the_super_one_where_there_are_both(tmp_path: Path) -> None:
-    conf = "< POWER_MODEL ID=0 NAME=MAXN >\n< POWER_MODEL ID=1 NAME=10W >\n< POWER_MODEL ID=4 NAME=MAXN_SUPER >\n"
-    found = machine(changed(orin_nano_jetpack_6_2(tmp_path), {"etc/nvpmodel.conf": conf})).power_mode
-    assert found is not None
-    assert found.fastest == ("MAXN_SUPER", 4)
-    assert not found.is_fastest
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_unlimited_mode_is_the_super_one_where_there_are_both(tmp_path: Path
         ("proc/device-tree/model", "\0"),
     ],
 )
-def test_what_makes_no_sense_is_not_told(path: str, text: str, tmp_path: Path) -> None:
+def test_malformed_files_are_ignored(path: str, text: str, tmp_path: Path) -> None:
     found = machine(changed(orin_nano_jetpack_6_2(tmp_path), {path: text}))
     assert found.unreadable == ()
 
@@ -138,11 +138,11 @@ def test_a_package_that_was_removed_is_not_installed(tmp_path: Path) -> None:
     assert machine(changed(tmp_path, {"var/lib/dpkg/status": status})).jetpack.tensorrt is None
 
 
-def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     root = orin_nano_jetpack_6_2(tmp_path)
     status = root / "var/lib/nvpmodel/status"
     status.unlink()
-    # Whoever runs this may be root, who reads all: a folder in a file's place gives nothing to anybody.
+    # Root can read all files, but nobody can read a folder as a file.
     status.mkdir()
     found = machine(root)
     assert found.power_mode is None
@@ -150,7 +150,7 @@ def test_what_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody")
-def test_without_permission_it_says_so(tmp_path: Path) -> None:
+def test_a_file_without_permission_is_reported(tmp_path: Path) -> None:
     root = orin_nano_jetpack_6_2(tmp_path / "root")
     (root / "var/lib/nvpmodel/status").chmod(0)
     program = (
@@ -163,7 +163,7 @@ def test_without_permission_it_says_so(tmp_path: Path) -> None:
     assert done.stdout.strip() == "None ['/var/lib/nvpmodel/status: Permission denied']", done.stderr
 
 
-def test_libraries_are_imported_to_see_whether_they_can_be(tmp_path: Path) -> None:
+def test_libraries_are_imported_as_a_test(tmp_path: Path) -> None:
     found = this_environment()
     assert found.imports("onnxruntime")
     assert found.minor == ".".join(map(str, sys.version_info[:2]))
@@ -179,10 +179,3 @@ def test_libraries_are_imported_to_see_whether_they_can_be(tmp_path: Path) -> No
     )
     assert '"error": "ImportError: libnvinfer.so.10: cannot open shared object file"' in done.stdout, done.stderr
     assert '"pycuda": {"version": null, "error": "its import ended the process (signal 11)"}' in done.stdout
-
-
-def test_a_library_that_does_not_import_is_none_to_use() -> None:
-    python = replace(PYTHON, libraries={"tensorrt": Library(None, "no"), "openvino": Library("1", None)})
-    assert not python.imports("tensorrt")
-    assert python.imports("openvino")
-    assert not python.imports("onnxruntime")

@@ -1,4 +1,4 @@
-"""Presets are what the export makes of them, and a manifest in another form is what the export would write."""
+"""Manifests of presets, and of other forms of weights, are those of the export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one recommendation: the best of the table, as findings allow it, and what to do first where they do not."""
+"""The recommendation: the best row of the table that findings allow, or what to do first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fitting(form: FormFit, fits: bool) -> FormFit:
 
 def test_the_best_choice_answers_soonest_at_the_largest_budget() -> None:
     assert chosen(preset("llava-1.1b")) == ("int4", "retain-192")
-    # Without a datasheet bytes count.
+    # Without a datasheet, the fewest bytes win.
     assert chosen(preset("llava-1.1b", None)) == ("int4", "retain-192")
     # Where one form alone fits at the largest budget, a quicker one at a smaller budget is no choice.
     model = preset("llava-1.1b")
@@ -50,7 +50,7 @@ def test_what_cannot_be_built_is_no_choice() -> None:
 
 
 def test_the_command_that_a_stop_forbids_is_not_printed(tmp_path: Path) -> None:
-    """Instead, the page has what to do first, and the recommendation that holds afterwards."""
+    """The page has what to do first, and the recommendation for afterwards."""
     root = orin_nano_jetpack_6_2(tmp_path)
     report = told("--root", root, "llava-1.1b")
     assert report["next"] == []
@@ -86,14 +86,14 @@ def test_the_recommendation_is_the_best_row_that_fits(monkeypatch: pytest.Monkey
 def test_a_bundle_of_another_dialect_is_exported_again(
     monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """What forbids the bundle is mended by the command that is printed."""
+    """The printed command fixes the finding about the bundle."""
     set_python(monkeypatch, "3.10.12")
     path = bundle("mha-336", "fp16")
     report = told("--root", orin_nano_jetpack_6_2(tmp_path), path)
     assert [finding["model"] for finding in report["findings"] if finding["stops"]] == [str(path)]
     assert report["first"] == []
     (command,) = report["next"]
-    # A bundle knows its checkpoint's name, not where it lies.
+    # A bundle has its checkpoint's name, not its path.
     given = r"PATH/TO/[^/\s]+"
     assert re.match(
         rf"sinkprune-export {given} -o \S+-int8 --precision fp16 --weights int8 --dialect opset20$", command
@@ -101,7 +101,7 @@ def test_a_bundle_of_another_dialect_is_exported_again(
     assert not report["recommendations"][0]["as_it_is"]
 
 
-def test_a_bundle_too_large_is_told_how_to_be_smaller(
+def test_a_bundle_that_is_too_large_is_exported_smaller(
     monkeypatch: pytest.MonkeyPatch, bundle: Callable[..., Path], tmp_path: Path
 ) -> None:
     set_python(monkeypatch, "3.10.12")

@@ -1,4 +1,4 @@
-"""`jetson/setup.sh` on scratch roots of both JetPacks: what it does, twice, and what is left when it fails."""
+"""`jetson/setup.sh` on scratch roots of both JetPacks: its changes, a second run, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2, workstation
+from support.stand_ins.board_trees import agx_orin_jetpack_7_2, changed, orin_nano_jetpack_6_2
 from support.stand_ins.setup_stand_ins import SETUP, ScratchBoard, scratch_board
 
 ALL = ("--power-mode", "MAXN_SUPER", "--clocks", "--swap", "8", "--service")
@@ -31,11 +31,11 @@ def other(tmp_path: Path, tree: Callable[[Path], Path]) -> ScratchBoard:
 
 
 def state(board: ScratchBoard) -> dict[str, str]:
-    """What a set-up that failed must have left as it was."""
+    """Return the files that a failed set-up must leave unchanged."""
     files = board.files()
-    # nvpmodel writes what else it likes beside the mode's number, and an empty table is as good as none.
+    # Only the mode's number counts in the status of nvpmodel. An empty fstab is as good as none.
     files["var/lib/nvpmodel/status"] = files["var/lib/nvpmodel/status"].split()[0]
-    # What jetson_clocks is restored from is of no more use, and in nobody's way.
+    # The stored clocks may stay.
     files.pop("var/lib/sinkprune/clocks.before", None)
     return {name: text for name, text in files.items() if text or name != "etc/fstab"}
 
@@ -52,11 +52,18 @@ def test_shellcheck_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("jetpack", "python", "cuda"),
-    [("6.2", "python3.10", "cuda-python>=12.6,<13"), ("7.2", "python3.12", "cuda-python>=13,<14")],
+    ("jetpack", "revision", "python", "cuda"),
+    [
+        ("6.2", "36 (release), REVISION: 4.3", "python3.10", "cuda-python>=12.6,<13"),
+        ("6.2", "36 (release), REVISION: 5.0", "python3.10", "cuda-python>=12.6,<13"),
+        ("7.2", "39 (release), REVISION: 2.0", "python3.12", "cuda-python>=13,<14"),
+    ],
 )
-def test_the_environment_is_the_one_of_the_jetpack(jetpack: str, python: str, cuda: str, tmp_path: Path) -> None:
+def test_the_environment_is_the_one_of_the_jetpack(
+    jetpack: str, revision: str, python: str, cuda: str, tmp_path: Path
+) -> None:
     board = other(tmp_path, BOARDS[jetpack])
+    changed(board.root, {"etc/nv_tegra_release": f"# R{revision}, GCID: 1"})
     done = board.setup()
     assert done.returncode == 0, done.stderr
     assert f"JetPack {jetpack}" in done.stdout
@@ -67,7 +74,7 @@ def test_the_environment_is_the_one_of_the_jetpack(jetpack: str, python: str, cu
     assert (board.root / VENV[1:] / "bin" / "sinkprune-doctor").exists()
 
 
-def test_nothing_but_the_environment_is_made_unless_asked(board: ScratchBoard) -> None:
+def test_without_options_only_the_environment_is_made(board: ScratchBoard) -> None:
     before = board.files()
     assert board.setup().returncode == 0
     made = {name for name in board.files() if name not in before}
@@ -75,7 +82,7 @@ def test_nothing_but_the_environment_is_made_unless_asked(board: ScratchBoard) -
     assert before.items() <= board.files().items()
 
 
-def test_all_that_is_asked_for_is_done(board: ScratchBoard) -> None:
+def test_every_option_makes_its_change(board: ScratchBoard) -> None:
     done = board.setup(*ALL)
     assert done.returncode == 0, done.stderr
     calls = board.calls()[2:]
@@ -120,7 +127,7 @@ def test_a_second_run_changes_nothing(jetpack: str, tmp_path: Path) -> None:
     assert board.files() == before
 
 
-def test_what_a_new_run_wants_otherwise_takes_the_place_of_the_old(board: ScratchBoard) -> None:
+def test_a_run_with_other_options_replaces_the_environment(board: ScratchBoard) -> None:
     assert board.setup().returncode == 0
     board.calls()
     assert board.setup("--source", "sinkprune==9").returncode == 0
@@ -128,11 +135,14 @@ def test_what_a_new_run_wants_otherwise_takes_the_place_of_the_old(board: Scratc
     assert not (board.root / f"{VENV[1:]}.before").exists()
 
 
-@pytest.mark.parametrize("jetpack", BOARDS)
 @pytest.mark.parametrize(
-    "fails", ["python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon", "systemctl", "half-enabled"]
+    ("fails", "jetpack"),
+    [
+        *((program, "6.2") for program in ("python", "nvpmodel", "jetson_clocks", "fallocate", "mkswap", "swapon")),
+        *((program, "7.2") for program in ("systemctl", "half-enabled")),
+    ],
 )
-def test_what_fails_is_undone(fails: str, jetpack: str, tmp_path: Path) -> None:
+def test_a_failure_is_undone(fails: str, jetpack: str, tmp_path: Path) -> None:
     board = other(tmp_path, BOARDS[jetpack])
     before = state(board)
     mode = {"6.2": "MAXN_SUPER", "7.2": "MODE_30W"}[jetpack]
@@ -162,7 +172,7 @@ def test_a_killed_set_up_is_undone(number: int, board: ScratchBoard) -> None:
     os.killpg(running.pid, number)
     assert running.wait(30) != 0
     if number == signal.SIGKILL:
-        # Nobody was there to undo it; the next run is, and one that only tells is not.
+        # Only the next run can undo the changes, and a dry run does not.
         assert "newer" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
         assert board.setup("--dry-run").returncode == 0
         assert "newer" in board.files()["opt/sinkprune/venv/sinkprune-setup"]
@@ -172,11 +182,11 @@ def test_a_killed_set_up_is_undone(number: int, board: ScratchBoard) -> None:
     assert board.files() == before
 
 
-def test_a_dry_run_tells_and_changes_nothing(board: ScratchBoard) -> None:
+def test_a_dry_run_prints_the_changes_and_makes_none(board: ScratchBoard) -> None:
     before = board.files()
     done = board.setup(*ALL, "--dry-run")
     assert done.returncode == 0, done.stderr
-    for told in (
+    for words in (
         "-m venv",
         "pip install",
         "nvpmodel -m 2",
@@ -184,78 +194,64 @@ def test_a_dry_run_tells_and_changes_nothing(board: ScratchBoard) -> None:
         "fallocate -l 8G",
         "systemctl enable",
     ):
-        assert told in done.stdout
+        assert words in done.stdout
     assert done.stdout.endswith("nothing was changed\n")
     assert board.calls() == []
     assert board.files() == before
 
 
-def test_machines_that_are_not_known_are_refused(tmp_path: Path) -> None:
-    board = other(tmp_path, workstation)
-    assert_refused(board, "this is no Jetson")
-    changed(board.root, {"proc/device-tree/compatible": "nvidia,p2888-0001\0nvidia,tegra194\0"})
-    assert_refused(board, "this board is not known: nvidia,p2888-0001 nvidia,tegra194")
-
-
 @pytest.mark.parametrize(
-    ("release", "found"),
+    ("files", "options", "environment", "message"),
     [
-        ("# R35 (release), REVISION: 4.1, GCID: 1", "35.4.1"),
-        ("# R36 (release), REVISION: 4.0, GCID: 1", "36.4.0"),
-        ("# R36 (release), REVISION: 3.0, GCID: 1", "36.3.0"),
-        ("# R38 (release), REVISION: 4.0, GCID: 1", "38.4.0"),
-        ("nonsense", "0.0.0"),
+        ({"proc/device-tree/compatible": None}, (), {}, "this is no Jetson"),
+        (
+            {"proc/device-tree/compatible": "nvidia,p2888-0001\0nvidia,tegra194\0"},
+            (),
+            {},
+            "this board is not known: nvidia,p2888-0001 nvidia,tegra194",
+        ),
+        *(
+            (
+                {"etc/nv_tegra_release": release},
+                (),
+                {},
+                f"Jetson Linux '{found}' (ROOT/etc/nv_tegra_release) is not of JetPack 6.2 or 7.2",
+            )
+            for release, found in (
+                ("# R35 (release), REVISION: 4.1, GCID: 1", "35.4.1"),
+                ("# R36 (release), REVISION: 4.0, GCID: 1", "36.4.0"),
+                ("# R36 (release), REVISION: 3.0, GCID: 1", "36.3.0"),
+                ("# R38 (release), REVISION: 4.0, GCID: 1", "38.4.0"),
+                ("nonsense", "0.0.0"),
+            )
+        ),
+        ({}, (), {"lacks": "ensurepip"}, "apt-get install python3.10-venv"),
+        ({}, (), {"lacks": "tensorrt"}, "apt-get install nvidia-jetpack"),
+        ({}, (), {"free": "2999"}, "2999 MB are free"),
+        ({}, ("--power-mode", "TURBO"), {}, "'TURBO' is none of: 15W 25W MAXN_SUPER 7W"),
+        ({}, ("--swap", "none"), {}, "--swap is 'none', expected GB"),
+        ({}, ("--swap", "99"), {}, "are needed"),
+        ({}, ("--venv", "here"), {}, "expected a path that begins with /"),
+        ({}, ("--venv", "/etc"), {}, "no environment"),
+        ({}, ("--root", "/nowhere"), {}, "is no folder"),
+        ({}, ("--turbo",), {}, "unknown option '--turbo'"),
+        ({}, ("--swap",), {}, "--swap needs a value"),
     ],
+    ids=lambda value: value.split(":")[0] if isinstance(value, str) else "",
 )
-def test_releases_that_it_is_not_for_are_refused(release: str, found: str, board: ScratchBoard) -> None:
-    changed(board.root, {"etc/nv_tegra_release": release})
-    assert_refused(board, f"Jetson Linux '{found}'", "JetPack 6.2 or 7.2")
-
-
-def test_later_revisions_are_taken(board: ScratchBoard) -> None:
-    changed(board.root, {"etc/nv_tegra_release": "# R36 (release), REVISION: 5.0, GCID: 1"})
-    assert board.setup().returncode == 0
-
-
-@pytest.mark.parametrize(
-    ("environment", "said"),
-    [
-        ({"lacks": "ensurepip"}, "apt-get install python3.10-venv"),
-        ({"lacks": "tensorrt"}, "apt-get install nvidia-jetpack"),
-        ({"free": "2999"}, "2999 MB are free"),
-    ],
-)
-def test_what_is_missing_is_told_before_anything_is_changed(
-    environment: dict[str, str], said: str, board: ScratchBoard
+def test_a_board_or_an_option_that_does_not_fit_is_rejected_before_any_change(
+    files: dict[str, str | None],
+    options: tuple[str, ...],
+    environment: dict[str, str],
+    message: str,
+    board: ScratchBoard,
 ) -> None:
-    assert_refused(board, said, **environment)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--power-mode", "TURBO"), "'TURBO' is none of: 15W 25W MAXN_SUPER 7W"),
-        (("--swap", "none"), "--swap is 'none', expected GB"),
-        (("--swap", "99"), "are needed"),
-        (("--venv", "here"), "expected a path that begins with /"),
-        (("--venv", "/etc"), "no environment"),
-        (("--root", "/nowhere"), "is no folder"),
-        (("--turbo",), "unknown option '--turbo'"),
-        (("--swap",), "--swap needs a value"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options: tuple[str, ...], said: str, board: ScratchBoard) -> None:
-    assert_refused(board, said, options=options)
-
-
-def assert_refused(board: ScratchBoard, *said: str, options: tuple[str, ...] = (), **environment: str) -> None:
+    changed(board.root, files)
     before = board.files()
     done = board.setup(*options, **environment)
     assert done.returncode == 2, done.stdout
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    for words in said:
-        assert words in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert message.replace("ROOT", str(board.root)) in done.stderr
     assert board.calls() == []
     assert board.files() == before
 

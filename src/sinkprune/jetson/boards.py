@@ -1,6 +1,6 @@
-"""What is known of Jetson modules and of JetPack: the one reader of `boards.json`, where each fact has its source.
+"""Facts about Jetson modules and JetPack, from `boards.json`, where each fact has its source.
 
-Figures are of the GPU alone, dense, in the fastest power mode. They come from datasheets; none was measured here.
+Figures are for the GPU alone, dense, in the fastest power mode. They come from datasheets, not from measurements.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Figure = Annotated[float, Bounds(0.1, 1e5)]
 
 
 class UnknownBoardError(SinkpruneError):
-    """No board bears this name."""
+    """No board has this name."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a fact comes from."""
+    """The source of a fact."""
 
     document: str
     url: str
     checked: str
-    """How far it was verified."""
+    """Whether and how it was verified."""
 
 
 @dataclass(frozen=True)
@@ -42,50 +42,50 @@ class Board:
     """A Jetson module."""
 
     module: str
-    """What its vendor calls it."""
+    """The vendor's name."""
     sm: Annotated[int, Bounds(50, 999)]
-    """The GPU's compute capability, as 87 for sm_87."""
+    """The GPU's compute capability: 87 for sm_87."""
     memory_gb: Annotated[int, Bounds(1, 1024)]
-    """GiB of memory, which CPU and GPU share."""
+    """GiB, which CPU and GPU share."""
     gb_per_s: Figure
-    """The memory's peak, in 1e9 bytes a second."""
+    """The memory's peak bandwidth, in 1e9 bytes a second."""
     fp16_tflops: Figure
-    """Dense, in 1e12 a second."""
+    """Dense, in 1e12 operations a second."""
     int8_tops: Figure | None
-    """The same in int8; None where no dense figure is known."""
+    """Dense, in 1e12 operations a second; None if unknown."""
     power_modes: tuple[str, ...]
     compatible: tuple[str, ...]
-    """Any of these words in /proc/device-tree/compatible names the module; none where no public source has one."""
+    """Words in /proc/device-tree/compatible that identify the module; empty if no public source has one."""
     sources: dict[str, str]
-    """By fact, the name of its source."""
+    """The name of each fact's source, by the fact."""
 
 
 @dataclass(frozen=True)
 class SystemMemory:
-    """What of a module's memory is not for programs."""
+    """The share of a module's memory that is not for programs."""
 
     linux_sees_per_mille: Annotated[int, Bounds(1, 1000)]
-    """Of the module's memory; firmware keeps the rest."""
+    """The share of the module's memory that firmware leaves to Linux."""
     system_takes_mb: Annotated[int, Bounds(0, 1 << 20)]
-    """MiB that a system without a desktop takes."""
+    """MiB that a system without a desktop uses."""
     sources: dict[str, str]
 
 
 @dataclass(frozen=True)
 class JetPack:
-    """A release of JetPack, and what it brings along."""
+    """A release of JetPack, and its components."""
 
     version: str
     first_l4t: str
-    """The first release of Jetson Linux (L4T) that it is built on."""
+    """Its first release of Jetson Linux (L4T)."""
     ubuntu: str
     python: str
     cuda: str
     tensorrt: str
     dialect: DialectName
-    """The dialect that its TensorRT takes."""
+    """The newest dialect that its TensorRT supports."""
     sm: tuple[int, ...]
-    """The GPUs of the boards that it is for."""
+    """The GPUs of its boards."""
     source: str
 
     @property
@@ -103,42 +103,41 @@ class Boards:
     boards: dict[str, Board]
     """By the names of `sinkprune-doctor --board`."""
     chips: dict[str, str]
-    """Words in /proc/device-tree/compatible of every module with a chip, and what such modules are called."""
+    """Names of the modules with a chip, by the chip's word in /proc/device-tree/compatible."""
     jetpacks: tuple[JetPack, ...]
     """Oldest first."""
 
     def board(self, name: str) -> Board:
-        """The board of that name; raises `UnknownBoardError` with the known ones."""
+        """Return the board with this name. Raises `UnknownBoardError` with the known names."""
         if name not in self.boards:
             raise UnknownBoardError(f"unknown board '{name}'; known boards: {', '.join(self.boards)}.")
         return self.boards[name]
 
     def name_of(self, compatible: Iterable[str]) -> str | None:
-        """The name of the board whose device tree has these words; None for none that is known."""
+        """Return the name of the board whose device tree has these words; None if it is unknown."""
         words = set(compatible)
         return next((name for name, board in self.boards.items() if words & set(board.compatible)), None)
 
     def jetpack(self, l4t: str) -> JetPack | None:
-        """The JetPack that is built on that release of L4T, as in "36.4.3"; None where none is known of its major
-        number, or as early."""
+        """Return the JetPack of a release of L4T, as in "36.4.3"; None if its major number is unknown, or too old."""
         found = _numbers(l4t)
         before = [pack for pack in self.jetpacks if _numbers(pack.first_l4t) <= found]
         return before[-1] if before and _numbers(before[-1].first_l4t)[0] == found[0] else None
 
     def usable_bytes(self, board: Board) -> int:
-        """About how many bytes of a board's memory programs may take."""
+        """Return about how many bytes of a board's memory are for programs."""
         rest = self.system_memory
         return (board.memory_gb << 30) * rest.linux_sees_per_mille // 1000 - (rest.system_takes_mb << 20)
 
 
 @cache
 def read_boards() -> Boards:
-    """The boards and releases that are known."""
+    """Return the known boards and releases."""
     return parse_boards(read_json(_FILE))
 
 
 def parse_boards(data: object) -> Boards:
-    """The same of parsed JSON; raises `SchemaError` for what is malformed, and for a fact without a known source."""
+    """Return the boards of parsed JSON. Raises `SchemaError` for malformed facts, and for facts without a source."""
     boards = from_json(Boards, data)
     for name, board in boards.boards.items():
         facts = {field.name for field in fields(board)} - _UNSOURCED
@@ -163,7 +162,7 @@ def _check_sources(boards: Boards, where: str, facts: set[str], sources: dict[st
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, those at its end that are 0 left out: 36.4.0 is 36.4."""
+    """Return the numbers of a version without zeros at its end: 36.4.0 is 36.4."""
     parts = [int(part) if part.isdecimal() else 0 for part in version.split(".")]
     while len(parts) > 1 and parts[-1] == 0:
         parts.pop()

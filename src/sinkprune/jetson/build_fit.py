@@ -1,4 +1,4 @@
-"""Whether engines of a model can be built on a machine, by memory and by disk."""
+"""Whether a machine has the memory and the disk to build a model's engines."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from sinkprune.engines.preflight import COPIES, disk_bytes, weights_bytes
 
 @dataclass(frozen=True)
 class BuildFit:
-    """What building engines takes, and whether the machine has it."""
+    """The needs of building engines, and whether the machine meets them."""
 
     memory_bytes: int
     """For the largest graph, without activations. Graphs are built one after the other."""
     disk_bytes: int
     """For all engines, next to the bundle."""
     moving_disk_bytes: int
-    """The same with `sinkprune-build --move`."""
+    """For all engines, with `sinkprune-build --move`."""
     fits: bool | None
-    """Whether memory and disk suffice, as far as they are known; None where neither is."""
+    """Whether memory and disk suffice, if known; None if both are unknown."""
     needs_move: bool
-    """Whether the disk has room with --move only."""
+    """Whether the disk has room only with --move."""
 
 
 def build_fit(manifest: Manifest, target: Target, usable_bytes: int, disk_free: int | None) -> BuildFit:
-    """Return what building engines of `manifest` for `target` takes of these bytes; 0 bytes of memory are not known.
+    """Return whether these bytes suffice to build engines of `manifest` for `target`; 0 and None are unknown.
 
-    The machine's GPU is a board's, which computes in the same memory.
+    The GPU is a board's, which shares its memory with the CPU.
     """
     copies = COPIES[target]
     memory = max(weights_bytes(manifest, graph, copies.memory + copies.gpu) for graph in manifest.graphs)

@@ -1,7 +1,7 @@
-"""Which forms of weights and budgets of a model fit a machine, and how fast they could be there.
+"""Which forms of weights and budgets of a model fit a machine, and bounds of their times.
 
-The bounds are the roofline's: no prefill takes less than its FLOPs at the board's dense peak or than reading the
-weights once, no token less than reading weights and cache. What really runs is slower: `times.py` has a range.
+The bounds are a roofline's. A prefill takes at least its FLOPs at the board's dense peak, and at least one read of
+the weights. A token takes at least a read of weights and cache. `times.py` has ranges for real runs.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from sinkprune.runtime.families import load_family
 
 PROMPT_TOKENS = 64
 NEW_TOKENS = 128
-"""What is asked and answered, in tokens of text, where needs and bounds are told."""
+"""Tokens of text in prompt and answer, for needs and bounds."""
 TYPICAL_NEW_TOKENS = 32
 """The answer of a typical request, in tokens. A recommendation is for one picture, `PROMPT_TOKENS` and this."""
 BOARD_BACKEND = "tensorrt"
 Kind = Literal["preset", "bundle", "engines"]
-"""What a model is there as: nothing yet, a folder of graphs, a folder of engines."""
+"""The state of a model: not exported, a folder of graphs, or a folder of engines."""
 _FORMS: dict[PrecisionName, tuple[WeightsName, ...]] = {
     "fp16": ("fp16", "int8", "int4"),
     "fp32": ("fp32", "int8", "int4"),
 }
-"""The forms of weights that are told, by the type of states."""
+"""The forms of weights in a report, by the type of states."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a model is to run on."""
+    """The backend and the machine for a model."""
 
     backend: str
-    """The library that is to run it; `tensorrt` on a board, else one that computes in the machine's memory."""
+    """`tensorrt` on a board, else a backend that computes in the machine's memory."""
     usable_bytes: int
-    """What a program may take of the memory; 0 is not known."""
+    """Memory for programs; 0 is unknown."""
     board: Board | None
-    """What the bounds are of; None where no datasheet is known."""
+    """The board for bounds; None without a datasheet."""
     disk_free: int | None = None
-    """Bytes that are free where engines are to be written; None is not known."""
+    """Free bytes for engines; None is unknown."""
     most_text: int | None = None
-    """The most tokens of prompt and answer together that engines accept; None where they have no limit."""
+    """The most tokens of prompt and answer together that engines accept; None without a limit."""
 
     @property
     def precision(self) -> PrecisionName:
-        """The type of states that the backend is for."""
+        """The type of states that suits the backend."""
         return "fp16" if self.backend == BOARD_BACKEND else "fp32"
 
 
@@ -70,19 +70,19 @@ class BudgetFit:
     memory: MemoryNeed
     memory_bytes: int
     fits: bool | None
-    """None where the machine's memory is not known."""
+    """None if the machine's memory is unknown."""
     kv_bytes: int
     decode_bytes: int
-    """What a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
+    """Bytes that a token of the answer reads: weights of decoder and head, and the cache of the prompt."""
     bounds: Bounds | None
     times: Times | None
-    """Of a request with `TYPICAL_NEW_TOKENS`, from the bounds; None where they are."""
+    """For a request with `TYPICAL_NEW_TOKENS`; None without bounds."""
     longest_text: int | None
     """The most tokens of prompt and answer together that memory, model and engines allow after the picture.
 
-    None where the machine's memory is not known."""
+    None if the machine's memory is unknown."""
     longest_context: int | None
-    """The same with the picture's tokens into the LLM; 0 where no text fits."""
+    """`longest_text` and the picture's tokens into the LLM; 0 if no text fits."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ class FormFit:
 
     precision: PrecisionName
     weights: str
-    """The forms, in a word."""
+    """The forms of all graphs, as in `WeightForms.name`."""
     exported: bool
-    """Whether the bundle has it so; else sizes are computed, to one per cent."""
+    """Whether the bundle has this form; else sizes are computed, to one per cent."""
     weight_bytes: int
     build: BuildFit | None
-    """What building engines takes; None of engines, which are built."""
+    """The needs of a build; None for engines, which are built."""
     budgets: dict[str, BudgetFit]
 
     @property
@@ -107,13 +107,13 @@ class FormFit:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a budget leaves of a picture, in whatever form the weights are."""
+    """The rows of a picture that a budget keeps, which do not depend on the form of weights."""
 
     tokens_per_layer: tuple[int, ...]
-    """Visual tokens that each decoder layer runs on."""
+    """Visual tokens at each decoder layer."""
     prefill_flops: int
     encoder_flops: int
-    """Of the vision tower, and of the projector on what it is given."""
+    """Of the vision tower, and of the projector on the rows that reach it."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +122,25 @@ class ModelFit:
 
     name: str
     kind: Kind
-    """Of a bundle and of engines `name` is the folder."""
+    """For a bundle and for engines, `name` is the folder."""
     source: str
-    """The checkpoint it is of, or the preset."""
+    """The checkpoint or the preset."""
     random_weights: bool
     family: str
     dialect: str
-    """Of the bundle, or the one that a preset is to be exported in."""
+    """The dialect of the bundle, or the one to export a preset in."""
     backend: str
     picture: tuple[int, int]
     """Width and height in pixels."""
     visual_tokens: int
-    """The picture's, unpruned."""
+    """Of the picture, unpruned."""
     prompt_tokens: int
     new_tokens: int
     rows: dict[str, Rows]
     forms: tuple[FormFit, ...]
 
     def fitting(self) -> Iterator[tuple[FormFit, str]]:
-        """The forms that fit with a budget, each with its first that does; those whose fit is not known too."""
+        """Yield the forms that fit, each with its first budget that fits. An unknown fit counts as a fit."""
         for form in self.forms:
             budget = next((name for name, fit in form.budgets.items() if fit.fits is not False), None)
             if budget is not None:
@@ -148,10 +148,10 @@ class ModelFit:
 
 
 def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tuple[int, int]) -> ModelFit:
-    """How the model of `manifest` fits `target`, asked about one image of `picture` (width, height).
+    """Return how the model of `manifest` fits `target`, for one image with the size `picture` (width, height).
 
-    Raises `BundleError` for a manifest whose image side is malformed, and `ImageError` for an image of that size that
-    the model takes none of.
+    Raises `BundleError` for a malformed processor in the manifest, and `ImageError` for a size that the model does
+    not accept.
     """
     layout = load_family(manifest).layout(Image.new("RGB", picture))
     method = next(iter(manifest.plans), "")
@@ -186,18 +186,17 @@ def fit(name: str, kind: Kind, manifest: Manifest, target: Target, picture: tupl
 
 
 def _stored(manifest: Manifest, kind: Kind, target: Target) -> Iterator[tuple[Manifest, bool]]:
-    """The manifest in every form that is told, and whether it is so already; the bundle's own first where it is none
-    of them."""
-    own = (manifest.precision, manifest.weights.decoder)
-    told = [(target.precision, form) for form in _FORMS[target.precision]]
-    there = kind != "preset"
-    if there and own not in told:
+    """Yield the manifest in every form of the report, and whether it is exported in it.
+
+    The form of a bundle comes first if it is not in `_FORMS`.
+    """
+    forms = [(target.precision, form) for form in _FORMS[target.precision]]
+    own = (manifest.precision, manifest.weights.decoder) if kind != "preset" else None
+    if own is not None and own not in forms:
         yield manifest, True
-    for precision, form in told:
-        if there and (precision, form) == own:
-            yield manifest, True
-        else:
-            yield stored_as(manifest, precision, form), False
+    for precision, form in forms:
+        exported = (precision, form) == own
+        yield manifest if exported else stored_as(manifest, precision, form), exported
 
 
 def _rows(manifest: Manifest, planned: Schedule, layout: VisualLayout) -> Rows:

@@ -26,7 +26,7 @@ def heading(model: ModelFit) -> str:
 def budgets(model: ModelFit) -> Table:
     """Return a row for each form of weights and budget: memory, times and the longest context."""
     timed = _timed(model)
-    table = _table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
+    table = make_table(["weights", "budget"], ["visual", "GB", *_time_headings(timed), "text"])
     for form in model.forms:
         name = f"{form.decoder_form}{'*' if form.exported else ''}"
         for budget, rows in model.rows.items():
@@ -38,8 +38,8 @@ def budgets(model: ModelFit) -> Table:
 
 
 def builds(model: ModelFit) -> Table:
-    """Return a row for each form of weights: what its files take, and what building engines of it takes."""
-    table = _table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "fits"])
+    """Return a row for each form of weights: the size of its files, and the needs of building its engines."""
+    table = make_table(["weights"], ["files GB", "build: memory GB", "disk GB", "disk GB with --move", "fits"])
     for form in model.forms:
         build = form.build
         if build is None:
@@ -53,7 +53,7 @@ def builds(model: ModelFit) -> Table:
 def overview(models: Sequence[ModelFit], recommended: Sequence[Recommendation]) -> Table:
     """Return a row for each preset: its recommendation, with memory, times and the longest context."""
     timed = any(map(_timed, models))
-    table = _table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
+    table = make_table(["preset", "weights", "budget"], ["GB", "build", *_time_headings(timed)[timed:], "text"])
     found = {one.model: one for one in recommended}
     for model in models:
         one = found.get(model.name)
@@ -96,20 +96,21 @@ def legend(report: Report) -> Iterator[str]:
 
 def recommendation(found: Recommendation, report: Report) -> str:
     """Return the recommendation for a model, as sentences."""
-    told = f"{found.model}: {found.weights} at {found.budget} on {found.backend}. {found.why}"
+    text = f"{found.model}: {found.weights} at {found.budget} on {found.backend}. {found.why}"
     if found.answer_ms:
-        told += (
+        text += (
             f" One picture, a prompt of {report.models[0].prompt_tokens} tokens and {TYPICAL_NEW_TOKENS} new tokens "
             f"take {found.answer_ms.least / 1e3:.1f} to {found.answer_ms.most / 1e3:.1f} s."
         )
-    return f"{told} {found.faster}" if found.faster else told
+    return f"{text} {found.faster}" if found.faster else text
 
 
 def _share(share: Share) -> str:
     return f"{share.least:.2f}-{share.most:.2f}"
 
 
-def _table(left: Sequence[str], right: Sequence[str]) -> Table:
+def make_table(left: Sequence[str], right: Sequence[str] = ()) -> Table:
+    """Return an empty table with left-aligned and then right-aligned columns."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in left:
         table.add_column(name, no_wrap=True)
@@ -140,7 +141,7 @@ def _memory(fit: BudgetFit) -> Text:
 
 
 def _gigabytes(size: int, digits: int = 1) -> str:
-    """Return a number of bytes in gigabytes, without the unit; what would round to 0 is a bound."""
+    """Return bytes in gigabytes, without the unit; less than one digit is a bound like "<0.1"."""
     return f"{size / 1e9:.{digits}f}" if size >= 0.5e9 / 10**digits else f"<{10**-digits:g}"
 
 

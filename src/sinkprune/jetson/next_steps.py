@@ -1,4 +1,4 @@
-"""What to do first where something stands in the way, and the commands to run next, as they are typed."""
+"""What to do first if a finding stops a model, and the commands to run next."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sinkprune.jetson.fit import BOARD_BACKEND, ModelFit
 from sinkprune.jetson.recommendation import Recommendation, recommend
 
 _OF_A_PRESET = "# true shapes; for its weights give the checkpoint, without --random-weights"
-_ASKED = '--image PICTURE.jpg --prompt "What is in front of me?"'
+_REQUEST = '--image PICTURE.jpg --prompt "What is in front of me?"'
 
 
 def recommendations(models: Sequence[ModelFit], findings: Sequence[Finding]) -> list[Recommendation]:
-    """Return what to run of each model that can run at all, as far as `findings` of the models allow."""
+    """Return the recommendation for each model that can run, unchanged unless a finding forbids it."""
     forbidden = {finding.model for finding in findings if finding.stops}
     found = (recommend(model, as_it_is=model.name not in forbidden) for model in models)
     return [one for one in found if one is not None]
@@ -26,10 +26,10 @@ def recommendations(models: Sequence[ModelFit], findings: Sequence[Finding]) -> 
 def first_steps(findings: Sequence[Finding], recommended: Sequence[Recommendation]) -> list[str]:
     """Return what to do before any command can run, in the order of the findings.
 
-    What stands in the way of one model is left out where `next_steps` has the command that mends it.
+    A finding about a model is left out if `next_steps` has the command that fixes it.
     """
-    mended = {found.model for found in recommended}
-    return [finding.do for finding in findings if finding.stops and finding.model not in mended]
+    fixed = {found.model for found in recommended}
+    return [finding.do for finding in findings if finding.stops and finding.model not in fixed]
 
 
 def next_steps(
@@ -38,10 +38,9 @@ def next_steps(
     findings: Sequence[Finding],
     dialect: DialectName,
 ) -> list[str]:
-    """Return a command or two for each recommendation; for presets, how the first is exported for that machine.
+    """Return a command or two for each recommendation; for presets, only the export of the first.
 
-    There is none for a model whose backend the machine cannot run as long as one of `findings` is so. What must be
-    exported again is exported in `dialect`.
+    A model whose backend is blocked by a finding about the machine gets none. A new export has `dialect`.
     """
     by_name = {model.name: model for model in models}
     commands = (
@@ -65,7 +64,7 @@ def _commands(model: ModelFit, found: Recommendation, dialect: DialectName) -> I
 def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
     folder = shlex.quote(model.name)
     if model.kind == "engines":
-        # How long a question they take is known when it is asked.
+        # The engines limit the prompt, so the user chooses it.
         yield f"sinkprune-run {folder} --image PICTURE.jpg --prompt QUESTION --budget {found.budget}"
     elif model.backend == BOARD_BACKEND:
         engines = shlex.quote(f"{model.name.rstrip('/')}-engines")
@@ -73,24 +72,24 @@ def _with_folder(model: ModelFit, found: Recommendation) -> Iterator[str]:
         own = next(form for form in model.forms if form.exported)
         move = " --move" if own.build and own.build.needs_move else ""
         yield f"sinkprune-build {folder} -o {engines} --target tensorrt {limits}{move}"
-        yield f"sinkprune-run {engines} {_ASKED} --budget {found.budget}"
+        yield f"sinkprune-run {engines} {_REQUEST} --budget {found.budget}"
     else:
-        yield f"sinkprune-run {folder} --backend {model.backend} {_ASKED} --budget {found.budget}"
+        yield f"sinkprune-run {folder} --backend {model.backend} {_REQUEST} --budget {found.budget}"
 
 
 def _export(model: ModelFit, found: Recommendation, dialect: DialectName) -> str:
-    """How to export a model in the recommended form; of a preset its true shapes."""
-    given = shlex.quote(model.source)
+    """Return the command that exports a model in the recommended form; a preset gets random weights."""
+    source = shlex.quote(model.source)
     if model.random_weights:
-        given += " --random-weights"
+        source += " --random-weights"
     elif "/" not in model.source and not Path(model.source).is_dir():
-        # A bundle names the folder of its checkpoint, not where it lies.
-        given = shlex.quote(f"PATH/TO/{model.source}")
+        # A bundle has the name of its checkpoint's folder, not its path.
+        source = shlex.quote(f"PATH/TO/{model.source}")
     place = f"{model.name.rstrip('/').rpartition('/')[2]}-{found.weights}"
-    words = ["sinkprune-export", given, "-o", shlex.quote(place), "--precision", found.precision]
+    words = ["sinkprune-export", source, "-o", shlex.quote(place), "--precision", found.precision]
     if found.weights != found.precision:
         words += ["--weights", found.weights]
-    # opset20 runs wherever opset24 does.
+    # opset20 runs wherever opset24 runs.
     if "opset20" in (model.dialect, dialect):
         words += ["--dialect", "opset20"]
     return " ".join(words)

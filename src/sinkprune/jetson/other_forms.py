@@ -1,4 +1,4 @@
-"""What the manifest of a bundle would be if its weights were stored otherwise: sizes, before it is exported again."""
+"""Sizes of a bundle in another form of weights, before it is exported again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ _IN_BLOCKS = ("int4", "uint4")
 
 
 def stored_as(manifest: Manifest, precision: PrecisionName, form: WeightsName) -> Manifest:
-    """`manifest` as an export with `--precision` and `--weights` would have it, but for the files' sums.
+    """Return the manifest of an export with `--precision` and `--weights`, without the files' sums.
 
-    The tower is int8 beside quantised weights, as the export has it, and blocks are of 128. All weights of a graph
-    count as matrices of linear layers: what else there is, is below two per cent of a tower of true shape, and less
-    of a decoder.
+    As in the export, a tower next to quantised weights is int8, and blocks have 128 weights. All weights of a graph
+    count as matrices of linear layers. Others are below 2 % of a tower, and less of a decoder.
     """
     quantised = form in ("int8", *_IN_BLOCKS)
     block = max(BLOCK_SIZES) if form in _IN_BLOCKS else None
@@ -38,9 +37,9 @@ def stored_as(manifest: Manifest, precision: PrecisionName, form: WeightsName) -
 
 
 def _bits(forms: WeightForms, graph: str, precision: PrecisionName) -> float:
-    """Bits that a weight of `graph` takes, its share of a block's scale and zero point among them."""
+    """Return the bits of a weight of `graph`, with its share of a block's scale and zero point."""
     form = forms.vision if graph == "vision" else forms.decoder
     if form not in _IN_BLOCKS:
         return _BITS[form]
-    beside = 8 * DTYPES[precision].itemsize + (_BITS[form] if form == "uint4" else 0)
-    return _BITS[form] + beside / (forms.block_size or max(BLOCK_SIZES))
+    scale = 8 * DTYPES[precision].itemsize + (_BITS[form] if form == "uint4" else 0)
+    return _BITS[form] + scale / (forms.block_size or max(BLOCK_SIZES))

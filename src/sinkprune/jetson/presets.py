@@ -1,7 +1,7 @@
-"""The models of `sinkprune-export --random-weights`, as manifests: what they will be before anything is exported.
+"""Manifests of the models of `sinkprune-export --random-weights`, before anything is exported.
 
-Their facts stand in `presets.json`, as the export has them. `tests/support/models/preset_facts.py` writes that file,
-and a test compares it. This room imports nothing of the export, which a board does not have.
+`presets.json` has their facts, since a board lacks the export. `tests/support/models/preset_facts.py` writes that
+file, and a test compares it with the export.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _METHOD = "sinkpruner"
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """Bytes of the weights of graphs in fp16."""
+    """Bytes of the graphs' weights in fp16."""
 
     vision: Annotated[int, Bounds(1, 1 << 50)]
     projector: Annotated[int, Bounds(0, 1 << 50)]
-    """0 where there is none."""
+    """0 without a projector."""
     layer: Annotated[int, Bounds(1, 1 << 50)]
-    """Of one decoder layer."""
+    """One decoder layer."""
     head: Annotated[int, Bounds(1, 1 << 50)]
 
 
 @dataclass(frozen=True)
 class PresetFacts:
-    """What memory and time of a model depend on."""
+    """The facts of a model that its memory and times depend on."""
 
     family: str
     language_model: LanguageModel
@@ -56,7 +56,7 @@ class PresetFacts:
     projector: str | None
     processor: dict[str, Any]
     visual_tokens: Width | None
-    """N, where each group of every picture has as many; None where pictures differ in theirs."""
+    """N if all groups of all pictures have the same number; else None."""
     most_visual_tokens: Width
     vision_graph: GraphSpec
     weight_bytes: WeightBytes
@@ -64,14 +64,14 @@ class PresetFacts:
 
 @cache
 def read_presets() -> dict[str, PresetFacts]:
-    """The facts of every preset, by its name."""
+    """Return the facts of every preset, by its name."""
     return {name: from_json(PresetFacts, data, f"$.{name}") for name, data in read_json(_FILE).items()}
 
 
 def preset_manifest(name: str, facts: PresetFacts, dialect: DialectName) -> Manifest:
-    """The manifest of a bundle of these facts in fp16, with method `sinkpruner` at every budget of the family.
+    """Return the manifest of such a bundle in fp16, with method `sinkpruner` at every budget of the family.
 
-    No file of it is anywhere: only the sizes of weights are told, and of graphs the interface of `vision`.
+    Its files do not exist. Only the sizes of weights and the interface of `vision` are filled in.
     """
     lm, budgets = facts.language_model, dict(FAMILIES[facts.family].budgets)
     cuts = prune_layers(lm.num_layers)

@@ -1,4 +1,4 @@
-"""The one recommendation for a model on a machine: the form of weights and the budget that answer soonest there."""
+"""The recommendation for a model on a machine: the form of weights and the budget that answer soonest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sinkprune.jetson.times import Milliseconds
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to run of a model, and why."""
+    """How to run a model, and why."""
 
     model: str
     weights: str
@@ -22,19 +22,19 @@ class Recommendation:
     precision: PrecisionName
     """The type of states."""
     as_it_is: bool
-    """Whether it is the folder as it is exported or built; else the model must be exported so first."""
+    """Whether the folder can run unchanged; else the model must first be exported in this form."""
     budget: str
     backend: str
     answer_ms: Milliseconds | None
-    """How long a typical request takes; None where the machine's speed is not known."""
+    """The time of a typical request; None if the machine's speed is unknown."""
     why: str
     """The reason, as a sentence."""
     faster: str | None
-    """Which weights would answer sooner than those of the folder, as a sentence; None where none would."""
+    """The weights that would answer sooner than those of the folder, as a sentence; None if there are none."""
 
 
 def choices(model: ModelFit) -> Iterator[FormFit]:
-    """Yield the forms of weights that the backend takes, that can be built where they must be, and that fit."""
+    """Yield the forms of weights that fit, that the backend supports, and that can be built if necessary."""
     for form, _ in model.fitting():
         builds = model.backend != BOARD_BACKEND or form.build is None or form.build.fits is not False
         if builds and not refused_by_backend(model, form):
@@ -42,16 +42,16 @@ def choices(model: ModelFit) -> Iterator[FormFit]:
 
 
 def refused_by_backend(model: ModelFit, form: FormFit) -> bool:
-    """Return whether the backend takes no weights or states of this form: TensorRT builds fp16 states, no uint4."""
+    """Return whether the backend does not support this form: TensorRT needs fp16 states and no uint4."""
     built = model.kind == "engines" and form.exported
     return model.backend == BOARD_BACKEND and not built and (form.precision != "fp16" or "uint4" in form.weights)
 
 
 def best_choice(model: ModelFit) -> tuple[FormFit, str] | None:
-    """Return the form that answers soonest and its budget; None where no form can run.
+    """Return the form that answers soonest and its budget; None if no form can run.
 
-    Budgets come first: the largest pruned budget that fits in any form, because it is the most accurate. Of the forms
-    that fit at this budget the quickest is the choice, whether the folder has it or not.
+    The budget comes first: the largest pruned one that fits in any form, because it is the most accurate. Then comes
+    the quickest form that fits at this budget, whether the folder has it or not.
     """
     forms = list(choices(model))
     budget = next((name for name in _pruned_first(model) if any(_fits(form, name) for form in forms)), None)
@@ -61,9 +61,9 @@ def best_choice(model: ModelFit) -> tuple[FormFit, str] | None:
 
 
 def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
-    """Return what to run of a model: the folder as it is where it can run so, else the best choice; None without one.
+    """Return the folder unchanged if it can run, and else the best choice; None if there is none.
 
-    `as_it_is` says whether no finding forbids the folder as it is.
+    `as_it_is` is False if a finding forbids the folder unchanged.
     """
     best = best_choice(model)
     if best is None:
@@ -87,7 +87,7 @@ def recommend(model: ModelFit, *, as_it_is: bool) -> Recommendation | None:
 
 
 def _pruned_first(model: ModelFit) -> list[str]:
-    """The budgets from the largest pruned one down; unpruned last, because pruning is what a user came for."""
+    """Return the pruned budgets, largest first, and unpruned last."""
     return [*(name for name in model.rows if name != UNPRUNED), UNPRUNED]
 
 
@@ -96,7 +96,7 @@ def _fits(form: FormFit, budget: str) -> bool:
 
 
 def _slowness(form: FormFit, budget: str) -> float:
-    """Milliseconds at the slow end of the range; bytes that a token reads where the machine's speed is not known."""
+    """Return the slow end of the range in milliseconds; bytes per token if the machine's speed is unknown."""
     fit = form.budgets[budget]
     return fit.times.answer.most if fit.times else float(fit.decode_bytes)
 
@@ -105,9 +105,9 @@ def _answer(fit: BudgetFit) -> Milliseconds | None:
     return fit.times.answer if fit.times else None
 
 
-def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], there: bool) -> str:
+def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], as_it_is: bool) -> str:
     """Return the reason for a choice, as a sentence."""
-    if there:
+    if as_it_is:
         return f"'{model.name}' runs as it is."
     if len(compared) == 1:
         return f"Only {form.decoder_form} fits."
@@ -122,13 +122,13 @@ def _why(model: ModelFit, form: FormFit, budget: str, compared: list[FormFit], t
 
 
 def _faster(own: FormFit, budget: str, compared: list[FormFit]) -> str | None:
-    """Return which other form would be quicker than the folder's own, as a sentence; None where none would."""
+    """Return the form that would be quicker than the folder's own, as a sentence; None if there is none."""
     best = min(compared, key=lambda form: _slowness(form, budget))
     if best is own:
         return None
     new, old = best.budgets[budget], own.budgets[budget]
     if new.times and old.times:
-        told = f"would take {new.times.token.range} ms a token, these {old.times.token.range}"
+        gain = f"would take {new.times.token.range} ms a token, these {old.times.token.range}"
     else:
-        told = f"would read {gigabytes(new.decode_bytes)} a token, these {gigabytes(old.decode_bytes)}"
-    return f"Weights in {best.decoder_form} {told}: export with --weights {best.decoder_form}."
+        gain = f"would read {gigabytes(new.decode_bytes)} a token, these {gigabytes(old.decode_bytes)}"
+    return f"Weights in {best.decoder_form} {gain}: export with --weights {best.decoder_form}."

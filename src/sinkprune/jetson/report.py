@@ -1,4 +1,4 @@
-"""What `sinkprune-doctor` finds: on this machine, or of a board that is elsewhere."""
+"""The report of `sinkprune-doctor` on this machine, or on a board elsewhere."""
 
 from __future__ import annotations
 
@@ -22,85 +22,86 @@ from sinkprune.runtime.backends.known import ON_CPU
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a user wants to know."""
+class Query:
+    """The request of a user."""
 
     models: tuple[str, ...]
-    """Folders of bundles and of engines, and names of presets; every preset where there is none."""
+    """Folders of bundles or engines, and names of presets; every preset if empty."""
     picture: tuple[int, int]
-    """Width and height in pixels of the image that is asked about."""
+    """Width and height in pixels of the image in a request."""
     backend: str | None
-    """The library that is to run models; None is TensorRT on a board, else one that is installed."""
+    """The backend to use; None is TensorRT on a board, and an installed backend elsewhere."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found."""
+    """A machine or board, the models that fit it, and what to do next."""
 
     machine: Machine | None
-    """None for a board that is elsewhere."""
+    """None for a board elsewhere."""
     board: str | None
-    """The board's name; None where the machine is none that is known."""
+    """The board's name; None if the machine is no known board."""
     board_facts: Board | None
     sources: dict[str, Source]
-    """Where the board's facts come from, by the names they use."""
+    """The sources of the board's facts, by the names in `Board.sources`."""
     jetpack: JetPack | None
-    """What is known of the JetPack that is installed."""
+    """The facts about the installed JetPack."""
     backend: str
     usable_bytes: int | None
-    """What a program may take of the memory: what is free here now, or about what a board leaves."""
+    """Memory for programs: what is free on this machine now, or about what a board leaves."""
     findings: tuple[Finding, ...]
     models: tuple[ModelFit, ...]
     overview: bool
-    """Whether no model was named, and all presets are here."""
+    """Whether `models` are all presets, because the user named no model."""
     power_modes: tuple[ModeFacts, ...]
-    """The board's power modes; none where no board is known."""
+    """The board's power modes; empty without a known board."""
     shares: dict[str, Share]
-    """What the ranges of times are made of: the shares of a peak that were measured, by what they are of."""
+    """The measured shares of a peak that ranges of times are derived from, as in `SHARES`."""
     recommendations: tuple[Recommendation, ...]
-    """What to run of each model that can run."""
+    """How to run each model that can run."""
     first: tuple[str, ...]
-    """What to do before any command can run; empty where nothing stands in the way."""
+    """What to do before any command can run; empty if nothing prevents one."""
     next: tuple[str, ...]
     """Commands to run next."""
 
 
-def report_on_machine(machine: Machine, boards: Boards, asked: Asked) -> Report:
-    """What `machine` is, and what fits it."""
+def report_on_machine(machine: Machine, boards: Boards, query: Query) -> Report:
+    """Return the report on this machine."""
     board = boards.board(machine.board) if machine.board else None
     jetpack = boards.jetpack(machine.jetpack.l4t) if machine.jetpack.l4t else None
-    backend = asked.backend or _backend(machine)
-    own = board if backend == BOARD_BACKEND else None
-    target = Target(backend, machine.free_bytes or 0, own, machine.disk_free_bytes)
+    backend = query.backend or _backend(machine)
+    timed = board if backend == BOARD_BACKEND else None
+    target = Target(backend, machine.free_bytes or 0, timed, machine.disk_free_bytes)
     dialect = jetpack.dialect if jetpack else "opset20" if machine.chip else "opset24"
-    found = tuple(machine_findings(machine, boards))
-    return _report(boards, asked, target, dialect, jetpack, machine, machine.board, found)
+    return _report(boards, query, target, dialect, machine.board, machine, jetpack)
 
 
-def report_on_board(name: str, boards: Boards, asked: Asked) -> Report:
-    """What fits the board of that name, wherever it is; raises `UnknownBoardError`."""
+def report_on_board(name: str, boards: Boards, query: Query) -> Report:
+    """Return the report on a board elsewhere. Raises `UnknownBoardError`."""
     board = boards.board(name)
-    backend = asked.backend or BOARD_BACKEND
+    backend = query.backend or BOARD_BACKEND
     target = Target(backend, boards.usable_bytes(board), board if backend == BOARD_BACKEND else None)
-    # What every TensorRT that its JetPacks bring along takes.
+    # Every TensorRT of the board's JetPacks supports opset20.
     dialect: DialectName = "opset20" if backend == BOARD_BACKEND else "opset24"
-    return _report(boards, asked, target, dialect, None, None, name, ())
+    return _report(boards, query, target, dialect, name)
 
 
 def _report(
     boards: Boards,
-    asked: Asked,
+    query: Query,
     target: Target,
     dialect: DialectName,
-    jetpack: JetPack | None,
-    machine: Machine | None,
     name: str | None,
-    found: tuple[Finding, ...],
+    machine: Machine | None = None,
+    jetpack: JetPack | None = None,
 ) -> Report:
-    models = tuple(_fit(model, dialect, target, asked.picture) for model in asked.models or tuple(read_presets()))
-    # Where nothing was asked for, that some preset is too large is no finding.
-    told = model_findings(models, jetpack, target.usable_bytes) if asked.models else ()
-    findings = _stopping((*found, *told), models)
+    models = tuple(_fit(model, dialect, target, query.picture) for model in query.models or read_presets())
+    findings = [*machine_findings(machine, boards)] if machine else []
+    if query.models:
+        # In an overview, a preset that is too large is no finding.
+        findings += model_findings(models, jetpack, target.usable_bytes)
+    # A finding that blocks none of these models stops nothing.
+    findings = [replace(finding, stops=any(map(finding.blocks, models))) for finding in findings]
     recommended = recommendations(models, findings)
     facts = boards.board(name) if name else None
     used = {*facts.sources.values()} if facts else set()
@@ -112,9 +113,9 @@ def _report(
         jetpack=jetpack,
         backend=target.backend,
         usable_bytes=target.usable_bytes or None,
-        findings=findings,
+        findings=tuple(findings),
         models=models,
-        overview=not asked.models,
+        overview=not query.models,
         power_modes=mode_facts(machine.power_mode if machine else None, facts.power_modes if facts else ()),
         shares=SHARES,
         recommendations=tuple(recommended),
@@ -123,23 +124,18 @@ def _report(
     )
 
 
-def _stopping(findings: tuple[Finding, ...], models: tuple[ModelFit, ...]) -> tuple[Finding, ...]:
-    """Return the findings as far as they concern what was asked: one that blocks no model here stops nothing."""
-    return tuple(replace(one, stops=any(one.blocks(model) for model in models)) for one in findings)
-
-
 def _backend(machine: Machine) -> str:
     if machine.chip:
         return BOARD_BACKEND
     imports = machine.python.imports
-    # With both, the first token comes soonest from OpenVINO's tower and each later one from ONNX Runtime's decoder.
+    # The quickest pair: OpenVINO for the tower, ONNX Runtime for the decoder.
     if imports("onnxruntime") and imports("openvino"):
         return "ort-cpu+openvino"
     return "openvino" if imports("openvino") else "ort-cpu"
 
 
 def _fit(model: str, dialect: DialectName, target: Target, picture: tuple[int, int]) -> ModelFit:
-    """A bundle or engines, or a preset where no folder is of its name.
+    """Return how a bundle, engines or a preset fits. A folder with the name of a preset comes first.
 
     Raises `BundleError`, `EnginesError` and `UsageError`.
     """
@@ -154,14 +150,17 @@ def _fit(model: str, dialect: DialectName, target: Target, picture: tuple[int, i
 
 
 def _own_target(model: str, bundle: Bundle, target: Target) -> Target:
-    """What runs a bundle or its engines, which are for one library; raises `UsageError` for memory not known here."""
+    """Return the target for a bundle or for engines, which fix the backend.
+
+    Raises `UsageError` for engines of a GPU whose memory is unknown here.
+    """
     if bundle.engines is None:
         return target
     backend = usual_backend(bundle)
     if backend != target.backend and backend not in ON_CPU:
         raise UsageError(
-            f"the engines '{model}' are for {bundle.engines.manifest.target}, whose memory is a GPU's own unless it "
-            "is a board's: run this there, or add --board NAME."
+            f"the engines '{model}' are for {bundle.engines.manifest.target}, and the memory of that GPU is unknown "
+            "here. Run this on that machine, or add --board NAME."
         )
     enforced = bundle.engines.manifest.enforced_limits
     both = {"prompt_tokens", "new_tokens"} <= set(enforced)

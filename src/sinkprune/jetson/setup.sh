@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Prepares a Jetson with JetPack 6.2 or 7.2: an environment that sees JetPack's TensorRT, with sinkprune in it; power
-# mode, clocks, swap and a service only if asked. docs/jetson.md describes it.
+# Prepares a Jetson with JetPack 6.2 or 7.2: a virtual environment with sinkprune that sees JetPack's TensorRT, and on
+# request power mode, clocks, swap and a service. docs/jetson.md describes it.
 #
-# All is checked before anything is changed. Each change writes down first how to undo it; when one fails, or the next
-# run finds that this one was cut off, what was begun is undone. A second run changes nothing that is as it should be.
+# All checks come before all changes. Each change first records how to undo it. If a change fails, the script undoes
+# all of them; if the script was killed, its next run does. A second run changes nothing that is already set up.
 set -Eeuo pipefail
 
-# Root may run this in any folder: no program of the current folder is run, and -I keeps its modules out of Python.
+# Root may run this in any folder: never run its programs, and keep its modules out of Python with -I.
 IFS=: read -ra folders <<<"$PATH"
 trusted=''
 for folder in "${folders[@]}"; do
@@ -23,17 +23,17 @@ usage() {
   cat <<'END'
 usage: sudo jetson/setup.sh [options]
 
-  --venv DIR         the environment (default: /opt/sinkprune/venv)
+  --venv DIR         the virtual environment (default: /opt/sinkprune/venv)
   --source SPEC      what pip installs: a checkout, a wheel or a requirement (default: this checkout, else sinkprune)
-  --power-mode MODE  a mode of /etc/nvpmodel.conf by its name or number, as in MAXN_SUPER
-  --clocks           hold the clocks at their most (jetson_clocks); with --service at every boot
-  --swap GB          a swap file of so many GB, at /swapfile-sinkprune
-  --service          write what this machine is to /var/lib/sinkprune/machine.json at every boot
-  --dry-run          tell what would be done, and change nothing
-  --root DIR         take DIR for the root of the system: for tests and for images
-  --help             this
+  --power-mode MODE  the name or number of a mode in /etc/nvpmodel.conf, for example MAXN_SUPER
+  --clocks           hold the clocks at their maximum (jetson_clocks); with --service at every boot
+  --swap GB          add a swap file of this size at /swapfile-sinkprune
+  --service          write the report of sinkprune-doctor to /var/lib/sinkprune/machine.json at every boot
+  --dry-run          print the changes without making them
+  --root DIR         use DIR as the root of the system: for tests and for images
+  --help             print this text
 
-Exit codes: 0 done, or nothing to do; 2 refused, nothing changed; 1 failed, what was begun is undone.
+Exit codes: 0 done, or nothing to do; 2 rejected, nothing changed; 1 failed, all changes undone.
 END
 }
 
@@ -44,9 +44,10 @@ refuse() {
 
 say() { printf '%s\n' "$*"; }
 
-# --- what was begun, and how it is undone ---------------------------------------------------------------------------
+# --- undoing changes ------------------------------------------------------------------------------------------------
 
-# The file has a command on each line, written before what it undoes. Each can run twice, or with nothing to undo.
+# The journal has a command on each line, written before the change that it undoes. Each command may run twice, or
+# with nothing to undo.
 will_undo() {
   mkdir -p -- "$(dirname "$journal")"
   { printf '%q ' "$@"; echo; } >>"$journal"
@@ -64,7 +65,7 @@ undo_all() {
   rm -f -- "$journal"
 }
 
-put_back() { # the thing that stood at $1 and was moved beside it
+put_back() { # what was moved from $1 to $1.before
   if [[ -e $1.before ]]; then
     rm -rf -- "$1" && mv -- "$1.before" "$1"
   fi
@@ -89,7 +90,7 @@ trap on_exit EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# Does what it is told, or tells it.
+# Runs a command, or prints it with --dry-run.
 change() {
   if [[ $dry_run == yes ]]; then
     say "would run: $*"
@@ -164,7 +165,7 @@ check_python() {
     refuse "$python does not import TensorRT. Install it: apt-get install nvidia-jetpack python3-libnvinfer"
 }
 
-check_disk() { # of the folder that is to hold $1, in MB
+check_disk() { # that the disk of $1 has $2 MB
   local folder=$root$1 free
   while [[ ! -d $folder ]]; do folder=$(dirname "$folder"); done
   [[ -w $folder ]] || refuse "'$folder' may not be written. Run this with sudo, or choose another place."
@@ -231,12 +232,12 @@ set_power_mode() {
   fi
   say "power mode: $power_mode"
   [[ -z $now ]] || undo_with nvpmodel -m "$now"
-  # Where a mode needs a boot, nvpmodel asks; nobody answers.
+  # If a mode needs a reboot, nvpmodel asks on stdin.
   change nvpmodel -m "$power_id" </dev/null
 }
 
 hold_clocks() {
-  say "clocks: held at their most until the next boot"
+  say "clocks: held at their maximum until the next boot"
   local kept=$root/var/lib/sinkprune/clocks.before
   [[ $dry_run == yes ]] || rm -f -- "$kept"
   undo_with jetson_clocks --restore "$kept"
@@ -291,7 +292,7 @@ install_service() {
   change systemctl enable "$unit"
 }
 
-drop_former() { # what was replaced, and would only be put back by a journal that is gone
+drop_former() { # what was replaced, when no journal can put it back any more
   rm -rf -- "$root$venv.before"
   rm -f -- "$root/etc/systemd/system/$unit.before"
 }
@@ -319,7 +320,7 @@ main() {
     say "nothing was changed"
     return
   fi
-  # From here on it is done: what was undone with is of no more use.
+  # All changes are complete, and are not undone any more.
   rm -f -- "$journal"
   changing=''
   drop_former

@@ -1,4 +1,4 @@
-"""A report for a terminal."""
+"""Prints a report to the terminal."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from sinkprune.jetson.findings import Finding
 from sinkprune.jetson.host.machine import Machine
 from sinkprune.jetson.host.power_mode import Clock, ModeFacts
 from sinkprune.jetson.host.python_environment import Library
-from sinkprune.jetson.model_tables import budgets, builds, heading, legend, overview, recommendation
+from sinkprune.jetson.model_tables import budgets, builds, heading, legend, make_table, overview, recommendation
 from sinkprune.jetson.report import Report
 from sinkprune.runtime.commands import plain
 from sinkprune.runtime.commands.table_console import TableConsole
 
 _WIDTH = 100
-_NOT_TOLD = "-"
+_UNKNOWN = "-"
 
 
 def print_report(report: Report) -> None:
-    """Write a report to stdout."""
+    """Print a report."""
     console = TableConsole(_WIDTH, soft_wrap=False)
     rows = _machine_rows(report.machine) if report.machine else iter(())
-    for name, told in (*rows, *_board_rows(report.board_facts, report)):
-        console.print(Text.assemble((f"{name:<14}", "bold"), plain(told)), soft_wrap=True)
+    for name, text in (*rows, *_board_rows(report.board_facts, report)):
+        console.print(Text.assemble((f"{name:<14}", "bold"), plain(text)), soft_wrap=True)
     for finding in report.findings:
         console.print(_finding(finding), soft_wrap=True)
     if report.machine and not report.findings:
-        console.print("Nothing was found to stand in the way.")
+        console.print("No problems found.")
     if report.power_modes:
         console.print()
         console.print(_power_modes(report.power_modes))
@@ -53,7 +53,7 @@ def print_report(report: Report) -> None:
 
 
 def _print_advice(console: TableConsole, report: Report) -> None:
-    """Write what is recommended, and either what to do first or the commands to run next."""
+    """Print recommendations, and either what to do first or the commands to run next."""
     if report.recommendations and not report.overview:
         console.print("\nRecommended:", style="bold")
         for found in report.recommendations:
@@ -68,9 +68,7 @@ def _print_advice(console: TableConsole, report: Report) -> None:
 
 
 def _power_modes(modes: Sequence[ModeFacts]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("power mode", "budget", "times below"):
-        table.add_column(title, no_wrap=True)
+    table = make_table(["power mode", "budget", "times below"])
     for mode in modes:
         name = f"{mode.name}{' (now)' if mode.current else ''}"
         holds = "of this mode" if mode.bounds_hold else "slower; clocks of this mode are not known here"
@@ -81,19 +79,19 @@ def _power_modes(modes: Sequence[ModeFacts]) -> Table:
 def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
     yield "machine", machine.model or f"no Jetson: {machine.processor}, {machine.python.architecture}"
     if machine.chip:
-        yield "board", machine.board or f"{machine.chip}, of a module that is not known"
+        yield "board", machine.board or f"{machine.chip}, unknown module"
     yield (
         "system",
-        ", ".join(filter(None, (machine.system, machine.kernel and f"Linux {machine.kernel}"))) or _NOT_TOLD,
+        ", ".join(filter(None, (machine.system, machine.kernel and f"Linux {machine.kernel}"))) or _UNKNOWN,
     )
     installed = machine.jetpack
     if machine.chip:
-        yield "Jetson Linux", installed.l4t or _NOT_TOLD
-        yield "JetPack", installed.package or _NOT_TOLD
+        yield "Jetson Linux", installed.l4t or _UNKNOWN
+        yield "JetPack", installed.package or _UNKNOWN
     if machine.chip or installed.cuda or installed.tensorrt:
         pythons = f", for Python {', '.join(installed.tensorrt_python)}" if installed.tensorrt_python else ""
-        yield "CUDA", installed.cuda or _NOT_TOLD
-        yield "TensorRT", (installed.tensorrt or _NOT_TOLD) + pythons
+        yield "CUDA", installed.cuda or _UNKNOWN
+        yield "TensorRT", (installed.tensorrt or _UNKNOWN) + pythons
     python = machine.python
     kind = "the system's" if not python.virtual else "virtual, sees the system's packages"
     kind = kind if python.sees_system else "virtual, apart from the system's packages"
@@ -102,21 +100,21 @@ def _machine_rows(machine: Machine) -> Iterator[tuple[str, str]]:
     if machine.chip:
         mode = machine.power_mode
         known = f" of {', '.join(mode.modes)}" if mode and mode.modes else ""
-        yield "power mode", f"{mode.name or mode.id}{known}" if mode else _NOT_TOLD
+        yield "power mode", f"{mode.name or mode.id}{known}" if mode else _UNKNOWN
     if machine.cpu_clock:
         yield "CPU clock", _clock(machine.cpu_clock)
     if machine.gpu_clock:
         yield "GPU clock", _clock(machine.gpu_clock)
     yield "processor", f"{machine.processor}, {machine.cores} cores for this process"
-    yield "instructions", machine.instructions or _NOT_TOLD
+    yield "instructions", machine.instructions or _UNKNOWN
     memory = [
-        f"{gigabytes(machine.memory_bytes)}" if machine.memory_bytes else _NOT_TOLD,
+        f"{gigabytes(machine.memory_bytes)}" if machine.memory_bytes else _UNKNOWN,
         f"{gigabytes(machine.free_bytes)} free" if machine.free_bytes else "",
     ]
     yield "memory", ", ".join(filter(None, memory))
     swap = [f"{one.place} {gigabytes(one.bytes)}{' (zram)' if one.compressed else ''}" for one in machine.swap]
     yield "swap", ", ".join(swap) or "none"
-    free = gigabytes(machine.disk_free_bytes) if machine.disk_free_bytes is not None else _NOT_TOLD
+    free = gigabytes(machine.disk_free_bytes) if machine.disk_free_bytes is not None else _UNKNOWN
     yield "disk", f"{free} free at {machine.disk}"
 
 
@@ -138,10 +136,10 @@ def _finding(finding: Finding) -> Text:
 
 def _clock(clock: Clock) -> str:
     parts = [f"{clock.now} MHz" if clock.now else "", f"of {clock.most}" if clock.most else "", clock.governor or ""]
-    return " ".join(filter(None, parts)) or _NOT_TOLD
+    return " ".join(filter(None, parts)) or _UNKNOWN
 
 
 def _library(name: str, library: Library) -> str:
-    # What stands behind a build's number means nothing to users.
+    # Users do not need a build's suffix.
     version = re.split("[-+]", library.version)[0] if library.version else "does not import"
     return f"{name} {version}"

@@ -1,4 +1,4 @@
-"""How long a request takes on a board: what the datasheet allows, and a range by measured shares of it."""
+"""Times of a request on a board: a bound from its datasheet, and a range by measured shares of the peak."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from sinkprune.contract.precision import WeightsName
 
 @dataclass(frozen=True)
 class Share:
-    """Which share of a processor's peak was reached, as measured elsewhere."""
+    """The share of a processor's peak that was reached elsewhere."""
 
     least: float
     most: float
     measured: str
-    """What was measured, and where it is documented."""
+    """The measurement, and where it is documented."""
 
 
 _PRODUCTS = Share(
@@ -28,7 +28,7 @@ _SIXTEEN_BITS = Share(0.83, 0.89, "share of a plain memory read in decode, bf16 
 _INT8 = Share(0.68, 0.8, "share of a plain memory read in decode, int8 on two cores (docs/peers.md)")
 _INT4 = Share(0.41, 0.79, "share of a plain memory read in decode, int4 on two cores (docs/peers.md)")
 COMPUTE = "prefill"
-"""The key in `SHARES` of the share of FLOPs; all others are forms of weights."""
+"""The key of the share of FLOPs in `SHARES`. All other keys are forms of weights."""
 SHARES: dict[str, Share] = {
     COMPUTE: _PRODUCTS,
     "fp32": _SIXTEEN_BITS,
@@ -38,31 +38,31 @@ SHARES: dict[str, Share] = {
     "int4": _INT4,
     "uint4": _INT4,
 }
-"""Measured on CPUs, not on a board: no board has run this. A datasheet's peak is above a plain read and above what
-products reach, so expect the slow end of each range, or slower."""
+"""Measured on CPUs, because no board has run this. A datasheet's peak is above what a plain read or a product
+reaches, so expect the slow end of each range, or slower."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """The least milliseconds that a board's figures allow."""
+    """The least milliseconds by a board's datasheet."""
 
     encoder_flops_ms: float
     """Vision tower and projector, at the dense fp16 peak."""
     prefill_flops_ms: float
     """The decoder's prefill, at the dense fp16 peak."""
     prefill_weights_ms: float
-    """The same by reading the decoder's weights once."""
+    """The decoder's prefill, by reading its weights once."""
     token_ms: float
-    """A token of the answer: reading weights and cache."""
+    """A token of the answer, by reading weights and cache."""
 
     @property
     def prefill_ms(self) -> float:
-        """The larger of a prefill's bounds."""
+        """The larger of the two bounds of a prefill."""
         return max(self.prefill_flops_ms, self.prefill_weights_ms)
 
     @property
     def by_weights(self) -> bool:
-        """Whether reading weights, not FLOPs, is what bounds a prefill."""
+        """Whether reading the weights bounds the prefill, not FLOPs."""
         return self.prefill_weights_ms > self.prefill_flops_ms
 
     def at(self, computing: float, reading: float) -> Bounds:
@@ -77,7 +77,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Milliseconds:
-    """The bound of a time, and the range in which it is expected."""
+    """The bound of a time, and its expected range."""
 
     bound: float
     least: float
@@ -85,12 +85,12 @@ class Milliseconds:
 
     @property
     def range(self) -> str:
-        """The range as tables have it, as in "44-85"."""
+        """The range for tables, as in "44-85"."""
         return f"{_rounded(self.least)}-{_rounded(self.most)}"
 
     @property
     def rounded_bound(self) -> str:
-        """The bound as tables have it."""
+        """The bound for tables."""
         return _rounded(self.bound)
 
 
@@ -100,7 +100,7 @@ def _rounded(milliseconds: float) -> str:
 
 @dataclass(frozen=True)
 class Times:
-    """How long the parts of a request take; preparing the picture is not counted."""
+    """The times of a request's parts, without preparing the picture."""
 
     ttft: Milliseconds
     """Vision tower, projector and prefill: the first token."""

@@ -109,11 +109,11 @@ def test_what_is_no_key_is_refused(signed: Path, keys: Path, tmp_path: Path) -> 
     (tmp_path / "curve").write_bytes(curve.private_bytes(pem, pkcs8, serialization.NoEncryption()))
     os.mkfifo(tmp_path / "fifo")
     for name, reason in (
-        ("text", "holds no private key"),
+        ("text", "expected the private key"),
         ("curve", "is not Ed25519"),
         ("fifo", "is a FIFO"),
         ("none", "is missing"),
-        (keys / "ours.pub", "holds no private key"),
+        (keys / "ours.pub", "expected the private key"),
         (keys / "locked", "has a passphrase"),
     ):
         with pytest.raises(UsageError, match=reason):

@@ -23,6 +23,7 @@ from support.stand_ins import power_stand_ins as boards
 from support.stand_ins.power_stand_ins import Powercap, install_pynvml, install_tegrastats
 
 NOBODY = 65534
+RAIL, OTHER_RAIL = "VDD_IN 4000mW/1mW", "VDD_SOC 9000mW/1mW"
 
 
 def readings(sensor: Sensor, count: int) -> list[Reading]:
@@ -76,48 +77,36 @@ def test_time_stamps_that_jump_and_other_lines_change_no_joules(
     assert "power" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        (
-            [boards.WITHOUT_RAILS],
-            "prints no power rails. Some boards print them for root only: run this command with sudo",
-        ),
-        ([boards.XAVIER], "prints the rails CPU, GPU, SOC, SYS5V, VDDRQ, expected VIN, or VDD_IN, or "),
-    ],
-)
-def test_a_board_that_does_not_print_its_power_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], said: str
-) -> None:
-    install_tegrastats(monkeypatch, tmp_path / "bin", lines)
-    with pytest.raises(PowerError, match=said):
-        open_sensor("auto", on_gpu=False, root=tmp_path)
-
-
-def test_a_tegrastats_that_ends_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR], last=3, end="cannot open ina3221.")
-    sensor = open_sensor("tegrastats", on_gpu=False)
-    with pytest.raises(PowerError, match=r"bin/tegrastats' ended with exit code 1: cannot open ina3221\.$"):
-        readings(sensor, 4)
-
-
-def test_a_tegrastats_that_falls_silent_is_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_tegrastats(monkeypatch, tmp_path / "bin", [boards.THOR], last=2)
-    with pytest.raises(PowerError, match=r"has printed no line for 3 seconds\.$"):
-        readings(open_sensor("tegrastats", on_gpu=False), 3)
-
-
-def test_a_tegrastats_that_loses_a_rail_is_dead_and_a_short_loss_is_a_gap(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    rail, other = "VDD_IN 4000mW/1mW", "VDD_SOC 9000mW/1mW"
-    install_tegrastats(monkeypatch, tmp_path / "bin", [rail, *[other] * 5])
+def test_a_rail_that_is_missing_for_a_while_is_bridged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", [RAIL, *[OTHER_RAIL] * 5])
     # Longer in all than a dead sensor is waited for.
     found = readings(open_sensor("tegrastats", on_gpu=False), 7)
     assert watts(found) == pytest.approx(4.0) and found[1].seconds - found[0].seconds > 0.4
-    install_tegrastats(monkeypatch, tmp_path / "bin", [rail, rail, *[other] * 1000])
-    with pytest.raises(PowerError, match=r"has printed no VDD_IN for 3 seconds\.$"):
-        readings(open_sensor("tegrastats", on_gpu=False), 3)
+
+
+@pytest.mark.parametrize(
+    ("lines", "last", "end", "message"),
+    [
+        (
+            [boards.WITHOUT_RAILS],
+            None,
+            "",
+            "prints no power rails. Some boards print them for root only: run this command with sudo",
+        ),
+        ([boards.XAVIER], None, "", "prints the rails CPU, GPU, SOC, SYS5V, VDDRQ, expected VIN, or VDD_IN, or "),
+        ([boards.THOR], 3, "no ina3221.", r"bin/tegrastats' ended with exit code 1: no ina3221\.$"),
+        ([boards.THOR], 2, "silence", r"has printed no line for 3 seconds\.$"),
+        ([RAIL, RAIL, *[OTHER_RAIL] * 1000], None, "", r"has printed no VDD_IN for 3 seconds\.$"),
+    ],
+    ids=["no rails", "unknown rails", "ended", "silent", "lost rail"],
+)
+def test_a_tegrastats_that_fails_is_not_replaced_by_another_sensor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lines: list[str], last: int | None, end: str, message: str
+) -> None:
+    install_tegrastats(monkeypatch, tmp_path / "bin", lines, last, end)
+    Powercap(tmp_path)
+    with pytest.raises(PowerError, match=message):
+        readings(open_sensor("auto", on_gpu=False, root=tmp_path), 4)
 
 
 @pytest.mark.parametrize(

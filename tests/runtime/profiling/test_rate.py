@@ -107,7 +107,7 @@ def test_each_frame_shows_the_next_picture(pipeline: Callable[..., Pipeline], ph
 
 
 def test_nothing_to_ask_about_is_refused(pipeline: Callable[..., Pipeline]) -> None:
-    with pytest.raises(UsageError, match="0 pictures and 1 budgets, expected one of each"):
+    with pytest.raises(UsageError, match="0 pictures and 1 budgets, expected at least one of each"):
         at_rate(pipeline("gqa-112"), [], "What?", ["none"], frame_clock(1, 1))
 
 

@@ -1,7 +1,6 @@
-"""Stand-ins for the files of machines: trees that hold what a board's system tells of itself.
+"""Stand-ins for the system files of machines.
 
-They are named for what they stand in for. Lines of nvpmodel, of the release and of the device tree are as boards
-print them; none of these trees was copied from one.
+Lines of nvpmodel, of the release and of the device tree are those of boards. No tree is a copy of a board's.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ NVPMODEL_AGX_ORIN = """\
 
 
 def orin_nano_jetpack_6_2(root: Path) -> Path:
-    """An Orin Nano 8GB developer kit with JetPack 6.2, at 15 W, without swap but zram."""
+    """An Orin Nano 8GB developer kit with JetPack 6.2, at 15 W, with zram as its only swap."""
     files = {
         "proc/device-tree/model": "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super\0",
         "proc/device-tree/compatible": "nvidia,p3768-0000+p3767-0005-super\0nvidia,p3767-0005\0nvidia,tegra234\0",
@@ -90,7 +89,7 @@ def agx_orin_jetpack_7_2(root: Path) -> Path:
 
 
 def workstation(root: Path) -> Path:
-    """An x86 machine of nobody in particular, with 16 GB."""
+    """An x86 machine with 16 GB."""
     files = {
         "etc/os-release": 'PRETTY_NAME="Debian GNU/Linux 12 (bookworm)"\n',
         "proc/cpuinfo": "processor\t: 0\nmodel name\t: Some x86 at 3 GHz\nflags\t\t: fpu avx2 avx512_vnni fma\n",
@@ -101,7 +100,7 @@ def workstation(root: Path) -> Path:
 
 
 def changed(root: Path, files: dict[str, str | None]) -> Path:
-    """The tree with other contents in some files; None takes one away."""
+    """Change the text of files, and remove those whose text is None. Return the tree."""
     for name, text in files.items():
         if text is None:
             (root / name).unlink()

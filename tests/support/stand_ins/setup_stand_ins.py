@@ -1,18 +1,18 @@
-"""Stand-ins for the programs that `jetson/setup.sh` calls: each notes how it was called and does next to nothing."""
+"""Stand-ins for the programs that `jetson/setup.sh` calls. Each logs its arguments, and does little else."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from support.programs.repository import ROOT
 
 SETUP = ROOT / "jetson" / "setup.sh"
 
-# Named in the environment: the program that fails, the one that never ends, and how many MB are free.
+# Variables name the program that fails, the one that hangs, the module that is missing, and the free MB.
 _STAND_IN = r"""#!/usr/bin/env bash
 name=$(basename "$0")
 printf '%s\n' "$name $*" >>"$STAND_IN_LOG"
@@ -44,7 +44,7 @@ case $name in
         touch "$enabled"
         [[ ${STAND_IN_FAILS:-} != half-enabled ]]
         ;;
-      # Of a unit that is gone it knows nothing.
+      # systemctl cannot disable a unit without a file.
       disable) [[ -e $STAND_IN_ROOT/etc/systemd/system/$2 ]] && rm -f "$enabled" ;;
     esac
     ;;
@@ -62,10 +62,9 @@ class ScratchBoard:
 
     root: Path
     programs: Path
-    environment: dict[str, str] = field(default_factory=dict)
 
     def setup(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run the script to its end. `environment` tells stand-ins what to do, as in fails="mkswap"."""
+        """Run the script to its end. `environment` controls the stand-ins, as in fails="mkswap"."""
         return subprocess.run(
             self.words(*options), env=self.environment_of(environment), capture_output=True, text=True, timeout=60
         )
@@ -82,23 +81,23 @@ class ScratchBoard:
         )
 
     def words(self, *options: str) -> list[str]:
-        """The words that run the script here."""
+        """Return the command that runs the script here."""
         return [str(SETUP), "--root", str(self.root), "--source", "sinkprune", *options]
 
     def calls(self) -> list[str]:
-        """How programs were called that change something, since the last time this was asked; the root left out."""
+        """Return the calls that change something since the last call of this method, without the root."""
         log = self.programs / "log"
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         log.write_text("", encoding="utf-8")
-        asking = ("df ", "python3.10 -I -c", "python3.12 -I -c", "systemctl is-enabled")
-        return [line.replace(str(self.root), "") for line in lines if not line.startswith(asking)]
+        queries = ("df ", "python3.10 -I -c", "python3.12 -I -c", "systemctl is-enabled")
+        return [line.replace(str(self.root), "") for line in lines if not line.startswith(queries)]
 
     def hangs(self) -> bool:
-        """Whether the stand-in that never ends was reached."""
+        """Return whether the stand-in that hangs was reached."""
         return (self.programs / "log.hangs").exists()
 
     def files(self) -> dict[str, str]:
-        """Every file below the root with what it holds."""
+        """Return the text of every file below the root."""
         return {
             str(path.relative_to(self.root)): path.read_text(encoding="utf-8")
             for path in sorted(self.root.rglob("*"))
@@ -106,18 +105,18 @@ class ScratchBoard:
         }
 
     def environment_of(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """The variables that stand-ins read; `environment` tells them what to do."""
-        told = {f"STAND_IN_{name.upper()}": value for name, value in environment.items()}
+        """Return the variables for the stand-ins, with those of `environment`."""
+        controls = {f"STAND_IN_{name.upper()}": value for name, value in environment.items()}
         return {
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "STAND_IN_LOG": str(self.programs / "log"),
             "STAND_IN_ROOT": str(self.root),
-            **told,
+            **controls,
         }
 
 
 def scratch_board(root: Path, programs: Path) -> ScratchBoard:
-    """The tree at `root` as a board, its programs' stand-ins written to `programs`."""
+    """Return the tree at `root` as a board, with stand-ins for its programs in `programs`."""
     programs.mkdir()
     for name in _PROGRAMS:
         (programs / name).write_text(_STAND_IN, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`sinkprune-doctor`: what this machine is, what fits it, and what to run next."""
+"""`sinkprune-doctor`: describes this machine or a board, what fits it, and what to run next."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sinkprune.jetson.host.machine import read_machine
 from sinkprune.jetson.host.python_environment import this_environment
 from sinkprune.jetson.host.system_files import SystemFiles
 from sinkprune.jetson.presets import read_presets
-from sinkprune.jetson.report import Asked, report_on_board, report_on_machine
+from sinkprune.jetson.report import Query, report_on_board, report_on_machine
 from sinkprune.jetson.tables import print_report
 from sinkprune.runtime.backends.known import ON_CPU
 from sinkprune.runtime.commands import status
@@ -32,13 +32,13 @@ examples:
   sinkprune-doctor --board agx-orin-64gb qwen2.5-vl-7b --picture 1280x720
   sinkprune-doctor --json > machine.json
 
-Bounds are what datasheets allow, not what was measured; memory on boards is an estimate: docs/doctor.md.
+Bounds come from datasheets, not from measurements; memory on boards is an estimate: docs/doctor.md.
 """
 _SIDE = WholeNumber("a side of --picture", 1, 16384)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `sinkprune-doctor` with `arguments`, or the process's own if None; returns the exit code."""
+    """Run `sinkprune-doctor` with `arguments` (default: those of the process) and return the exit code."""
     return run_command(_examine, arguments)
 
 
@@ -46,21 +46,21 @@ def _examine(arguments: Sequence[str] | None) -> None:
     boards = read_boards()
     options = _parser(", ".join(boards.boards), ", ".join(read_presets())).parse_args(arguments)
     check_outputs(json_outputs(options.json), folders=map(Path, options.models))
-    asked = Asked(tuple(options.models), _size(options.picture), options.backend)
+    query = Query(tuple(options.models), _size(options.picture), options.backend)
     if options.board is not None:
-        report = report_on_board(options.board, boards, asked)
+        report = report_on_board(options.board, boards, query)
     else:
         with status("looking at this machine"):
             files = SystemFiles(options.root)
             machine = read_machine(files, this_environment(), boards, Path())
-            report = report_on_machine(machine, boards, asked)
+            report = report_on_machine(machine, boards, query)
     write_json(options.json, to_json(report))
     if not prints_json(options.json):
         print_report(report)
 
 
 def _size(words: str) -> tuple[int, int]:
-    """Width and height, as in 640x480; raises `UsageError`."""
+    """Return width and height of words like 640x480. Raises `UsageError`."""
     found = re.fullmatch(r"(\d+)x(\d+)", words)
     if found is None:
         raise UsageError(f"--picture is '{words}', expected width and height in pixels, as in 640x480.")
@@ -71,7 +71,7 @@ def _parser(boards: str, presets: str) -> CommandParser:
     parser = CommandParser(
         "sinkprune doctor",
         "Describe this machine, or a Jetson board elsewhere: which models fit it, with which weights and budget, "
-        "what must be mended first, and what to run next.",
+        "what to fix first, and what to run next.",
         f"{_EXAMPLES}\nboards:\n  {boards}\npresets:\n  {presets}\n",
     )
     add = parser.add_argument
@@ -81,12 +81,12 @@ def _parser(boards: str, presets: str) -> CommandParser:
         metavar="MODEL",
         help="a folder of a bundle or of engines, or a preset (default: every preset)",
     )
-    add("--board", metavar="NAME", help="a board that is elsewhere, in place of this machine")
-    add("--picture", default="640x480", metavar="WxH", help="size of the image asked about (default: 640x480)")
+    add("--board", metavar="NAME", help="a board elsewhere, in place of this machine")
+    add("--picture", default="640x480", metavar="WxH", help="size of the image in a request (default: 640x480)")
     add(
         "--backend",
         choices=ON_CPU,
-        help="what is to run models (default: tensorrt on a board, else what is installed)",
+        help="what runs the models (default: tensorrt on a board, else what is installed)",
     )
     parser.add_json("the whole report")
     # A recorded tree of a system's files, in place of this machine's.

@@ -1,4 +1,4 @@
-"""What of JetPack is installed, as the system's files tell: L4T, packages, CUDA, TensorRT and its Python modules."""
+"""The installed parts of JetPack: L4T, packages, CUDA, TensorRT and its Python modules."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _UPSTREAM = re.compile(r"\d+(?:\.\d+)*")
 
 @dataclass(frozen=True)
 class InstalledJetPack:
-    """The vendor's software on a machine; None for what is not there."""
+    """The versions of the vendor's software; None if missing."""
 
     l4t: str | None
-    """The release of Jetson Linux, as in "36.4.3"."""
+    """Of Jetson Linux, as in "36.4.3"."""
     package: str | None
-    """The version of the package nvidia-jetpack."""
+    """Of the package nvidia-jetpack."""
     cuda: str | None
     tensorrt: str | None
     tensorrt_python: tuple[str, ...]
-    """The system's Pythons that TensorRT's module is installed for, as in "3.10"."""
+    """The system's Pythons with TensorRT's module, as in "3.10"."""
 
 
 def read_installed(files: SystemFiles) -> InstalledJetPack:
-    """What is installed."""
+    """Return the installed versions."""
     packages = _packages(files)
     tensorrt = next((version for name, version in packages.items() if _TENSORRT.fullmatch(name)), None)
     modules = [re.search(r"python(3\.\d+)/", path) for path in files.matching(_MODULES)]
-    # Debian's place for the modules of its own Python, whichever that is.
+    # /usr/lib/python3 has the modules of Debian's own Python, of any version.
     own = _system_python(files) if any(module is None for module in modules) else None
     pythons = {*(module[1] for module in modules if module), *([own] if own else [])}
     return InstalledJetPack(
@@ -52,24 +52,23 @@ def _l4t(files: SystemFiles) -> str | None:
 
 
 def _system_python(files: SystemFiles) -> str | None:
-    """The Python that /usr/bin/python3 is."""
+    """Return the version of /usr/bin/python3."""
     found = re.fullmatch(r"python(3\.\d+)", files.target("usr/bin/python3") or "")
     return found[1] if found else None
 
 
 def _cuda(files: SystemFiles) -> str | None:
-    """The toolkit's version, from the file that it brings along."""
+    """Return the toolkit's version, from its own file."""
     for path in _CUDA:
         try:
-            told = json.loads(files.text(path) or "")
-            return str(told["cuda"]["version"])
+            return str(json.loads(files.text(path) or "")["cuda"]["version"])
         except (ValueError, KeyError, TypeError):
             continue
     return None
 
 
 def _packages(files: SystemFiles) -> dict[str, str]:
-    """Installed packages and their versions."""
+    """Return the versions of installed packages, by name."""
     versions = {}
     for paragraph in (files.text("var/lib/dpkg/status") or "").split("\n\n"):
         fields = dict(re.findall(r"^(Package|Status|Version): (.+)$", paragraph, re.MULTILINE))
@@ -79,6 +78,6 @@ def _packages(files: SystemFiles) -> dict[str, str]:
 
 
 def _upstream(version: str | None) -> str | None:
-    """The version that Debian's begins with: "10.3.0.30" of "10.3.0.30-1+cuda12.5"."""
+    """Return the upstream version: "10.3.0.30" of "10.3.0.30-1+cuda12.5"."""
     found = _UPSTREAM.match(version or "")
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""What a machine is, as the system's files and its Python tell."""
+"""The facts of a machine, from the system's files and its Python."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _DEVICE_TREE = "proc/device-tree"
 
 @dataclass(frozen=True)
 class Swap:
-    """A place that memory is written to when it is short."""
+    """A swap file or device."""
 
     place: str
     bytes: int
     compressed: bool
-    """Whether it is memory itself (zram), which gains little where weights fill it."""
+    """Whether it is compressed memory (zram), which gains little for weights."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine; None and empty for what it does not tell."""
+    """A machine. Unknown facts are None or empty."""
 
     model: str | None
-    """What its device tree calls it."""
+    """The name in its device tree."""
     board: str | None
     """The name of its board in `boards.json`."""
     chip: str | None
-    """The kind of board that its chip is of, also where the board is not known."""
+    """The kind of its chip, also if the board is unknown."""
     system: str | None
     kernel: str | None
     jetpack: InstalledJetPack
@@ -51,17 +51,17 @@ class Machine:
     cores: int
     memory_bytes: int | None
     free_bytes: int | None
-    """What a program can take of it now."""
+    """Memory that is free for programs now."""
     swap: tuple[Swap, ...]
     disk: str
-    """The folder whose disk is told of."""
+    """The folder on the disk of `disk_free_bytes`."""
     disk_free_bytes: int | None
     unreadable: tuple[str, ...]
-    """Files that are there and may not be read, with the reason."""
+    """Existing files that cannot be read, with the reason."""
 
 
 def read_machine(files: SystemFiles, python: PythonEnvironment, boards: Boards, folder: Path) -> Machine:
-    """The machine whose system's files those are; `folder` is where bundles lie."""
+    """Return the machine of these system files; `folder` is the place of bundles."""
     words = (files.text(f"{_DEVICE_TREE}/compatible") or "").split("\0")
     chips = [kind for word, kind in boards.chips.items() if word in words]
     cpuinfo = files.root / "proc/cpuinfo"
@@ -99,7 +99,7 @@ def _memory(files: SystemFiles) -> int | None:
 
 
 def _swap(files: SystemFiles) -> tuple[Swap, ...]:
-    """The lines of /proc/swaps: a place, its kind, KiB of it, those in use, and how soon it is taken."""
+    """Read /proc/swaps, whose lines have a place, its kind, its KiB, the used KiB, and a priority."""
     lines = [line.split() for line in (files.text("proc/swaps") or "").splitlines()[1:]]
     return tuple(
         Swap(words[0], int(words[2]) * 1024, "zram" in words[0])

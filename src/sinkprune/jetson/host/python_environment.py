@@ -1,4 +1,4 @@
-"""The Python that runs this, and the engine libraries that it can import."""
+"""The Python of this process, and the engine libraries that it can import."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.system.child_processes import python_command
 
-# Each in a process of its own: a library for another machine may end the process that imports it.
+# Each library is imported in its own process, because a library for another machine may end the process.
 _IMPORT = """
 import sys
 try:
@@ -39,40 +39,40 @@ _LONGEST = 300
 
 @dataclass(frozen=True)
 class Library:
-    """An engine library, or one that reaches a GPU, which is installed."""
+    """An installed engine library, or a library for CUDA."""
 
     version: str | None
-    """None where it does not import."""
+    """None if it does not import."""
     error: str | None
-    """What it said instead, in one line."""
+    """The error of the import, in one line."""
 
 
 @dataclass(frozen=True)
 class PythonEnvironment:
-    """A Python, as far as engine libraries care."""
+    """A Python, with the facts that matter to engine libraries."""
 
     version: str
     executable: str
     architecture: str
     virtual: bool
-    """Whether it is a virtual environment's."""
+    """Whether it belongs to a virtual environment."""
     sees_system: bool
-    """Whether it imports what is installed for the system's Python, as JetPack's TensorRT is."""
+    """Whether it imports packages of the system's Python, such as JetPack's TensorRT."""
     libraries: dict[str, Library]
-    """Those installed, by the name they are imported as."""
+    """The installed libraries, by their import name."""
 
     @property
     def minor(self) -> str:
-        """The version without its last number, as in "3.10"."""
+        """The major and minor version, as in "3.10"."""
         return ".".join(self.version.split(".")[:2])
 
     def imports(self, name: str) -> bool:
-        """Whether that library is there and usable."""
+        """Return whether this library is installed and imports."""
         return name in self.libraries and self.libraries[name].error is None
 
 
 def this_environment() -> PythonEnvironment:
-    """The Python that runs this, its libraries imported to see whether they can be."""
+    """Return the Python of this process. Imports each installed library as a test."""
     virtual = sys.prefix != sys.base_prefix
     return PythonEnvironment(
         version=platform.python_version(),
@@ -88,7 +88,7 @@ def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:
-        # Of what it lies in
+        # Raised for a missing parent package.
         return False
 
 

@@ -1,4 +1,4 @@
-"""The system's files below one root, so that a recorded tree can stand in for a board."""
+"""The system's files below a root, so that tests can use a recorded tree."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from itertools import islice
 from pathlib import Path
 
 _MOST_BYTES = 32 << 20
-"""More than any of them has; dpkg's list of packages has some."""
+"""A limit above the largest file, dpkg's list of packages."""
 _PIECE = 1 << 16
-"""The kernel gives nothing of some files to who asks for more."""
+"""Some files of the kernel reject larger reads."""
 
 
 class SystemFiles:
-    """Reads small text files of the system; what may not be read is noted, and no error."""
+    """Reads small text files of the system. A file that cannot be read is recorded, without an error."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self.root = root
         self.unreadable: list[str] = []
-        """Paths that are there and gave nothing, as the system without `root` calls them, with the reason."""
+        """Existing paths that cannot be read, without `root`, with the reason."""
 
     def text(self, path: str) -> str | None:
-        """The text at `path`, which begins below the root; None where nothing is, or nothing may be read."""
+        """Return the text of `path`, relative to the root; None if it is missing or cannot be read."""
         try:
             with (self.root / path).open("rb") as file:
                 pieces = iter(partial(file.read, _PIECE), b"")
@@ -33,19 +33,18 @@ class SystemFiles:
             return None
 
     def line(self, path: str) -> str | None:
-        """The first line at `path` without blanks around it, and without the zero byte that ends it in a device tree;
-        None where there is none."""
+        """Return the first line of `path` without blanks and a device tree's final zero byte; None without one."""
         text = self.text(path)
         lines = text.replace("\0", "\n").split("\n") if text else []
         return (lines[0].strip() or None) if lines else None
 
     def number(self, path: str) -> int | None:
-        """The whole number at `path`; None where there is none."""
+        """Return the whole number in `path`; None without one."""
         line = self.line(path)
         return int(line) if line and line.isdecimal() else None
 
     def matching(self, pattern: str) -> list[str]:
-        """The paths that fit a pattern of `Path.glob`, in order."""
+        """Return the sorted paths of a pattern of `Path.glob`."""
         try:
             return sorted(str(path.relative_to(self.root)) for path in self.root.glob(pattern))
         except OSError as error:
@@ -53,7 +52,7 @@ class SystemFiles:
             return []
 
     def target(self, path: str) -> str | None:
-        """The name that the link at `path` leads to; None where no link is."""
+        """Return the name of the target of the link `path`; None without a link."""
         try:
             return (self.root / path).readlink().name
         except OSError:

@@ -19,8 +19,9 @@ from sinkprune.runtime.power.sensor import ROOT, Reading
 PERIOD_SECONDS = 1.0
 _ZONES = "sys/class/thermal/thermal_zone*"
 _CPU_CLOCKS = ("sys/devices/system/cpu/cpufreq/policy*/scaling_cur_freq",)
-# A Jetson's GPU: 17000000.gpu or .ga10b on Orin, gpu-gpc-0 and higher on Thor.
-_GPU_CLOCKS = ("sys/class/devfreq/*gpu*/cur_freq", "sys/class/devfreq/*.ga10b/cur_freq")
+GPU_FOLDERS = ("sys/class/devfreq/*gpu*", "sys/class/devfreq/*.ga10b", "sys/class/devfreq/*.gb10b")
+"""Patterns of the folder of a Jetson's GPU: 17000000.gpu or .ga10b on Orin, gpu-gpc-0 and higher on Thor."""
+_GPU_CLOCKS = tuple(f"{folder}/cur_freq" for folder in GPU_FOLDERS)
 
 
 class Conditions(NamedTuple):

@@ -1,4 +1,4 @@
-"""Joules of a budget's requests and of their parts, from when they ran and what a sensor told meanwhile."""
+"""Joules of a budget's requests and of their parts, from their times and a sensor's readings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sinkprune.runtime.profiling.stage_spans import Span, StageSpans
 
 
 class _Use(NamedTuple):
-    """What was used in some stretches of one request's time."""
+    """The energy of one part of a request."""
 
     seconds: float
     joules: float
@@ -21,7 +21,7 @@ class _Use(NamedTuple):
 
 
 def budget_energy(requests: Sequence[StageSpans], curve: EnergyCurve, idle: IdlePower) -> BudgetEnergy | None:
-    """The means of `requests`; None where no reading tells of any. One that ran while none came is left out."""
+    """Return the means of `requests`, without those that lack readings; None if all of them do."""
     uses = [found for request in requests if (found := _uses(request, curve)) is not None]
     if not uses:
         return None
@@ -35,7 +35,7 @@ def budget_energy(requests: Sequence[StageSpans], curve: EnergyCurve, idle: Idle
 
 
 def _uses(request: StageSpans, curve: EnergyCurve) -> Mapping[str, _Use] | None:
-    """What each part of a request used; None where the readings do not tell."""
+    """Return the energy of each part of a request; None without readings."""
     (first,) = request.parts["ttft"]
     assert request.end is not None
     whole = _use([Span(first.start, request.end)], curve)
@@ -43,13 +43,12 @@ def _uses(request: StageSpans, curve: EnergyCurve) -> Mapping[str, _Use] | None:
         return None
     uses = {"latency": whole}
     for part, spans in request.parts.items():
-        # Within the whole, of which all is known.
         use = _use(spans, curve) if part in PARTS else None
         if use is not None:
             uses[part] = use
-    told, ttft = [uses[part] for part in OF_TTFT if part in uses], uses["ttft"]
-    rest = ttft.seconds - sum(use.seconds for use in told), ttft.joules - sum(use.joules for use in told)
-    # Many short stretches: none holds two readings.
+    known, ttft = [uses[part] for part in OF_TTFT if part in uses], uses["ttft"]
+    rest = ttft.seconds - sum(use.seconds for use in known), ttft.joules - sum(use.joules for use in known)
+    # The rest is many short stretches, without two readings in one of them.
     uses["rest"] = _Use(*rest, sampled_seconds=0.0)
     later = _use([Span(first.end, request.end)], curve)
     if request.tokens > 1 and later is not None:
@@ -67,7 +66,7 @@ def _use(spans: Sequence[Span], curve: EnergyCurve) -> _Use | None:
 
 
 def _part(uses: Sequence[_Use | None], idle: IdlePower) -> PartEnergy | None:
-    """The means of one part; None where it took no time in some run."""
+    """Return the means of one part; None if it took no time in some run."""
     known = [use for use in uses if use is not None and use.seconds > 0]
     if len(known) < len(uses):
         return None

@@ -1,4 +1,4 @@
-"""Frames that come at fixed times, whether anybody is ready for them or not."""
+"""Frames that arrive at fixed times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DURATION = RealNumber("--duration", 0.1, 86_400, "from 0.1 to 86400 seconds")
 
 
 class Served(NamedTuple):
-    """A frame that was answered; moments are those of the camera's clock."""
+    """An answered frame. Moments are in seconds of `FrameClock.clock`."""
 
     frame: int
     """Its number, from 0."""
@@ -25,30 +25,30 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class FrameClock:
-    """A queue that holds the newest frame only, as drivers of cameras do for those who want no old ones.
+    """A camera with a queue of one frame, the newest.
 
-    A frame that comes while an earlier one is answered waits until that is done, or until the next one takes its
-    place: then it is missed.
+    A frame that arrives during an answer waits for the end of this answer. If another frame arrives before, the
+    waiting frame is missed.
     """
 
     rate: float
     """Frames a second."""
     frames: int
-    """How many come."""
+    """The number of frames that arrive."""
     duration: float
-    """Seconds for which they come; waiting lasts no longer after the last answer."""
+    """Seconds of arriving frames. `serve` lasts at least as long."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds that no change of the wall clock moves."""
+    """Seconds of a clock that never jumps."""
     sleep: Callable[[float], None] = time.sleep
 
     def serve(self, answer: Callable[[int], object]) -> Iterator[Served]:
-        """Call `answer` with the number of each frame that is not missed; yield a `Served` after each call.
+        """Call `answer` with the number of each frame that is not missed, and yield a `Served` after each call.
 
-        The first comes at once. It ends when one more frame would come, or later, when all is answered.
+        The first frame arrives at once. Ends after `duration`, or with the last answer if that is later.
         """
         start, taken = self.clock(), -1
         while taken < self.frames - 1:
-            # Floats may say of a frame at the very moment of its coming that it is still to come.
+            # Rounding may place a frame that has just arrived in the future.
             taken = max(taken + 1, min(int((self.clock() - start) * self.rate), self.frames - 1))
             came = start + taken / self.rate
             self._wait_until(came)
@@ -65,7 +65,7 @@ class FrameClock:
 
 
 def frame_clock(rate: float, duration: float) -> FrameClock:
-    """One whose frames come for `duration` seconds, at least one of them; raises `UsageError`."""
+    """Return a camera that sends frames for `duration` seconds, at least one. Raises `UsageError`."""
     rate, duration = RATE.check(rate), DURATION.check(duration)
-    # A whole number of frames stays one, whatever floats make of the product.
+    # Rounding must not lose a frame of a whole number.
     return FrameClock(rate, max(1, int(rate * duration + 1e-6)), duration)

@@ -1,4 +1,4 @@
-"""The process's largest resident memory while something ran, where Linux tells it."""
+"""The process's peak of resident memory during a block, on Linux."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """The largest peak of all watched blocks; `bytes` is None if the system does not tell."""
+    """The largest peak of all watched blocks. `bytes` is None if the system does not report it."""
 
     def __init__(self) -> None:
         self.bytes: int | None = None
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Take the block's peak into account."""
+        """Include the peak of the block."""
         try:
             _CLEAR.write_text(_RESET_PEAK)
         except OSError:
-            # Without the reset the peak would be some other block's.
+            # Without the reset, the peak may be that of an earlier block.
             yield
             return
         yield
@@ -38,7 +38,7 @@ class PeakMemory:
 
 
 class PeaksOfStages(Observer):
-    """The largest resident memory while each stage of a request ran, for as long as `watching`."""
+    """The peak of resident memory of each stage of a request, while `watching` is True."""
 
     STAGES = ("vision", "sanitizer", "projector", "prefill", "decode")
 
@@ -51,5 +51,5 @@ class PeaksOfStages(Observer):
 
     @property
     def bytes(self) -> dict[str, int]:
-        """By the stage's name; without stages that did not run, and empty where the system does not tell."""
+        """By the stage's name, for stages that ran; empty if the system does not report it."""
         return {stage: peak.bytes for stage, peak in self._peaks.items() if peak.bytes is not None}

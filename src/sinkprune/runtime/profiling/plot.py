@@ -1,4 +1,4 @@
-"""The profile as a picture: where the time of each budget goes."""
+"""The profile as a picture: the parts of each budget's time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sinkprune.contract.reports.report import BudgetReport, Report
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-# Okabe-Ito, told apart by everyone; the order is the order of the work.
+# Okabe-Ito colours, safe for colour-blind readers, in the order of the work.
 _PARTS = {
     "preprocess": "#999999",
     "vision": "#56B4E9",
@@ -30,16 +30,16 @@ _PARTS = {
 
 
 def import_matplotlib() -> Any:
-    """matplotlib's Figure class, drawing without a screen; raises `UsageError` if it is not installed.
+    """Return matplotlib's Figure class, which draws without a screen. Raises `UsageError` if it is not installed.
 
-    Its list of fonts would lie in the home directory, which may be read-only and is not ours: it goes to a folder
-    that this process removes at its end, unless MPLCONFIGDIR names another or matplotlib was imported before.
+    matplotlib would write its list of fonts to the home directory. Here it goes to a folder that this process removes
+    at its end, unless MPLCONFIGDIR names another or matplotlib was imported before.
     """
     if "matplotlib" not in sys.modules and "MPLCONFIGDIR" not in os.environ:
         folder = os.environ["MPLCONFIGDIR"] = tempfile.mkdtemp(prefix="matplotlib-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     try:
-        # It warns where its list of fonts takes more than five seconds.
+        # It warns if its list of fonts takes more than five seconds.
         logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -50,7 +50,7 @@ def import_matplotlib() -> Any:
 
 
 def plot_report(report: Report, suffix: str) -> bytes:
-    """One stacked bar a budget, from preprocessing to the last token, as the bytes of a picture file."""
+    """Return the bytes of a picture file with a stacked bar for each budget, from preprocessing to the last token."""
     figure = import_matplotlib()(figsize=(10, 1.6 + 0.55 * len(report.budgets)), layout="constrained")
     axes = figure.add_subplot()
     names = list(report.budgets)
@@ -81,14 +81,14 @@ def plot_report(report: Report, suffix: str) -> bytes:
 
 
 def figure_bytes(figure: Any, suffix: str) -> bytes:
-    """The bytes of a picture file of a matplotlib figure, of the kind that `suffix` names, e.g. ".png"."""
+    """Return the bytes of a matplotlib figure as a picture file of type `suffix`, for example ".png"."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix.lstrip("."), dpi=140)
     return buffer.getvalue()
 
 
 def _width(budget: BudgetReport, part: str, new_tokens: int) -> float:
-    """The bar's piece for `part`; `prefill` without the selects inside it, `decode` for all later tokens."""
+    """Return the milliseconds of a part: `prefill` without its selects, `decode` for all later tokens."""
     if part == "decode":
         per_token = budget.ms["per_token"]
         return per_token.median * (new_tokens - 1) if per_token else 0.0

@@ -1,4 +1,4 @@
-"""Measures every budget against the unpruned engines, in turn, so that a drifting machine favours none."""
+"""Measures all budgets and the unpruned engines in turn, so that a drifting machine favours none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sinkprune.runtime.steps.answer import Answer
 from sinkprune.runtime.steps.pictures import PictureLike
 from sinkprune.runtime.system.processor import processor_name
 
-# Answers are kept until the report is made.
+# The upper limits bound the memory of the answers, which are kept until the report.
 REPEAT = WholeNumber("--repeat", 1, 100_000)
 WARMUP = WholeNumber("--warmup", 0, 100_000)
 
@@ -47,25 +47,24 @@ def profile(
     meter: EnergyMeter | None = None,
     on_run: Callable[[str], None] = lambda budget: None,
 ) -> Report:
-    """Run every budget `repeat` times, one after the other in each round, after `warmup` rounds that do not count.
+    """Run every budget once in each of `repeat` rounds, after `warmup` rounds that do not count.
 
-    The unpruned engines are always among them. Every answer is exactly `new_tokens` long: stop tokens are ignored.
-    `meter` tells the joules of every run; where its sensor dies meanwhile, later runs have none, and the report says
-    why. `on_run` is told of each run before it starts. Raises `UsageError`, and what `Pipeline.generate` raises.
+    The unpruned engines are always included. Every answer has exactly `new_tokens`: stop tokens are ignored. `meter`
+    measures the joules of every run. If its sensor dies, later runs have none, and the report has the reason.
+    `on_run` is called before each run. Raises `UsageError`, and what `Pipeline.generate` raises.
     """
     repeat, warmup = REPEAT.check(repeat), WARMUP.check(warmup)
     names = list(dict.fromkeys([UNPRUNED, *budgets]))
-    answers: dict[str, list[Answer]] = {name: [] for name in names}
-    memory, stages = {name: PeakMemory() for name in names}, {name: PeaksOfStages() for name in names}
-    spans: dict[str, list[StageSpans]] = {name: [] for name in names}
+    runs = {name: _Runs() for name in names}
     first: Answer | None = None
     for turn in range(-warmup, repeat):
-        # Each round starts with another budget: being first after a pause is no budget's privilege.
+        # Rotate the order, so that a round's first run favours no budget.
         shift = turn % len(names)
         for name in [*names[shift:], *names[:shift]]:
             on_run(name)
-            watcher = stages[name] if meter is None else StageSpans(pipeline.backend, also=stages[name])
-            with memory[name].watch():
+            run = runs[name]
+            spans = None if meter is None else StageSpans(pipeline.backend, also=run.stages)
+            with run.memory.watch():
                 answer = pipeline.generate(
                     image,
                     prompt,
@@ -73,45 +72,44 @@ def profile(
                     method=method,
                     max_new_tokens=new_tokens,
                     min_new_tokens=new_tokens,
-                    observer=watcher,
+                    observer=spans or run.stages,
                 )
-            stages[name].watching = False
+            run.stages.watching = False
             first = first or answer
             if turn >= 0:
-                answers[name].append(answer)
-                if isinstance(watcher, StageSpans):
-                    spans[name].append(watcher)
-    baseline = _measured(answers[UNPRUNED])
-    flops = {name: _flops(pipeline, runs[0]) for name, runs in answers.items()}
-    energies: dict[str, BudgetEnergy | None] = dict.fromkeys(names)
-    if meter is not None:
-        curve = meter.curve()
-        energies = {name: budget_energy(runs, curve, meter.idle) for name, runs in spans.items()}
-    measured = described(pipeline, method, answers[UNPRUNED][0].prompt_tokens, new_tokens, meter)
+                run.answers.append(answer)
+                if spans:
+                    run.spans.append(spans)
+    curve = meter.curve() if meter else None
+    unpruned = runs[UNPRUNED]
     return Report(
-        **vars(measured),
+        **vars(described(pipeline, method, unpruned.answers[0].prompt_tokens, new_tokens, meter)),
         repeat=repeat,
         first_answer_ms=_sum(pipeline.load_ms, first.ms["ttft"] if first else None),
         budgets={
             name: _budget_report(
-                pipeline,
-                answers[name],
-                flops[name],
-                flops[UNPRUNED],
-                baseline,
-                memory[name],
-                stages[name],
-                energies[name],
+                pipeline, run, unpruned, budget_energy(run.spans, curve, meter.idle) if meter and curve else None
             )
-            for name in names
+            for name, run in runs.items()
         },
     )
+
+
+class _Runs:
+    """The runs of one budget."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        """Those that count, without warm-up."""
+        self.spans: list[StageSpans] = []
+        """Those of `answers`; empty without a power sensor."""
+        self.memory, self.stages = PeakMemory(), PeaksOfStages()
 
 
 def described(
     pipeline: Pipeline, method: str, prompt_tokens: int, new_tokens: int, meter: EnergyMeter | None
 ) -> Measured:
-    """The head of a report about `pipeline`, with what `meter` measured so far."""
+    """Return the head of a report about `pipeline`, with the readings of `meter` so far."""
     manifest = pipeline.bundle.manifest
     return Measured(
         model=model_name(manifest.checkpoint.source),
@@ -136,7 +134,7 @@ def described(
 
 
 def model_name(source: str) -> str:
-    """A hub or preset name as it is, a local path without the folders it lies in."""
+    """Return a hub or preset name unchanged, and a local path without its parents."""
     return Path(source).name if Path(source).is_absolute() else source
 
 
@@ -157,22 +155,14 @@ def _flops(pipeline: Pipeline, answer: Answer) -> PrefillAndTtft:
     return PrefillAndTtft(decoder, decoder + encoder)
 
 
-def _budget_report(
-    pipeline: Pipeline,
-    runs: Sequence[Answer],
-    flops: PrefillAndTtft,
-    base_flops: PrefillAndTtft,
-    baseline: dict[str, Spread | None],
-    memory: PeakMemory,
-    stages: PeaksOfStages,
-    energy: BudgetEnergy | None,
-) -> BudgetReport:
-    answer, ms = runs[0], _measured(runs)
+def _budget_report(pipeline: Pipeline, run: _Runs, unpruned: _Runs, energy: BudgetEnergy | None) -> BudgetReport:
+    answer, ms, base_ms = run.answers[0], _measured(run.answers), _measured(unpruned.answers)
+    flops, base_flops = _flops(pipeline, answer), _flops(pipeline, unpruned.answers[0])
     flops_speedup = PrefillAndTtft(base_flops.prefill / flops.prefill, base_flops.ttft / flops.ttft)
-    speedup = PrefillAndTtft(*(_ratio(baseline[part], ms[part]) for part in ("prefill", "ttft")))
+    speedup = PrefillAndTtft(*(_ratio(base_ms[part], ms[part]) for part in ("prefill", "ttft")))
     per_token = ms["per_token"]
-    manifest = pipeline.bundle.manifest
-    step_bytes = decode_bytes(manifest, answer.kv_bytes)
+    step_bytes = decode_bytes(pipeline.bundle.manifest, answer.kv_bytes)
+    peak, stages = run.memory.bytes, run.stages.bytes
     return BudgetReport(
         visual_tokens=answer.visual_tokens,
         kept_after_sanitizer=answer.tokens_per_layer[0],
@@ -184,9 +174,9 @@ def _budget_report(
         speedup=speedup,
         efficiency=Efficiency(speedup.prefill / flops_speedup.prefill),
         kv_bytes=answer.kv_bytes,
-        # Watching a stage starts the whole's peak anew.
-        peak_rss_bytes=None if memory.bytes is None else max(memory.bytes, *stages.bytes.values()),
-        stage_peak_rss_bytes=stages.bytes,
+        # Watching a stage resets the peak of the whole.
+        peak_rss_bytes=None if peak is None else max(peak, *stages.values()),
+        stage_peak_rss_bytes=stages,
         decode_tokens_per_s=1e3 / per_token.median if per_token else None,
         decode_gb_per_s=step_bytes / per_token.median / 1e6 if per_token else None,
         energy=energy,

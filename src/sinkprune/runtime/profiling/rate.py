@@ -1,4 +1,4 @@
-"""Requests at a camera's steady rate: what a robot sees, where a profile asks as fast as it can."""
+"""Measures requests at a camera's steady rate, as on a robot. `profile` sends them as fast as it can."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def at_rate(
     root: Path = ROOT,
     on_frames: Callable[[str, int], None] = lambda budget, frames: None,
 ) -> RateReport:
-    """Answer the frames that `source` sends, for one budget after the other.
+    """Answer the frames of `source`, for one budget after the other, and return the measurements.
 
-    Frame n shows `pictures[n]`, from the first again when all were shown; each is what one prompt asks about. Every
-    answer is exactly `new_tokens` long, and `warmup` requests of each budget before its first frame do not count.
-    Temperatures and clocks are read below `root`. `on_frames` is told of each frame that was answered, with how
-    many came since the one before. Raises `UsageError`, and what `Pipeline.generate` raises.
+    Frame n shows `pictures[n]`, and the pictures repeat. Each has the images of one prompt. Every answer has exactly
+    `new_tokens`. `warmup` requests of each budget come before its first frame and do not count. Temperatures and
+    clocks are read below `root`. `on_frames` is called for each answered frame, with the number of frames since the
+    last. Raises `UsageError`, and what `Pipeline.generate` raises.
     """
     warmup = WARMUP.check(warmup)
     if not pictures or not budgets:
         raise UsageError(
-            f"there are {len(pictures)} pictures and {len(budgets)} budgets, expected one of each at least."
+            f"there are {len(pictures)} pictures and {len(budgets)} budgets, expected at least one of each."
         )
 
     first: dict[str, Answer] = {}

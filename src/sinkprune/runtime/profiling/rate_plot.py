@@ -1,4 +1,4 @@
-"""A camera's steady rate as a picture: the latency of every frame, and what the machine was like meanwhile."""
+"""A camera's steady rate as a picture: the latency of every frame, and the machine's conditions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 from sinkprune.contract.reports.rate_report import RateReport
 from sinkprune.runtime.profiling.plot import figure_bytes, import_matplotlib
 
-# Okabe-Ito, told apart by everyone.
+# Okabe-Ito colours, safe for colour-blind readers.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 _WIDTH, _HEIGHT, _MORE_HEIGHT = 10, 3.6, 1.9
-# More lines than that are a tangle: the hottest places are drawn, all are in the JSON.
+# Only the hottest places are drawn, to keep lines apart. The JSON has all.
 _MOST_LINES = 6
 
 
 def plot_rate(report: RateReport, suffix: str) -> bytes:
-    """Latencies over time, budgets one after the other, above power, temperatures and clocks where these are
-    told of; as the bytes of a picture file."""
+    """Return the bytes of a picture file: latencies over time, then power, temperatures and clocks if known."""
     conditions = report.conditions
     below = [
         (label, lines)
@@ -52,7 +51,7 @@ def plot_rate(report: RateReport, suffix: str) -> bytes:
 
 
 def _draw_latencies(axes: Any, report: RateReport) -> None:
-    """A point for each answered frame, at the moment it came; missed frames are ticks at the bottom."""
+    """Draw a point for each answered frame at its arrival, and a tick at the bottom for each missed frame."""
     for number, (name, budget) in enumerate(report.rates.items()):
         colour, answered = _COLOURS[number % len(_COLOURS)], set(budget.answered_frames)
         came = [budget.start_s + frame / report.rate_hz for frame in budget.answered_frames]
@@ -62,13 +61,13 @@ def _draw_latencies(axes: Any, report: RateReport) -> None:
         axes.plot(came, budget.answer_latency_ms, ".", markersize=4, color=colour, label=label)
         missed = [budget.start_s + frame / report.rate_hz for frame in range(budget.frames) if frame not in answered]
         axes.plot(missed, [0.0] * len(missed), "|", markersize=9, color=colour)
-    axes.axhline(1e3 / report.rate_hz, color="#999999", linewidth=0.8, linestyle="--", label="the next frame comes")
+    axes.axhline(1e3 / report.rate_hz, color="#999999", linewidth=0.8, linestyle="--", label="the next frame arrives")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("latency, ms")
 
 
 def _highest(lines: Mapping[str, Sequence[float | None]]) -> dict[str, Sequence[float | None]]:
-    """Those of the highest values, in the order they are in."""
+    """Return the lines with the highest values, in their order."""
     highest = {
         name: max((value for value in values if value is not None), default=0.0) for name, values in lines.items()
     }

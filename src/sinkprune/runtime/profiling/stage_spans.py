@@ -1,4 +1,4 @@
-"""When the parts of a request ran, by the host's clock: what joules are counted by."""
+"""The times of a request's parts by the host's clock, for their joules."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ class Span(NamedTuple):
 
 
 class StageSpans(Observer):
-    """The spans of one request's parts. It waits for the device before and behind each: a GPU is told what to do long
-    before it does it, and joules are used when it does."""
+    """The spans of one request's parts.
+
+    Waits for the device before and after each part, because a GPU works, and uses joules, after work was enqueued.
+    """
 
     def __init__(self, clock: Clock, also: Observer = NOBODY) -> None:
-        """`clock` is the backend; `also` is another observer of the same request, of which `during` is told."""
+        """Take the backend as `clock`, and another observer whose `during` is entered for each part."""
         self._clock, self._also = clock, also
         self.parts: dict[str, list[Span]] = defaultdict(list)
-        """By the part's name (`PARTS` in `sinkprune.contract.reports.report`); a part may have run more than once."""
+        """By the part's name (`PARTS` in `sinkprune.contract.reports.report`). A part may have several spans."""
         self.end: float | None = None
-        """When the whole answer was there."""
+        """The moment of the whole answer."""
         self.tokens = 0
-        """How many the answer has."""
+        """The number of tokens of the answer."""
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
