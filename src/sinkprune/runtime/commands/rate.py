@@ -114,4 +114,4 @@ def _conditions(report: RateReport) -> str:
         for name, values in lines.items():
             known = [value for value in values if value is not None]
             parts.append(f"{name} {known[0]:.0f} to {known[-1]:.0f} {unit} ({min(known):.0f} to {max(known):.0f})")
-    return "; ".join(parts) if parts else "this system tells of no temperatures and no clocks"
+    return "; ".join(parts) if parts else "this system reports no temperatures and no clocks"
