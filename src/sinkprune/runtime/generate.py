@@ -56,7 +56,8 @@ def generate(
         choices = runnable(manifest, limits, request, candidates, prompt.text_tokens, layouts)
         with backend.turn:
             towers = [run_tower(chain, inputs, clock) for inputs, _ in seen]
-            state.budget, schedule = policy.choose(choices, prompt.text_tokens, layouts)
+            choice = policy.choose(choices, prompt.text_tokens, layouts)
+            state.budget, schedule = choice.budget, choice.schedule
             encoded = [encode(chain, schedule.plan, tower, clock) for tower in towers]
             observer.encoded(encoded)
             shown, pruned = list(zip(layouts, encoded, strict=True)), schedule.plan is not None
@@ -70,7 +71,7 @@ def generate(
     observer.chose(token, logits)
     with backend.turn:
         kept = kept_tokens(chain, schedule, layouts, encoded, rows, start)
-    budget, cache, cache_bytes = state.budget, start.cache, kv_bytes(chain, start.cache)
+    cache, cache_bytes = start.cache, kv_bytes(chain, start.cache)
     layers = [length - prompt.text_tokens for length in start.tokens_per_layer]
     # Embeddings take no memory while the answer is decoded.
     del pictures, seen, towers, encoded, shown, rows, start
@@ -107,7 +108,7 @@ def generate(
         token_ids=ids,
         finish=finish,
         method=request.method,
-        budget=budget,
+        budget=choice.budget,
         prompt_tokens=prompt.text_tokens,
         visual_tokens=sum(layout.all_tokens for layout in layouts),
         tokens_per_layer=layers,

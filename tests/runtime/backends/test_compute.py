@@ -1,4 +1,4 @@
-"""What ort-cpu computes in, where weights are quantised: rows rounded to int8, or not."""
+"""The types that backends compute in: rows rounded to int8 for quantised weights, or not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.references.steps import QUESTION, ask
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_rows_are_rounded_unless_fp32_is_asked_for(
+def test_rows_are_rounded_unless_compute_is_fp32(
     weights: str, bundle: Callable[..., Path], photo: Image.Image
 ) -> None:
     root = bundle("gqa-112", weights=weights)

@@ -147,7 +147,7 @@ def test_a_damaged_engine_is_refused(cut_off: int, said: str, small: Bundle, bui
     Loading(small, build).refused("decoder_1.engine", said)
 
 
-def test_what_tensorrt_says_of_an_engine_it_cannot_load_is_told(small: Bundle, build: FakeBuild) -> None:
+def test_the_error_for_an_engine_that_cannot_be_loaded_has_tensorrt_s_reason(small: Bundle, build: FakeBuild) -> None:
     engine = build.folder / build.manifest.engines["vision"].file
     engine.write_bytes(bytes(engine.stat().st_size))
     built = open_engines(build.folder, small)

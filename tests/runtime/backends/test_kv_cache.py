@@ -1,4 +1,4 @@
-"""Caches of an answer: where their rows lie, what is done to them, and that requests share their memory."""
+"""KV caches: where their rows are, how they grow, and that requests reuse their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an ONNX file may do is known before it is loaded: it reaches for no other file, and it ends."""
+"""ONNX files are checked before they are loaded: they read no other file, and they end."""
 
 from __future__ import annotations
 

@@ -38,17 +38,8 @@ def edit_manifest(root: Path, **changes: Any) -> None:
 
 
 def test_run_prints_the_answer_and_a_line_of_timings(bundle: Bundles, photo_file: Path) -> None:
-    outcome = run(
-        "sinkprune-run",
-        bundle("mha-336"),
-        "--image",
-        photo_file,
-        *ASK,
-        "--budget",
-        "retain-64",
-        "--max-new-tokens",
-        5,
-    )
+    question = ("--image", photo_file, *ASK, "--budget", "retain-64", "--max-new-tokens", 5)
+    outcome = run("sinkprune-run", bundle("mha-336"), *question)
     assert outcome.code == 0
     assert outcome.stderr == f"{photo_file}: {COFFEE}\n"
     *_, timings = outcome.stdout.splitlines()
@@ -152,7 +143,7 @@ def test_profile_always_holds_the_baseline_and_takes_one_token(
     assert report["budgets"]["none"]["decode_gb_per_s"] is None
 
 
-def test_profile_tells_long_budget_names_whole(bundle: Bundles, photo_file: Path) -> None:
+def test_profile_prints_long_budget_names_whole(bundle: Bundles, photo_file: Path) -> None:
     name = "retain-64+raster+drop-sink+no-diversity+serial+visual-keys+compact"
     arguments = (bundle("gqa-112", budgets=(name,)), "--image", photo_file, *ASK, "--repeat", 1, "--new-tokens", 2)
     rows = [line.split() for line in run("sinkprune-profile", *arguments).stdout.splitlines()]
@@ -205,7 +196,7 @@ def test_damaged_bundles_are_refused_by_name(command: str, own_bundle: Path, pho
     assert_refused(run(command, *arguments), "format version 99", f"reads {FORMAT_VERSION}")
 
 
-def test_a_small_image_works_and_a_panorama_says_why_not(bundle: Bundles, tmp_path: Path) -> None:
+def test_a_small_image_works_and_a_panorama_is_rejected(bundle: Bundles, tmp_path: Path) -> None:
     dot, panorama = tmp_path / "dot.png", tmp_path / "panorama.png"
     Image.new("RGB", (1, 1), (200, 30, 30)).save(dot)
     Image.new("RGB", (30_000, 10), (200, 30, 30)).save(panorama)

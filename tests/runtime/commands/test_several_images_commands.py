@@ -23,7 +23,7 @@ def files(photo: Image.Image, tmp_path: Path) -> list[Path]:
     return paths
 
 
-def test_an_export_for_several_images_says_so(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_export_for_several_images_is_marked(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     output = tmp_path / "bundle"
     assert run("sinkprune-export", checkpoint("gqa-112"), "-o", output, "--max-images", 4).code == 0
     assert json.loads((output / "bundle.json").read_text())["max_images"] == 4

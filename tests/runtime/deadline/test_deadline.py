@@ -187,7 +187,7 @@ def test_95_of_100_are_met_wherever_any_budget_can(small: Pipeline, kind: str, s
         assert sum(report.met for report in found) >= 190, (kind, deadline, budgets(found))
 
 
-def test_where_nothing_can_meet_it_the_fastest_runs_and_says_so(small: Pipeline) -> None:
+def test_where_nothing_can_meet_it_the_fastest_runs_and_is_reported(small: Pipeline) -> None:
     for report in reports(small, quiet, 40.0, 3):
         assert (report.budget, report.can_meet, report.met) == ("retain-32", False, False)
         assert report.expected_tokens == 1
@@ -222,7 +222,7 @@ def test_tokens_end_in_time_also_where_they_are_slower_than_expected(small: Pipe
     assert not policy.ended([90.0] * (count - 1)).met or machine.seconds <= 1.0
 
 
-def test_a_request_without_a_deadline_runs_as_it_was_asked_for(small: Pipeline) -> None:
+def test_a_request_without_a_deadline_runs_at_its_own_budget(small: Pipeline) -> None:
     request = asked(7, budget="retain-128")
     policy, manifest = BudgetPolicy(request), small.bundle.manifest
     assert [choice.budget for choice in policy.candidates(manifest, [])] == ["retain-128"]

@@ -1,4 +1,4 @@
-"""Requests with a deadline, really run: the budget that is told is the one that ran, and load costs few of them."""
+"""Requests with a deadline, really run: the reported budget is the one that ran, and load delays few of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loaded(bundle: Bundles) -> Pipeline:
     return pipeline
 
 
-def assert_as_told(pipeline: Pipeline, answer: Answer) -> None:
+def assert_as_reported(pipeline: Pipeline, answer: Answer) -> None:
     """The budget that is told is the one that ran, by the rows of every layer."""
     assert answer.deadline is not None
     assert answer.deadline.budget == answer.budget
@@ -65,18 +65,18 @@ def test_time_enough_runs_unpruned_and_answers_the_same(bundle: Bundles, photo: 
     plain = pipeline.generate(photo, QUESTION, max_new_tokens=5, min_new_tokens=5)
     assert (hurried.token_ids, hurried.budget, hurried.finish) == (plain.token_ids, "none", plain.finish)
     assert plain.deadline is None
-    assert_as_told(pipeline, hurried)
+    assert_as_reported(pipeline, hurried)
     assert hurried.deadline is not None and hurried.deadline.met and hurried.deadline.can_meet
     assert 0 < hurried.deadline.first_ms <= hurried.deadline.measured_ms
     given = pipeline.generate(photo, QUESTION, deadline_ms=60_000, budget="retain-64", max_new_tokens=3)
     assert given.budget == "retain-64"
-    assert_as_told(pipeline, given)
+    assert_as_reported(pipeline, given)
 
 
-def test_no_time_runs_the_fastest_budget_and_says_so(bundle: Bundles, photo: Image.Image) -> None:
+def test_no_time_runs_the_fastest_budget_and_is_reported(bundle: Bundles, photo: Image.Image) -> None:
     pipeline = loaded(bundle)
     answer = pipeline.generate(photo, QUESTION, deadline_ms=1, max_new_tokens=50, min_new_tokens=50)
-    assert_as_told(pipeline, answer)
+    assert_as_reported(pipeline, answer)
     assert answer.deadline is not None
     assert (answer.deadline.can_meet, answer.deadline.met) == (False, False)
     assert (answer.finish, len(answer.token_ids)) == ("deadline", 1)
@@ -101,7 +101,7 @@ def test_without_costs_a_deadline_is_refused_before_anything_runs(bundle: Bundle
     assert pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=1).deadline is not None
 
 
-def test_the_time_told_is_the_time_in_the_room(bundle: Bundles, photo: Image.Image) -> None:
+def test_the_reported_time_is_the_user_s(bundle: Bundles, photo: Image.Image) -> None:
     """Also of the first request, and where plans are still to be loaded."""
     costs = loaded(bundle).costs
     pipeline = Pipeline.load(bundle("gqa-112"))
@@ -122,7 +122,7 @@ def test_the_budget_that_was_chosen_runs(bundle: Bundles, photo: Image.Image) ->
     answer = pipeline.generate(photo, QUESTION, deadline_ms=60_000, max_new_tokens=2)
     assert answer.budget == "retain-32"
     assert answer.deadline is not None and not answer.deadline.can_meet and answer.deadline.met
-    assert_as_told(pipeline, answer)
+    assert_as_reported(pipeline, answer)
 
 
 def test_costs_of_nothing_are_no_error(bundle: Bundles, photo: Image.Image) -> None:
@@ -130,7 +130,7 @@ def test_costs_of_nothing_are_no_error(bundle: Bundles, photo: Image.Image) -> N
     assert pipeline.costs is not None
     pipeline.costs = pipeline.costs.slower(0.0)
     for _ in range(2):
-        assert_as_told(pipeline, pipeline.generate(photo, QUESTION, deadline_ms=1000, max_new_tokens=3))
+        assert_as_reported(pipeline, pipeline.generate(photo, QUESTION, deadline_ms=1000, max_new_tokens=3))
 
 
 def test_a_long_answer_ends_in_time(bundle: Bundles, photo: Image.Image) -> None:
@@ -141,7 +141,7 @@ def test_a_long_answer_ends_in_time(bundle: Bundles, photo: Image.Image) -> None
     assert time.perf_counter() - began < 60
     assert answer.finish == "deadline"
     assert 1 <= len(answer.token_ids) < 900
-    assert_as_told(pipeline, answer)
+    assert_as_reported(pipeline, answer)
 
 
 def test_a_reader_who_is_slow_has_fewer_tokens(bundle: Bundles, photo: Image.Image) -> None:
@@ -156,7 +156,7 @@ def test_a_reader_who_is_slow_has_fewer_tokens(bundle: Bundles, photo: Image.Ima
     assert answer.finish == "deadline" and not answer.deadline.met
 
 
-def test_costs_of_a_request_are_told_apart(bundle: Bundles, photo: Image.Image) -> None:
+def test_costs_of_a_request_are_separated(bundle: Bundles, photo: Image.Image) -> None:
     pipeline = loaded(bundle)
     costs = pipeline.measure_costs(new_request(photo, QUESTION), 0.0)
     assert pipeline.costs is costs
@@ -177,7 +177,7 @@ def test_what_is_no_deadline_is_refused(deadline: Any, pipeline: Pipelines, phot
         pipeline("gqa-112").generate(photo, QUESTION, deadline_ms=deadline)
 
 
-def test_the_command_tells_what_was_chosen(
+def test_the_command_reports_what_was_chosen(
     bundle: Bundles, photo_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -242,11 +242,11 @@ def pocket(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_under_load_the_budget_told_is_the_one_that_ran(pocket: Path) -> None:
+def test_under_load_the_reported_budget_is_the_one_that_ran(pocket: Path) -> None:
     pipeline = Pipeline.load(pocket)
     answers, _ = trial(pipeline, 10, 0.1, 0.1)
     for answer in answers:
-        assert_as_told(pipeline, answer)
+        assert_as_reported(pipeline, answer)
 
 
 @pytest.mark.slow
@@ -255,6 +255,6 @@ def test_under_load_95_of_100_are_in_time(pocket: Path, on: float, off: float) -
     pipeline = Pipeline.load(pocket)
     answers, alone = trial(pipeline, 200, on, off)
     for answer in answers:
-        assert_as_told(pipeline, answer)
+        assert_as_reported(pipeline, answer)
     met = np.mean([answer.deadline.met for answer in answers if answer.deadline])
     assert met >= min(0.95, alone), (met, alone)

@@ -62,7 +62,7 @@ def test_one_bundle_is_cut_at_the_union_of_all_layers(root: Path) -> None:
         assert path.stat().st_size < 40_000
 
 
-def test_what_a_method_cannot_reach_is_left_out_and_told(root: Path, left_out: list[Unreachable]) -> None:
+def test_what_a_method_cannot_reach_is_left_out_and_reported(root: Path, left_out: list[Unreachable]) -> None:
     missing = {(plan.method, plan.budget) for plan in left_out}
     assert missing == {
         (method, "retain-32") for method in ("fastv", "pyramiddrop", "sparsevlm", "sinkpruner-no-sanitizer")
@@ -76,7 +76,7 @@ def test_what_a_method_cannot_reach_is_left_out_and_told(root: Path, left_out: l
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_answers_and_keeps_what_its_plan_says(
+def test_every_method_answers_and_keeps_the_counts_of_its_plan(
     method: str, root: Path, pipe: Pipeline, photo: Image.Image
 ) -> None:
     manifest = pipe.bundle.manifest
@@ -163,7 +163,7 @@ def test_an_export_that_leaves_a_method_without_a_plan_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_says_what_it_left_out(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_export_reports_what_it_left_out(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     source, methods = checkpoint("gqa-112"), ("--methods", "fastv", "--budgets", "retain-192,retain-32")
     outcome = run("sinkprune-export", source, "-o", tmp_path / "out", *methods, "--json")
     assert outcome.code == 0

@@ -1,4 +1,4 @@
-"""Numbers that are not finite are refused before anything is chosen by them: NaN would choose anything."""
+"""Values that are not finite are rejected before tokens are selected by them."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_an_unknown_option_is_refused_with_those_there_are(kind: type[Exception]
         new_request("a.jpg", "Why?", texts=("", "Why?"))
 
 
-def test_every_step_is_told_in_its_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
+def test_observers_receive_every_step_in_order(pipeline: Callable[..., Pipeline], photo: Image.Image) -> None:
     told: list[str] = []
 
     class Names(Observer):
@@ -108,7 +108,7 @@ def test_a_schedule_of_other_rows_is_not_believed(pipeline: Callable[..., Pipeli
 
 
 @pytest.mark.parametrize(("name", "budget"), [("gqa-112", "none"), ("gqa-112", "retain-64"), ("qwen", "prune-80")])
-def test_what_the_steps_tell_fits_together(
+def test_what_observers_receive_is_consistent(
     name: str, budget: str, pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     pipe = pipeline(name)

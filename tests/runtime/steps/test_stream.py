@@ -66,7 +66,7 @@ def test_it_is_a_generator_whose_value_is_the_answer(pipe: Pipeline, photo: Imag
     assert others.value.value.token_ids == stream.answer.token_ids
 
 
-def test_the_budget_is_told_once_it_is_chosen(pipe: Pipeline, photo: Image.Image) -> None:
+def test_the_budget_is_known_once_it_is_chosen(pipe: Pipeline, photo: Image.Image) -> None:
     stream = new_stream(pipe, photo)
     assert stream.budget is None
     next(stream)

@@ -128,16 +128,40 @@ def streamed(pipe: Pipeline, image: Image.Image, **options: object) -> tuple[lis
             return pieces, end.value
 
 
-def test_the_scripted_model_says_its_script(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
+def test_the_scripted_model_answers_with_its_script(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
     script = SCRIPTS["whole"]
     _, answer = streamed(scripted("whole"), small, max_new_tokens=30, min_new_tokens=30)
     assert answer.token_ids == (script * 3)[:30]
 
 
-def test_characters_of_several_tokens_come_whole(scripted: Callable[[str], Pipeline], small: Image.Image) -> None:
-    pieces, answer = streamed(scripted("whole"), small)
-    assert pieces == ["é", "日", "🙂", " w0"]
-    assert answer.text == "é日🙂 w0"
+@pytest.mark.parametrize(
+    ("name", "options", "expected", "finish", "tokens"),
+    [
+        ("whole", {}, ["é", "日", "🙂", " w0"], "stop", 11),
+        ("words", {}, ["w0", " w1", " w2"], "stop", 4),
+        ("words", {"max_new_tokens": 4}, ["w0", " w1", " w2"], "stop", 4),
+        ("words", {"max_new_tokens": 3}, ["w0", " w1", " w2"], "length", 3),
+        ("ordinary stop token", {}, ["w0", " w1"], "stop", 3),
+        # A stop token after half a character: one replacement for it.
+        ("half then stop", {}, ["w0", "\ufffd"], "stop", 3),
+        # The held back text ends in a stop string.
+        ("half then stop", {"max_new_tokens": 2, "stop": ("\ufffd",)}, ["w0"], "stop", 2),
+        # Half a character that is never completed waits for the next word.
+        ("half then word", {}, ["w0", "\ufffd\ufffd w1", " w2"], "stop", 6),
+    ],
+)
+def test_characters_come_whole_and_stop_tokens_are_not_shown(
+    name: str,
+    options: dict[str, object],
+    expected: list[str],
+    finish: str,
+    tokens: int,
+    scripted: Callable[[str], Pipeline],
+    small: Image.Image,
+) -> None:
+    pieces, answer = streamed(scripted(name), small, **options)
+    assert (pieces, answer.text, answer.finish) == (expected, "".join(expected), finish)
+    assert answer.token_ids == SCRIPTS[name][:tokens]
 
 
 @pytest.mark.parametrize("length", range(1, 11))
@@ -199,33 +223,6 @@ def test_a_seed_changes_nothing_of_a_greedy_answer(pipeline: Callable[..., Pipel
     assert len(texts) == 1
 
 
-def test_a_stop_token_ends_the_answer_and_is_not_shown(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("words"), small)
-    assert pieces == ["w0", " w1", " w2"]
-    assert answer.token_ids == [word(0), word(1), word(2), STOP]
-    assert answer.finish == "stop"
-
-
-def test_a_stop_token_that_is_an_ordinary_word_is_not_shown_either(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("ordinary stop token"), small)
-    assert pieces == ["w0", " w1"]
-    assert answer.token_ids[-1] == word(9)
-    assert answer.finish == "stop"
-
-
-def test_a_stop_token_in_the_last_place_counts_as_stop(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    _, answer = streamed(scripted("words"), small, max_new_tokens=4)
-    assert (answer.finish, answer.text) == ("stop", "w0 w1 w2")
-    _, answer = streamed(scripted("words"), small, max_new_tokens=3)
-    assert (answer.finish, answer.text) == ("length", "w0 w1 w2")
-
-
 @pytest.mark.parametrize(("least", "length"), [(0, 4), (3, 4), (4, 9), (8, 9), (9, 12)])
 def test_stop_tokens_are_ignored_before_min_new_tokens(
     least: int, length: int, scripted: Callable[[str], Pipeline], small: Image.Image
@@ -236,29 +233,6 @@ def test_stop_tokens_are_ignored_before_min_new_tokens(
     assert answer.finish == ("stop" if length < 12 else "length")
     assert "</s>" not in answer.text
     assert answer.text.split() == [f"w{t - FIRST_WORD}" for t in answer.token_ids if t != STOP]
-
-
-def test_half_a_character_before_a_stop_token_is_shown_as_one_replacement(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("half then stop"), small)
-    assert pieces == ["w0", "\ufffd"]
-    assert answer.finish == "stop"
-
-
-def test_half_a_character_that_is_never_completed_waits_for_the_next_word(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("half then word"), small)
-    assert pieces == ["w0", "\ufffd\ufffd w1", " w2"]
-    assert answer.text == "w0\ufffd\ufffd w1 w2"
-
-
-def test_a_stop_string_that_ends_in_held_back_text_ends_the_answer(
-    scripted: Callable[[str], Pipeline], small: Image.Image
-) -> None:
-    pieces, answer = streamed(scripted("half then stop"), small, max_new_tokens=2, stop=("\ufffd",))
-    assert (pieces, answer.text, answer.finish) == (["w0"], "w0", "stop")
 
 
 def test_what_was_shown_stands_when_half_a_character_follows_it(

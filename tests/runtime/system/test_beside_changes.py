@@ -1,4 +1,4 @@
-"""A loaded pipeline goes on, whatever becomes of the bundle's folder: it holds what was checked."""
+"""A loaded pipeline does not depend on the bundle's folder any more: it holds the checked files."""
 
 from __future__ import annotations
 

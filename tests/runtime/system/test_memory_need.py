@@ -1,4 +1,4 @@
-"""What a command needs of memory: told beforehand, near the truth, refused where it is not there."""
+"""The memory that a command needs: estimated well, printed beforehand, and an error where it is missing."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_of_what_a_gpu_needs_only_half_of_weights_and_cache_is_sure() -> None:
         need.check("it", 1_249_999_999, "")
 
 
-def test_what_is_free_is_asked_of_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_that_of_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     class DeviceStandIn:
         def memory(self) -> tuple[int, int]:
             return 5, 8
@@ -178,7 +178,7 @@ def test_too_little_memory_is_refused_with_both_numbers(
 
 
 @pytest.mark.parametrize("form", ["fp32", "int8", "int4"])
-def test_a_small_need_is_near_the_peak_and_not_told(
+def test_a_small_need_is_near_the_peak_and_not_printed(
     form: WeightsName, bundle: Callable[..., Path], photo_file: Path
 ) -> None:
     asked = ("--image", photo_file, "--fit", "pad", "--prompt", "What is this?", "--json", "--max-new-tokens", 4)
@@ -207,7 +207,7 @@ def test_the_need_of_the_1b_preset(form: str, tmp_path: Path, photo_file: Path) 
     assert int(peak) * 1024 <= 2 * weights
 
 
-def test_a_profile_tells_the_peak_of_each_stage_and_the_time_to_load(
+def test_a_profile_reports_the_peak_of_each_stage_and_the_time_to_load(
     bundle: Callable[..., Path], photo_file: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "profile.json"

@@ -147,9 +147,7 @@ def open_engines(path: str | os.PathLike[str], bundle: Bundle, trust: Trust = AN
         )
     if bundle.engines is not None:
         raise UsageError(f"'{bundle.path}' holds engines, and others were given in '{path}'. Leave --engines out.")
-    built = BuiltEngines(read_engines(path, trust), bundle)
-    built.check_bundle()
-    return built
+    return _checked(read_engines(path, trust), bundle)
 
 
 def own_engines(bundle: Bundle) -> BuiltEngines | None:
@@ -157,9 +155,11 @@ def own_engines(bundle: Bundle) -> BuiltEngines | None:
 
     Raises `EnginesError` if they lack one of the bundle's graphs.
     """
-    if bundle.engines is None:
-        return None
-    built = BuiltEngines(bundle.engines, bundle)
+    return None if bundle.engines is None else _checked(bundle.engines, bundle)
+
+
+def _checked(engines: Engines, bundle: Bundle) -> BuiltEngines:
+    built = BuiltEngines(engines, bundle)
     built.check_bundle()
     return built
 

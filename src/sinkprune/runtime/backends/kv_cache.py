@@ -6,7 +6,6 @@ in steps. Unused rows are masked, and zero: a value that is not finite would spo
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,11 +82,17 @@ class BufferedCache(Cache):
 
 
 class BufferedDecoder(Decoder):
-    """A decoder segment whose engine takes all inputs of the graph contract, with the caches."""
+    """A decoder segment whose engine takes all inputs of the graph contract, with the caches as buffers.
 
-    def __init__(self, engine: Engine, memory: CacheMemory, spec: GraphSpec, room: int | None = None) -> None:
+    With caches of form `in-place`, the engine writes new rows into the buffers. With the form `rows`, it returns new
+    rows, which are then written into the buffers.
+    """
+
+    def __init__(
+        self, engine: Engine, memory: CacheMemory, spec: GraphSpec, form: CacheForm, room: int | None = None
+    ) -> None:
         """Run the graph `spec` on `engine`. `room` is the only room that its caches may have, or None."""
-        self._engine, self._memory, self._room = engine, memory, room
+        self._engine, self._memory, self._in_place, self._room = engine, memory, form == "in-place", room
         self._names = cache_names(spec)
         a_cache = next(tensor for tensor in spec.inputs if tensor.name in self._names.values())
         self._dtype = np.dtype(a_cache.dtype)
@@ -96,12 +101,19 @@ class BufferedDecoder(Decoder):
     def new_cache(self) -> BufferedCache:
         return BufferedCache(self._new_buffers(0))
 
-    @abstractmethod
-    def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]: ...
-
-    def _run(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
-        length = self._memory.tensor(np.array([cache.length], np.int64))
-        return self._engine({**inputs, "past_length": length, **cache.buffers})
+    def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
+        length = cache.length + self._memory.rows(inputs["hidden"])
+        if self._in_place:
+            self._make_room(cache, length)
+        past_length = self._memory.tensor(np.array([cache.length], np.int64))
+        outputs = self._engine({**inputs, "past_length": past_length, **cache.buffers})
+        if not self._in_place:
+            # After the run, because new room may hold values that are not finite until the rows are written.
+            self._make_room(cache, length)
+            for output, name in self._names.items():
+                self._memory.copy_rows(outputs[output], cache.buffers[name], cache.length)
+        cache.length = length
+        return outputs
 
     def _make_room(self, cache: BufferedCache, rows: int) -> None:
         """Grow `cache` to have room for `rows`; rows after these are zero in new buffers."""
@@ -123,32 +135,3 @@ class BufferedDecoder(Decoder):
     def _new_buffers(self, room: int) -> dict[str, Tensor]:
         shape = (1, self._heads, room, self._size)
         return {name: self._memory.buffer(shape, self._dtype) for name in self._names.values()}
-
-
-class InPlaceDecoder(BufferedDecoder):
-    """A decoder of form `in-place`: the engine writes new rows into the buffers of the cache."""
-
-    def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
-        length = cache.length + self._memory.rows(inputs["hidden"])
-        self._make_room(cache, length)
-        outputs = self._run(inputs, cache)
-        cache.length = length
-        return outputs
-
-
-class RowsDecoder(BufferedDecoder):
-    """A decoder of form `rows`: the engine returns new rows, which are then written into the buffers."""
-
-    def __call__(self, inputs: Mapping[str, Tensor], cache: BufferedCache) -> dict[str, Tensor]:
-        length = cache.length + self._memory.rows(inputs["hidden"])
-        outputs = self._run(inputs, cache)
-        # After the run, because new room may hold values that are not finite until the rows are written.
-        self._make_room(cache, length)
-        for output, name in self._names.items():
-            self._memory.copy_rows(outputs[output], cache.buffers[name], cache.length)
-        cache.length = length
-        return outputs
-
-
-DECODERS: dict[CacheForm, type[BufferedDecoder]] = {"in-place": InPlaceDecoder, "rows": RowsDecoder}
-"""The decoder of each form of cache."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sinkprune.contract.bundle import Bundle
 from sinkprune.contract.schedule import schedule
-from sinkprune.contract.system.memory_need import TOLD_BYTES, MemoryNeed, memory_line, running_need
+from sinkprune.contract.system.memory_need import TOLD_BYTES, memory_line, running_need
 from sinkprune.runtime.backends.compatibility import usual_backend
 from sinkprune.runtime.backends.free_memory import free_bytes
 from sinkprune.runtime.backends.known import KNOWN
@@ -55,13 +55,12 @@ def check_memory(options: BundleOptions, bundle: Bundle, planned: Planned) -> Me
     # A longer request is rejected for its length, not for its memory.
     tokens = min(tokens, manifest.language_model.max_positions)
     built = options.engines is not None or bundle.engines is not None
-
-    def need_at(budget: str) -> MemoryNeed:
-        rows = schedule(manifest, planned.method, budget, layouts)
-        memory = KNOWN[backend].memory
-        return running_need(manifest, memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
-
-    need, free = max(map(need_at, planned.budgets), key=lambda one: one.bytes), free_bytes(backend)
+    schedules = [schedule(manifest, planned.method, budget, layouts) for budget in planned.budgets]
+    needs = [
+        running_need(manifest, KNOWN[backend].memory, built=built, layouts=layouts, rows=rows, tokens=tokens)
+        for rows in schedules
+    ]
+    need, free = max(needs, key=lambda need: need.bytes), free_bytes(backend)
     need.check(f"'{bundle.path}' on {backend}", free, _WAY_OUT)
     # Without the fixed part, because libraries need that for any bundle.
     if need.bytes - need.fixed >= TOLD_BYTES:

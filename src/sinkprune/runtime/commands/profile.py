@@ -132,13 +132,13 @@ def _profile(arguments: Sequence[str] | None) -> None:
     check_memory(options, bundle, Planned(largest, options.method, planned, prompt, options.new_tokens))
     pipeline = load_pipeline(options, bundle)
 
-    asked: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens, "warmup": options.warmup}
+    common: dict[str, Any] = {"method": options.method, "new_tokens": options.new_tokens, "warmup": options.warmup}
     with maybe_measuring(options, sensor) as meter:
         if camera is None:
             repeat = options.repeat or _REPEAT
             with _progress(len(planned) * (options.warmup + repeat)) as step:
                 report = profile(
-                    pipeline, prompts[0], prompt, planned, repeat=repeat, meter=meter, on_run=step, **asked
+                    pipeline, prompts[0], prompt, planned, repeat=repeat, meter=meter, on_run=step, **common
                 )
             write_report(options, report, plot_report)
             if not prints_json(options.json):
@@ -147,7 +147,7 @@ def _profile(arguments: Sequence[str] | None) -> None:
             power = report.power
         else:
             with _progress(len(planned) * camera.frames) as step:
-                rates = at_rate(pipeline, prompts, prompt, planned, camera, meter=meter, on_frames=step, **asked)
+                rates = at_rate(pipeline, prompts, prompt, planned, camera, meter=meter, on_frames=step, **common)
             write_report(options, rates, plot_rate)
             if not prints_json(options.json):
                 print_rates(rates)
@@ -244,7 +244,7 @@ def _rates(budget: BudgetReport) -> str:
 def _joules(energy: BudgetEnergy | None) -> str:
     """Return the joules of a request, of its parts and of a token."""
     if energy is None:
-        return "no joules: the power sensor told nothing of its runs"
+        return "no joules: the power sensor reported nothing for its runs"
     parts = [f"{part} {joules_text(use)}" for part in (*OF_TTFT, "select") if (use := energy.joules[part])]
     left_out = f"; {energy.left_out} runs left out" if energy.left_out else ""
     request, token = (joules_text(energy.joules[part]) for part in ("latency", "per_token"))

@@ -20,11 +20,14 @@ class Choice(NamedTuple):
 
     budget: str
     schedule: Schedule
+    rows: int
+    """The visual rows of all decoder layers together: how large the budget is."""
 
 
 def choice_of(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> Choice:
     """Return what `budget` keeps of pictures of these `layouts`; raises `BudgetError` for an unknown budget."""
-    return Choice(budget, schedule(manifest, method, budget, layouts))
+    planned = schedule(manifest, method, budget, layouts)
+    return Choice(budget, planned, sum(planned.per_layer(manifest.language_model.num_layers)))
 
 
 def up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[VisualLayout]) -> list[Choice]:
@@ -32,9 +35,9 @@ def up_to(manifest: Manifest, method: str, budget: str, layouts: Sequence[Visual
 
     Raises `BudgetError` for an unknown method or budget.
     """
-    most = _rows_of_all_layers(manifest, choice_of(manifest, method, budget, layouts))
+    most = choice_of(manifest, method, budget, layouts).rows
     every = [choice_of(manifest, method, name, layouts) for name in (UNPRUNED, *manifest.plans[method])]
-    return [choice for choice in every if _rows_of_all_layers(manifest, choice) <= most]
+    return [choice for choice in every if choice.rows <= most]
 
 
 def runnable(
@@ -60,11 +63,7 @@ def runnable(
             found.append(choice)
     if not found and refusal is not None:
         raise refusal
-    return sorted(found, key=lambda choice: -_rows_of_all_layers(manifest, choice))
-
-
-def _rows_of_all_layers(manifest: Manifest, choice: Choice) -> int:
-    return sum(choice.schedule.per_layer(manifest.language_model.num_layers))
+    return sorted(found, key=lambda choice: -choice.rows)
 
 
 def _check_pruning(planned: Schedule, layouts: Sequence[VisualLayout], num_layers: int) -> None:

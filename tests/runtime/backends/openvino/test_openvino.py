@@ -15,7 +15,7 @@ from PIL import Image
 
 from sinkprune import Pipeline
 from sinkprune.contract.bundle import read_bundle
-from sinkprune.contract.errors import BackendError, EnginesError
+from sinkprune.contract.errors import BackendError
 from sinkprune.contract.files.held_files import HeldFile
 from sinkprune.contract.manifest import GraphSpec, TensorSpec
 from sinkprune.export.bundle_writer import export_bundle
@@ -26,7 +26,7 @@ from sinkprune.runtime.backends.known import COMPUTES, Compute
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.openvino.devices import Cpu
 from support.models.small_models import NEXT_SHAPES, QWEN_SHAPES, SHAPES
-from support.programs.commands import assert_refused, run
+from support.programs.commands import run
 from support.programs.slow_cases import slow_except
 from support.references.same_answers import NEW_TOKENS, QUESTION, assert_alike, assert_equal, options_of
 from support.stand_ins.processor_features import assert_error, computes_in_bf16, fastest_floats, rounds_to_int8
@@ -37,7 +37,7 @@ from support.stand_ins.processor_features import assert_error, computes_in_bf16,
     # The others have the same operators, at other sizes.
     slow_except({"gqa-112"}, (*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES)),
 )
-def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
+def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend="openvino", compute="fp32")
@@ -166,7 +166,7 @@ def test_what_faster_types_change_is_little(
     assert_alike(fast, exact, photo)
 
 
-def test_a_processor_without_bf16_computes_in_fp32_and_says_so_where_bf16_is_asked_for() -> None:
+def test_a_processor_without_bf16_computes_in_fp32_and_rejects_bf16() -> None:
     class CoreStandIn:
         def get_property(self, device: str, name: str) -> object:
             return {"OPTIMIZATION_CAPABILITIES": ["FP32", "INT8"], "FULL_DEVICE_NAME": "an old one"}[name]
@@ -182,14 +182,6 @@ def test_graphs_of_jetpack_6_are_refused(bundle: Callable[..., Path]) -> None:
         Pipeline.load(root, backend="openvino")
 
 
-def test_engines_are_refused(bundle: Callable[..., Path], tmp_path: Path) -> None:
-    root, engines = bundle("gqa-112", budgets=("retain-64",)), tmp_path / "engines"
-    assert run("sinkprune-build", root, "-o", engines, "--target", "onnxruntime").code == 0
-    with pytest.raises(EnginesError, match="built for target onnxruntime, backend 'openvino' takes target openvino"):
-        Pipeline.load(root, backend="openvino", engines=engines)
-
-
 def test_the_command_takes_it(bundle: Callable[..., Path], photo_file: Path) -> None:
     ask = (bundle("gqa-112"), "--image", photo_file, "--prompt", QUESTION, "--max-new-tokens", 2)
     assert run("sinkprune-run", *ask, "--backend", "openvino", "--compute", "fp32").code == 0
-    assert_refused(run("sinkprune-run", *ask, "--compute", "bf16"), "backend 'ort-cpu' has fastest and fp32")

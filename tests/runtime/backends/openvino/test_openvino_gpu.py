@@ -49,12 +49,12 @@ def parted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Gpu, "properties", lambda *args, **options: asked_for(*args, **options) | parted)
 
 
-def test_a_machine_without_such_a_gpu_is_told_what_to_install() -> None:
+def test_without_such_a_gpu_the_error_names_what_to_install() -> None:
     with pytest.raises(BackendError, match=r"finds none here, only CPU\. Install .* intel-opencl-icd"):
         Gpu(CoreStandIn(), BACKEND, None, "fastest")
 
 
-def test_selection_is_asked_for_in_fp32_and_all_else_in_fp16_unless_fp32_is_chosen() -> None:
+def test_selection_is_in_fp32_and_all_else_in_fp16_unless_fp32_is_chosen() -> None:
     asked_for: dict[tuple[str, bool], Any] = {
         (compute, weights): Gpu(CoreStandIn("Arc"), BACKEND, None, compute).properties(None, weights=weights)
         for compute in ("fastest", "fp32")
@@ -91,7 +91,7 @@ def test_what_a_gpu_does_not_have_is_refused(
 
 @pytest.mark.intel_gpu
 @pytest.mark.parametrize("name", [*SHAPES, *QWEN_SHAPES, *NEXT_SHAPES])
-def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
+def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend=BACKEND, compute="fp32")

@@ -33,7 +33,7 @@ BACKEND = "ort-cpu+openvino"
 
 
 @pytest.mark.parametrize("name", ["gqa-112", "next", "qwen", "qwen3-vl"])
-def test_in_fp32_it_keeps_and_says_what_onnxruntime_does(
+def test_in_fp32_it_keeps_and_answers_what_onnxruntime_does(
     name: str, bundle: Callable[..., Path], pipeline: Callable[..., Pipeline], photo: Image.Image
 ) -> None:
     theirs, ours = pipeline(name), Pipeline.load(bundle(name), backend=BACKEND, compute="fp32")
@@ -71,7 +71,7 @@ def test_every_graph_but_the_tower_is_onnxruntime_s(
     assert loaded == ["vision"]
 
 
-def test_reports_tell_of_both() -> None:
+def test_reports_name_both_libraries() -> None:
     fast, exact = (load_backend(BACKEND, 1, compute=compute) for compute in ("fastest", "fp32"))
     tower = load_backend("openvino").compute
     assert fast.compute == f"the graphs' types, int8 where weights are; vision in {tower}"
@@ -133,7 +133,7 @@ def test_engines_by_another_version_of_either_library_are_refused(
         Pipeline.load(engines)
 
 
-def test_without_openvino_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openvino_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(BackendError, match=r"'ort-cpu\+openvino' needs openvino, which is not installed"):
         load_backend(BACKEND)

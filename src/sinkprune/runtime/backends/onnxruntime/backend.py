@@ -14,7 +14,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import DECODERS, CacheMemory, cache_names
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.onnxruntime.buffers import CpuMemory, GpuMemory
 from sinkprune.runtime.backends.onnxruntime.library import (
@@ -74,7 +74,7 @@ class OrtBackend(Backend):
     def load_decoder(self, model: Model, form: CacheForm, wrap: Callable[[Engine], Engine]) -> Decoder:
         # The output is bound to the input's buffer; otherwise onnxruntime copies all of it.
         in_place = cache_names(model.spec) if form == "in-place" else {}
-        return DECODERS[form](wrap(self._load(model, in_place)), self._caches, model.spec)
+        return BufferedDecoder(wrap(self._load(model, in_place)), self._caches, model.spec, form)
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> _OrtEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""

@@ -1,6 +1,6 @@
 """OpenVINO, on a CPU or an Intel GPU. Tensors are host arrays; the cache of a decoder segment is a request's state.
 
-Selection is always computed in fp32, and everything else as `compute` says.
+Selection is always computed in fp32, and everything else in the type `compute`.
 """
 
 from __future__ import annotations

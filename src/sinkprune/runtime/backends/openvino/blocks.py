@@ -1,8 +1,8 @@
-"""Rows filled up to whole blocks, for processors with AMX.
+"""Fills rows up to whole blocks, for processors with AMX.
 
-OpenVINO multiplies rows with a quantised matrix 128 at a time there, and what is left over takes longer than a whole
-block: 115 rows take half as long again as 128 do. So rows are repeated until their block is full, and dropped again
-where rows meet one another: before attention, and at the end.
+OpenVINO multiplies rows with a quantised matrix there in blocks of 128, and an incomplete block takes longer than a
+whole one: 115 rows take 1.5 times as long as 128. So the last row is repeated until the block is full. The repeated
+rows are dropped where rows interact: before attention, and at the end.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from sinkprune.runtime.backends.openvino.layers import quantised_layers
 BLOCK = 128
 """Rows of a block."""
 FEW = 64
-"""As many rows take less time than a block does."""
+"""Up to so many rows take less time than a whole block."""
 _ALONG_FEATURES = ("MVN", "ReduceMean")
-"""What makes each row of a row of its first input where its second names the axis of features."""
+"""Operators that work row by row on their first input, if the second is the axis of features."""
 _BY_A_CONSTANT = ("MatMul", *_ALONG_FEATURES)
-"""What does so where its second input is the same for all rows."""
+"""Operators that work row by row on their first input, if the second is constant."""
 _OF_FEATURES = ("ConvertLike", *_BY_A_CONSTANT)
-"""What makes each row of a row of its first input; of the others it takes nothing that rows have."""
+"""Operators that work row by row on their first input; their other inputs have no rows."""
 _OF_VALUES = ("Add", "Convert", "Divide", "Erf", "Gelu", "Multiply", "Power", "Sigmoid", "Sqrt", "Subtract", "Tanh")
-"""What makes each value of the values in its place."""
+"""Operators that work value by value."""
 _ROWS = -2
 """The axis of rows."""
 
 
 def fill_blocks(openvino: Any, read: Any) -> None:
-    """Let the model `read` multiply whole blocks of rows with quantised matrices. What it computes stays the same.
+    """Make the model `read` multiply whole blocks of rows with quantised matrices, without changing its results.
 
-    Up to `FEW` rows stay as they are, and so do those of several groups at once (tiles of a picture, frames of a
-    clip), which lie one behind the other. Values that meet in an operator must have the
-    same number of rows, or one that the graph's shapes tell of.
+    Up to `FEW` rows stay as they are, and so do the rows of several groups (tiles of a picture, frames of a clip).
+    The inputs of an operator must have the same number of rows, or one that the graph's shapes declare.
     """
     for region in _regions(openvino, read):
         _fill(openvino.opset15, region)
@@ -44,7 +43,7 @@ def fill_blocks(openvino: Any, read: Any) -> None:
 
 
 def _regions(openvino: Any, read: Any) -> Iterator[list[Any]]:
-    """What computes each row by itself and hangs together, wherever a quantised layer is in it; in order."""
+    """Yield the connected regions of operators that work row by row and contain a quantised layer, in order."""
     ordered = read.get_ordered_ops()
     constant: set[str] = set()
     regions: dict[str, set[str]] = {}
@@ -67,7 +66,7 @@ def _regions(openvino: Any, read: Any) -> Iterator[list[Any]]:
 
 
 def _is_by_rows(openvino: Any, node: Any) -> bool:
-    """Whether rows that are given twice come out twice, and change no other."""
+    """Return whether a repeated input row gives a repeated output row, and changes no other row."""
     kind = node.get_type_name()
     if kind in _ALONG_FEATURES and not _is_along_features(openvino, node):
         return False
@@ -75,13 +74,13 @@ def _is_by_rows(openvino: Any, node: Any) -> bool:
 
 
 def _is_along_features(openvino: Any, node: Any) -> bool:
-    """Whether the axes that `node` computes along are the last alone, and stay."""
+    """Return whether `node` computes along the last axis only, and keeps it."""
     rows, axes = node.input_value(0), _constant(openvino, node.input_value(1))
     return axes.ravel().tolist() == [-1] and _rank(node.output(0)) == _rank(rows)
 
 
 def _constant(openvino: Any, value: Any) -> Array:
-    """What `value` always is; it is computed from constants."""
+    """Return the constant value of `value`, which is computed from constants."""
     node = value.get_node()
     if node.get_type_name() == "Constant":
         return node.get_data()
@@ -100,7 +99,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def _fill(ops: Any, region: list[Any]) -> None:
-    """Repeat the last row of all that comes into `region`, and drop what was repeated from all that goes out."""
+    """Repeat the last row of each input of `region`, and drop the repeated rows from each output."""
     within = {node.get_name() for node in region}
     taken = {}
     for node in region:
@@ -108,7 +107,7 @@ def _fill(ops: Any, region: list[Any]) -> None:
         for place, value in enumerate(node.input_values()[:places]):
             if value.get_node().get_name() not in within and _has_rows(value):
                 taken[node.get_name(), place] = node.input(place), value
-    # Of the most axes: where one has none for groups, it may be the same for several.
+    # From the input with the most axes: one without an axis of groups may serve several groups.
     kept, repeated = _rows(ops, max((value for _, value in taken.values()), key=_rank))
     full: dict[tuple[str, int], Any] = {}
     for target, value in taken.values():
@@ -130,7 +129,7 @@ def _fill(ops: Any, region: list[Any]) -> None:
 
 
 def _rows(ops: Any, value: Any) -> tuple[Any, Any]:
-    """The numbers of the rows of `value`, and the same with the last repeated until blocks are full."""
+    """Return the numbers of the rows of `value`, and the same with the last repeated until blocks are full."""
     last = _rank(value) - 1
     sizes = ops.gather(ops.shape_of(value, "i64"), np.arange(last), np.int64(0))
     rows, in_all = ops.gather(sizes, np.int64(last - 1), np.int64(0)), ops.reduce_prod(sizes, np.int64(0))

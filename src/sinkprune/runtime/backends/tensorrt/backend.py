@@ -19,7 +19,7 @@ from sinkprune.contract.precision import Array
 from sinkprune.runtime.backends import Backend, Decoder, Engine
 from sinkprune.runtime.backends.compatibility import BuiltEngines
 from sinkprune.runtime.backends.known import KNOWN, Compute
-from sinkprune.runtime.backends.kv_cache import DECODERS, CacheMemory, cache_names, fixed_room
+from sinkprune.runtime.backends.kv_cache import BufferedDecoder, CacheMemory, cache_names, fixed_room
 from sinkprune.runtime.backends.models import Model
 from sinkprune.runtime.backends.row_runs import row_runs
 from sinkprune.runtime.backends.tensorrt.cuda_graphs import CudaGraphs
@@ -80,7 +80,7 @@ class TensorRTBackend(Backend, CacheMemory):
         in_place = cache_names(model.spec) if form == "in-place" else {}
         engine = wrap(self._load(model, in_place))
         profiles = self._built.engines.manifest.engines[model.graph].optimisation_profiles
-        return DECODERS[form](engine, self, model.spec, fixed_room(model.spec, profiles))
+        return BufferedDecoder(engine, self, model.spec, form, fixed_room(model.spec, profiles))
 
     def _load(self, model: Model, in_place: Mapping[str, str]) -> TensorRTEngine:
         """Load the engine of one graph. `in_place` maps outputs to the inputs in whose memory they are written."""
