@@ -22,6 +22,7 @@ from sinkprune.contract.checks.fields import from_json
 from sinkprune.contract.costs.model import COSTS_VERSION, Costs, Curve
 from sinkprune.contract.reports.report import Spread
 from sinkprune.contract.schedule import schedule as schedule_of
+from support.models.tasks import write_task
 from support.programs.commands import Outcome, assert_refused, own_process, run
 from support.programs.slow_cases import slow
 
@@ -195,13 +196,10 @@ def test_costs_are_written_where_no_budget_is_found(
     assert schedule(own, "--target-ms", least[2]).code == 0
 
 
-def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path, photo: Image.Image) -> None:
-    photo.save(tmp_path / "a.png")
-    lines = [{"image": "a.png", "question": f"What is {number}?", "answer": "a cup"} for number in range(3)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_answers_choose_where_there_are_any(own: Path, tmp_path: Path) -> None:
+    data = write_task(tmp_path, [("a.png", f"What is {number}?") for number in range(3)])
     report = tmp_path / "report.json"
-    asked = ("--budget-tokens", 10, "--data", tmp_path / "data.jsonl", "--limit", 2, "--json", report)
-    outcome = schedule(own, *asked)
+    outcome = schedule(own, "--budget-tokens", 10, "--data", data, "--limit", 2, "--json", report)
     assert outcome.code == 0, outcome.stderr
     told = json.loads(report.read_text())
     assert told["unpruned_accuracy"] == 0.0 and told["chosen"]["accuracy"] == 0.0

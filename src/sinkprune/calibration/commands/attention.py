@@ -16,7 +16,7 @@ from sinkprune.calibration.attention.report import (
     summarise,
 )
 from sinkprune.calibration.attention.watching import Watch, observe
-from sinkprune.calibration.commands.measuring import TaskOptions, open_task, report_table, task_parser, tracked
+from sinkprune.calibration.commands.measuring import TaskOptions, open_task, progress_bar, report_table, task_parser
 from sinkprune.calibration.evaluation.intervals import Mean
 from sinkprune.calibration.evaluation.report import BASELINE, Combination
 from sinkprune.calibration.evaluation.sample_size import counted, mean_warnings
@@ -91,9 +91,11 @@ def _observe(
 ) -> dict[Combination, list[Observation]]:
     """Return the observations of every question by combination, the unpruned engines first."""
     found: dict[Combination, list[Observation]] = {pair: [] for pair in (BASELINE, *combinations)}
-    for item in tracked(items, "asking", "questions"):
-        for pair, own in found.items():
-            own.append(observe(pipeline, watch, item, pair))
+    with progress_bar("asking", len(items), "questions") as count:
+        for item in items:
+            for pair, own in found.items():
+                own.append(observe(pipeline, watch, item, pair))
+            count()
     return found
 
 

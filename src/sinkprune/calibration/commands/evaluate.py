@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sinkprune.calibration.commands.measuring import (
     TaskOptions,
     add_former_name,
     open_task,
+    progress_bar,
     report_table,
     task_parser,
 )
@@ -22,16 +21,14 @@ from sinkprune.calibration.evaluation.outliers import plant_in_vision
 from sinkprune.calibration.evaluation.replies import collect_replies, evaluation_report
 from sinkprune.calibration.evaluation.report import Combination, CombinationReport, EvaluationReport, Reply
 from sinkprune.calibration.plots import plot_evaluation
-from sinkprune.calibration.tasks import Item, blinded
+from sinkprune.calibration.tasks import blinded
 from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command import run_command
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.json_output import prints_json
-from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.output_files import Output, write_whole
 from sinkprune.runtime.commands import load_pipeline, plain, write_report
 from sinkprune.runtime.commands.table_console import TableConsole
-from sinkprune.runtime.pipeline import Pipeline
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS
 
 _EXAMPLES = """\
@@ -68,7 +65,14 @@ def _evaluate(arguments: Sequence[str] | None) -> None:
     task = open_task(options, options.max_new_tokens, *answers)
     items = [blinded(item) for item in task.items] if options.blind else task.items
     pipeline = load_pipeline(options, task.bundle, plant_in_vision if options.plant_outliers else None)
-    replies = _collect(pipeline, items, task.combinations, options.max_new_tokens)
+    with progress_bar("warming up", len(items) * (1 + len(task.combinations)), "answers") as count:
+        replies = collect_replies(
+            pipeline,
+            items,
+            task.combinations,
+            max_new_tokens=options.max_new_tokens,
+            on_run=lambda pair: count(f"asking with {' '.join(dict.fromkeys(pair))}"),
+        )
     result = evaluation_report(
         pipeline,
         replies,
@@ -106,28 +110,6 @@ def _parser() -> CommandParser:
     add("--max-new-tokens", type=MAX_NEW_TOKENS, default=8, help="longest answer (default: 8)")
     add("--answers", type=Path, metavar="FILE.jsonl", help="write every reply, a line each")
     return parser
-
-
-def _collect(
-    pipeline: Pipeline, items: Sequence[Item], combinations: Sequence[Combination], max_new_tokens: int
-) -> list[Reply]:
-    """Collect all replies, with a progress bar on a terminal and lines elsewhere."""
-    console = Console(stderr=True)
-    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
-    times = [TimeElapsedColumn(), TimeRemainingColumn()]
-    total = len(items) * (1 + len(combinations))
-    with (
-        ProgressLines("warming up", total, "answers") as lines,
-        Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as progress,
-    ):
-        task = progress.add_task("warming up", total=total)
-
-        def show(pair: Combination) -> None:
-            name = " ".join(dict.fromkeys(pair))
-            progress.update(task, advance=1, description=escaped(name))
-            lines.update(f"asking with {name}", advance=1)
-
-        return collect_replies(pipeline, items, combinations, max_new_tokens=max_new_tokens, on_run=show)
 
 
 def _answer_line(reply: Reply) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from PIL import Image
 from rich.console import Console
-from rich.progress import track
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sinkprune.calibration.evaluation.replies import choose_combinations
@@ -19,6 +20,7 @@ from sinkprune.calibration.tasks import SCENES, TEST_SETS, Item, load_task
 from sinkprune.contract.budgets import UNPRUNED
 from sinkprune.contract.bundle import Bundle, read_runnable
 from sinkprune.contract.checks.ranges import WholeNumber
+from sinkprune.contract.checks.terminal import escaped
 from sinkprune.contract.command_line.command_parser import CommandParser
 from sinkprune.contract.command_line.progress_lines import ProgressLines
 from sinkprune.contract.files.output_files import Output, check_apart
@@ -35,7 +37,6 @@ from sinkprune.runtime.commands.memory import Planned, check_memory
 
 LIMIT = WholeNumber("--limit", 1, 10**9)
 OWN_TEST_SETS = f"or a test set that comes along: {', '.join(TEST_SETS)} (default: {SCENES})"
-_Step = TypeVar("_Step")
 
 
 @dataclass(kw_only=True)
@@ -99,13 +100,26 @@ def check_unpruned_memory(
     check_memory(options, bundle, Planned([picture], method, [UNPRUNED], prompt, new_tokens))
 
 
-def tracked(steps: Sequence[_Step], what: str, unit: str) -> Iterator[_Step]:
-    """Yield `steps` and show the progress on stderr: as a bar on a terminal, as lines elsewhere."""
+@contextmanager
+def progress_bar(what: str, total: int, unit: str) -> Iterator[Callable[..., None]]:
+    """Show the progress on stderr, as a bar on a terminal and as lines elsewhere.
+
+    Yields a function that counts a step; its optional argument names the work from then on.
+    """
     console = Console(stderr=True)
-    with ProgressLines(what, len(steps), unit) as lines:
-        for step in track(steps, what, console=console, transient=True, disable=not console.is_terminal):
-            yield step
-            lines.update(advance=1)
+    columns = [TextColumn("{task.description:<28}", markup=False), BarColumn(), MofNCompleteColumn()]
+    times = [TimeElapsedColumn(), TimeRemainingColumn()]
+    with (
+        ProgressLines(what, total, unit) as lines,
+        Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task(what, total=total)
+
+        def count(name: str = what) -> None:
+            bar.update(task, advance=1, description=escaped(name))
+            lines.update(name, advance=1)
+
+        yield count
 
 
 def report_table(left: Sequence[str], right: Sequence[str]) -> Table:

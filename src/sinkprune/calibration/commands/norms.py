@@ -15,7 +15,7 @@ from sinkprune.calibration.commands.measuring import (
     OWN_TEST_SETS,
     add_former_name,
     check_unpruned_memory,
-    tracked,
+    progress_bar,
 )
 from sinkprune.calibration.evaluation.sample_size import counted
 from sinkprune.calibration.heatmaps import draw_heatmaps
@@ -92,13 +92,15 @@ def _measure(arguments: Sequence[str] | None) -> None:
     if options.heatmaps:
         options.heatmaps.mkdir(exist_ok=True)
     norms, salience = [], []
-    for number, picture in enumerate(tracked(pictures, "looking", "pictures")):
-        features = tower(picture.load())
-        norms += [*features.norms]
-        salience += [*features.salience]
-        if options.heatmaps:
-            title = f"{model}: {Path(picture.name).name}"
-            write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
+    with progress_bar("looking", len(pictures), "pictures") as count:
+        for number, picture in enumerate(pictures):
+            features = tower(picture.load())
+            norms += [*features.norms]
+            salience += [*features.salience]
+            if options.heatmaps:
+                title = f"{model}: {Path(picture.name).name}"
+                write_whole(_heatmap_file(options.heatmaps, pictures, number), draw_heatmaps(features, title))
+            count()
     report = summarise(model, len(pictures), norms, salience)
     write_report(options, report, plot_norms)
     if not prints_json(options.json):
