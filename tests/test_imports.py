@@ -79,7 +79,8 @@ def test_every_command_has_an_entry_point() -> None:
     assert set(scripts) == {"sinkprune", *(f"sinkprune-{verb}" for verb in VERBS)}
     for name, place in scripts.items():
         assert place == f"sinkprune.entry_points:{name.removeprefix('sinkprune-')}"
-        assert callable(getattr(entry_points, name.removeprefix("sinkprune-")))
+        verb = name.removeprefix("sinkprune-")
+        assert getattr(entry_points, verb).args[1:] == (() if verb == "sinkprune" else (verb,))
 
 
 def test_public_names_are_loaded_on_first_use(tmp_path: Path) -> None:

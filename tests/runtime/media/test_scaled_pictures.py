@@ -33,10 +33,11 @@ def depth(tmp_path: Path) -> Path:
         ("sinkprune-profile", ("--budgets", "none", "--repeat", 1, "--warmup", 0, "--new-tokens", 1)),
     ],
 )
-def test_a_line_names_the_largest_value(
+def test_one_line_names_the_largest_value(
     command: str, options: tuple[object, ...], bundle: Callable[..., Path], depth: Path
 ) -> None:
-    outcome = run(command, bundle("gqa-112"), "--image", depth, "--prompt", "What is this?", *options)
+    root = bundle("gqa-112", "fp32", ("retain-64",), max_images=3)
+    outcome = run(command, root, *("--image", depth) * 2, "--prompt", "What is this?", *options)
     assert (outcome.code, outcome.stderr) == (0, f"{depth}: {MESSAGE}")
 
 

@@ -173,6 +173,7 @@ def test_the_head_names_the_optimisation_profile_that_comes_nearest(rig: Rig) ->
 def test_a_request_beyond_the_limits_names_limit_and_flag(
     prompt: str, new_tokens: int, flag: str, most: int, rig: Rig, photo: Image.Image
 ) -> None:
+    assert rig.pipeline.new_request(photo, QUESTION).max_new_tokens == LIMITS.new_tokens
     with pytest.raises(PromptError, match=f"the {most} the engines were built for.*{flag}"):
         rig.pipeline.generate(photo, prompt, max_new_tokens=new_tokens)
     assert rig.enqueued() == 0
