@@ -112,7 +112,7 @@ def _measure(name: str) -> None:
     figures = {
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
         "instructions": instructions(),
-        "commands": [command.format(work=".", json=f"{name}.json") for command in PARTS[name].commands],
+        "commands": [command.replace("{work}/", "").format(json=f"{name}.json") for command in PARTS[name].commands],
         "report": report,
     }
     (ROOT / KEPT).mkdir(parents=True, exist_ok=True)
