@@ -203,11 +203,10 @@ def _spread(spread: Mapping[str, float]) -> str:
 def accuracy_short(figures: Figures) -> str:
     """Return the share of the unpruned accuracy that SinkPruner keeps, for the README."""
     budgets = figures["report"]["methods"]["sinkpruner"]
-    shares = ", ".join(f"{100 * found['relative']:.0f} % at `{name}`" for name, found in budgets.items())
+    first, *others = (f"{100 * found['relative']:.0f} % {{}}at `{name}`" for name, found in budgets.items())
+    shares = ", ".join([first.format("of its accuracy "), *(other.format("") for other in others)])
     questions, unpruned = figures["report"]["questions"], 100 * figures["report"]["none"]["accuracy"]
-    return (
-        f"The pocket model keeps {shares} of its accuracy ({questions} questions, {unpruned:.1f} % right unpruned)."
-    )
+    return f"The pocket model keeps {shares} ({questions} questions, {unpruned:.1f} % right unpruned)."
 
 
 def methods_full(figures: Figures) -> str:

@@ -78,7 +78,7 @@ def test_accuracy() -> None:
         },
     }
     assert figures.accuracy_short({"report": report}) == (
-        "The pocket model keeps 97 % at `retain-64`, 90 % at `retain-32` of its accuracy "
+        "The pocket model keeps 97 % of its accuracy at `retain-64`, 90 % at `retain-32` "
         "(748 questions, 98.7 % right unpruned)."
     )
     assert figures.methods_full(MEASURED | {"report": report}).splitlines()[-2:] == [
