@@ -73,21 +73,27 @@ def legend(report: Report) -> Iterator[str]:
     yield f"GB: memory for one picture, a prompt of {model.prompt_tokens} tokens and {model.new_tokens} new tokens."
     if report.usable_bytes:
         yield f"!: more than the {gigabytes(report.usable_bytes)} of memory that programs can take."
+    built = any(form.build for form in model.forms)
     if report.overview:
+        if built:
+            yield "build: memory for the largest graph, without activations."
         yield "none: no weights fit, or their engines cannot be built there."
     else:
         yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
-    if any(form.build for form in model.forms):
-        yield "build: memory for the largest graph, activations not counted. disk: next to the bundle."
+        if built:
+            yield "files: weights without the embedding table. build: memory for the largest graph, without activations."
+            yield "disk: what a build takes next to the bundle."
     yield "text: the most tokens of prompt and answer together that fit after the picture."
     if any(form.exported for one in report.models for form in one.forms):
         yield "*: the folder as it is. The other forms are computed, to one per cent of the weights."
     if not any(map(_timed, report.models)):
         yield "token GB: bytes that a token reads, weights and cache. The speed of this machine is not known."
         return
-    yield "prefill, TTFT, token: the least milliseconds that the datasheet allows, for each."
+    timed = "TTFT, token" if report.overview else "prefill, TTFT, token"
+    yield f"{timed}: the least milliseconds that the datasheet allows, for each."
     yield "TTFT: vision tower and prefill; preparing the picture is not counted."
-    yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
+    if not report.overview:
+        yield "w: reading the weights bounds the prefill, and a smaller budget gains nothing."
     shares = report.shares
     read = ", ".join(f"{form} {_share(shares[form])}" for form in ("fp16", "int8", "int4"))
     yield f"range: the bound over measured shares of the peak: FLOPs {_share(shares[COMPUTE])}; reading {read}."
