@@ -81,7 +81,7 @@ def legend(report: Report) -> Iterator[str]:
     else:
         yield "visual: tokens of the picture > tokens into the LLM > tokens in its last layer."
         if built:
-            yield "files: weights without the embedding table. build: memory for the largest graph, without activations."
+            yield "files: weights without embeddings. build: memory for the largest graph, without activations."
             yield "disk: what a build takes next to the bundle."
     yield "text: the most tokens of prompt and answer together that fit after the picture."
     if any(form.exported for one in report.models for form in one.forms):
