@@ -1,4 +1,4 @@
-"""The rules of method.md section 6, slow and obvious, in numpy. The graphs are tested against these.
+"""The rules of docs/methods.md, slow and obvious, in numpy. The graphs are tested against these.
 
 A method before the LLM takes one group's tokens [N,D], norms and salience [N] and the number k to keep; it returns
 the kept rows [k,D] and the token each stands for.

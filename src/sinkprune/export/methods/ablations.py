@@ -1,4 +1,4 @@
-"""The paper's ablations: SinkPruner without one part, at the same mean visual tokens per layer (method.md section 6).
+"""The paper's ablations: SinkPruner without one part, at the same mean visual tokens per layer (docs/methods.md).
 
 The most salient tokens take the places of the missing part.
 """

@@ -1,8 +1,8 @@
 """Equal mean visual tokens per layer: the tokens that a method keeps so that a budget means the same for all.
 
 A budget is a schedule of SinkPruner. Its mean counts, for each layer of the decoder, the visual tokens that the layer
-ran on (method.md section 5, "input counting"). Every other method must meet this mean (section 6). Means are exact
-fractions, so that no count depends on a machine's rounding. Counts here are of the model's nominal tokens
+ran on (method.md section 5, "input counting"). Every other method must meet this mean (docs/methods.md). Means are
+exact fractions, so that no count depends on a machine's rounding. Counts here are of the model's nominal tokens
 (`PlanFacts.nominal_tokens`): those of each image, or ten thousand if images differ.
 """
 
