@@ -1,7 +1,7 @@
 """Pruning methods. A method turns a budget into weightless graphs, a `PlanGraphs`.
 
-`METHODS` of a module are its methods by name. A method before the LLM is a function and a row in `before_llm`; any other
-is a module of its own. The decoder is cut after each layer where a plan selects.
+`METHODS` of a module are its methods by name. A method before the LLM is a function and a row in `before_llm`; other
+methods have modules of their own. The decoder is cut after each layer where a plan selects.
 """
 
 from __future__ import annotations
