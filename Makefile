@@ -91,7 +91,7 @@ REACHED := import sys, urllib.request; urllib.request.urlopen(sys.argv[1] + "/to
 
 .venv/.demo .venv/.dev: .venv/.%: pyproject.toml | $(BIN)/python
 	@echo "installing the packages of .[$*] into .venv; it takes one to five minutes"
-	$(BIN)/pip install --quiet $(PIP_INDEX) --editable ".[$*]"
+	$(BIN)/pip install --progress-bar off $(PIP_INDEX) --editable ".[$*]"
 	touch $@
 
 $(BIN)/python:

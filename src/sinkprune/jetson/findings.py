@@ -75,7 +75,7 @@ def model_findings(models: Sequence[ModelFit], jetpack: JetPack | None, memory: 
                 model,
                 f"'{model.name}' fits in no form: it needs at least {gigabytes(least)}, "
                 f"{gigabytes(memory)} are available",
-                "end other programs, use a smaller model or a board with more memory",
+                "use a smaller model or a board with more memory; if little is missing, end other programs there",
             )
         elif model.kind != "preset" and not any(form.exported for form, _ in model.fitting()):
             form = next(form for form in model.forms if form.exported)

@@ -35,6 +35,7 @@ from sinkprune.runtime.backends.known import COMPUTES, KNOWN
 from sinkprune.runtime.commands import BundleOptions, load_pipeline, status
 from sinkprune.runtime.commands.memory import Planned, check_memory
 from sinkprune.runtime.media.images import read_image
+from sinkprune.runtime.steps.pictures import layout_of
 from sinkprune.runtime.steps.request import MAX_NEW_TOKENS, new_request
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     _check_options(options)
     with report_missing_package("adding budgets"), ProgressLines("loading packages"):
         from sinkprune.calibration.scheduling.named_budget import METHOD, add_budget, check_addable, check_name
-        from sinkprune.calibration.scheduling.propose import Proposer, Target, nearest_target
+        from sinkprune.calibration.scheduling.propose import TOKENS_A_LAYER, Proposer, Target, nearest_target
         from sinkprune.calibration.scheduling.trials import Trials
     target = Target(options.target_ms, options.budget_tokens, options.new_tokens)
     bundle = read_bundle(options.bundle, options.trust)
@@ -121,6 +122,10 @@ def _schedule(arguments: Sequence[str] | None) -> None:
     with TemporaryDirectory(prefix="sinkprune-") as folder:
         trials = Trials(bundle, Path(folder))
         pipeline = load_pipeline(options, trials.bundle)
+        if target.tokens is not None:
+            # Known before anything is measured.
+            tokens = layout_of(first.image, first.image, pipeline.family, bundle.manifest).all_tokens
+            target.check_unmet(tokens, TOKENS_A_LAYER)
         with status("measuring, which takes some hundred requests"):
             if options.costs and not options.wants_budget:
                 write_costs(options.costs, pipeline.measure_costs(new_request(*first), options.seconds))

@@ -51,6 +51,9 @@ def nearest_target(least: float) -> str:
     return f"{math.ceil(1.1 * least):d}"
 
 
+TOKENS_A_LAYER = "visual tokens a layer"
+
+
 class Target(NamedTuple):
     """What a budget must meet: milliseconds to the last of `new_tokens`, or a mean of visual tokens a layer."""
 
@@ -62,6 +65,15 @@ class Target(NamedTuple):
     def option(self) -> str:
         """The option that sets the target."""
         return "--budget-tokens" if self.ms is None else "--target-ms"
+
+    def check_unmet(self, unpruned: float, unit: str) -> None:
+        """Raise `BudgetError` if the unpruned model, which takes `unpruned` of this unit, meets the target."""
+        wanted = (self.tokens or 0.0) if self.ms is None else self.ms
+        if unpruned <= wanted:
+            raise BudgetError(
+                f"no pruning is needed: unpruned, the model takes up to {unpruned:.0f} {unit} here, and "
+                f"{self.option} is {wanted:g}. Run it with --budget {UNPRUNED}, or give a smaller target."
+            )
 
 
 class Prompt(NamedTuple):
@@ -174,19 +186,12 @@ class Proposer:
 
     def _check_pruning_needed(self, target: Target) -> None:
         """Raise `BudgetError` if the unpruned model meets the target."""
-        whole, wanted, unit = float(self._layout.all_tokens), target.tokens or 0.0, "visual tokens a layer"
-        if target.ms is not None:
-            predicted = self._unpruned(target)
-            if predicted > target.ms:
-                return
+        if target.ms is None:
+            target.check_unmet(self._layout.all_tokens, TOKENS_A_LAYER)
+        elif (predicted := self._unpruned(target)) <= target.ms:
             (measured,) = self._measure([_UNPRUNED], target.new_tokens)
             self._follow(measured, predicted)
-            whole, wanted, unit = measured.p95, target.ms, "ms in 95 of 100 requests"
-        if whole <= wanted:
-            raise BudgetError(
-                f"no pruning is needed: unpruned, the model takes up to {whole:.0f} {unit} here, and "
-                f"{target.option} is {wanted:g}. Run it with --budget {UNPRUNED}, or give a smaller target."
-            )
+            target.check_unmet(measured.p95, "ms in 95 of 100 requests")
 
     def _found(self, target: Target, items: Sequence[Item]) -> list[Found]:
         """Return the best plans that are predicted to meet the target; raises `BudgetError` if there is none."""
@@ -201,7 +206,7 @@ class Proposer:
             price, limit = self._price(target)
         least = cheapest(self._space, price) * self._tail
         unit, wanted, whole = (
-            ("visual tokens a layer", target.tokens, self._layout.all_tokens)
+            (TOKENS_A_LAYER, target.tokens, self._layout.all_tokens)
             if target.ms is None
             else ("ms", target.ms, self._unpruned(target) * self._tail)
         )
