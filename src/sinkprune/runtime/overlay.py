@@ -187,7 +187,8 @@ def _tinted(canvas: Array, boxes: Array, view: range, fates: Fates) -> Array:
             colour = None if stage is None else _STAGES[min(stage, len(_STAGES) - 1)]
             tinted[place] = canvas[place] if colour is None else _mixed(canvas[place], colour, _TINT)
         else:
-            tinted[place] = _mixed(canvas[place], _DROPPED, _SHADE)
+            # Without the picture's own colours, which could pass for those of sink members and stages.
+            tinted[place] = _mixed(canvas[place].mean(axis=2, keepdims=True), _DROPPED, _SHADE)
     return tinted
 
 
