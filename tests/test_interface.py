@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import runpy
 import signal
 import subprocess
@@ -203,6 +204,23 @@ def test_an_unknown_verb_is_refused_with_a_list_of_verbs(sinkprune: Callable[...
     # Before there were verbs, the first word was a bundle: a path is one still.
     assert_refused(sinkprune("calibrate", "llava-7b"), "no verb 'llava-7b'", "norms, attention")
     assert_refused(sinkprune("calibrate", "./llava-7b"), "no folder 'llava-7b'", "sinkprune-export")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--buget", "retain-64"), r"unrecognized arguments: --buget retain-64\. Did you mean --budget\?"),
+        (("--fit", "squash"), r"argument --fit: invalid choice: 'squash' .*\."),
+        (("--zzz",), r"unrecognized arguments: --zzz\."),
+    ],
+    ids=["slip", "choice", "unknown"],
+)
+def test_a_wrong_option_is_one_line_that_names_the_help(
+    words: tuple[str, ...], message: str, sinkprune: Callable[..., Outcome]
+) -> None:
+    outcome = sinkprune("run", "bundle", "--image", "x.png", "--prompt", "What?", *words)
+    assert outcome.code == 2
+    assert re.fullmatch(rf"error: {message} See sinkprune run --help\.\n", outcome.stderr)
 
 
 def test_the_version_loads_no_library() -> None:

@@ -82,6 +82,24 @@ def test_work_of_nine_seconds_writes_a_line_when_it_ends(monkeypatch: pytest.Mon
     assert written(9, KeyError) == ""
 
 
+def test_the_first_line_comes_after_a_fifth_of_the_time() -> None:
+    stderr = io.StringIO()
+    with redirect_stderr(stderr), ProgressLines("measuring", seconds=60):
+        assert stderr.getvalue() == ""
+    with redirect_stderr(stderr), ProgressLines("measuring", seconds=2):
+        began = time.monotonic()
+        lines_after("measuring", stderr)
+        # The second line is two seconds behind the first.
+        assert 0.3 < time.monotonic() - began < 2
+
+
+def test_a_part_that_begins_has_steps_and_time_of_its_own() -> None:
+    lines = ProgressLines("reading", unit="M weights")
+    lines.update(advance=4)
+    lines.restart("checking sums")
+    assert lines.line(2) == "checking sums: 2 s"
+
+
 def test_a_terminal_has_none() -> None:
     with redirect_stderr(Terminal()) as terminal, ProgressLines("waiting", seconds=0.01):
         time.sleep(0.1)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageChops
 
 from sinkprune import Clip, Pipeline, UsageError, overlay
-from sinkprune.runtime.overlay import draw_overlay
+from sinkprune.runtime.overlay import draw_overlay, token_fates
 
 Pipelines = Callable[..., Pipeline]
 
@@ -25,6 +25,20 @@ def test_an_overlay_is_the_same_of_every_kind_of_picture(
         found = overlay(answer, picture)
         assert found.mode == "RGB"
         assert ImageChops.difference(found, expected).getbbox() is None
+
+
+def test_what_the_sanitizer_dropped_is_grey(pipeline: Pipelines) -> None:
+    """So that no colour of the picture passes for that of a sink member or a stage."""
+    red = Image.new("RGB", (112, 112), (250, 40, 30))
+    answer = pipeline("gqa-112").generate(red, "What?", budget="retain-64", max_new_tokens=1)
+    (kept,) = answer.images
+    fates = token_fates(kept)
+    token = int(np.flatnonzero(~fates.sink & ~fates.kept)[0])
+    left, top, right, bottom = kept.layout.boxes[token]
+    scale = 1100 / 112
+    centre = (int((left + right) / 2 * scale), int((top + bottom) / 2 * scale))
+    pixel = overlay(answer, red).getpixel(centre)
+    assert isinstance(pixel, tuple) and max(pixel) - min(pixel) < 8
 
 
 def test_what_cannot_be_drawn_is_refused(pipeline: Pipelines, photo: Image.Image) -> None:

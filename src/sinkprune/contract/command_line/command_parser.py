@@ -44,8 +44,8 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the process with exit code 2 and one message, which suggests the option that was meant."""
         names = [name for name in self._option_string_actions if name.startswith("--")]
-        typed = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
-        near = [found for word in typed if word not in names for found in get_close_matches(word, names, 1)]
+        unknown = message.split() if message.startswith("unrecognized arguments") else []
+        near = [found for word in unknown for found in get_close_matches(word.partition("=")[0], names, 1)]
         meant = f" Did you mean {near[0]}?" if near else ""
         self.exit(2, f"error: {escaped(message)}.{meant} See {self.prog} --help.\n")
 
